@@ -1,0 +1,76 @@
+"""Roll call: after a failed exchange, who is still there, and what the others said before they left.
+
+A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks who else
+does; a rank that ends with an exception leaves its words there. Asked once, on the way out: it costs nothing before.
+"""
+
+import sys
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+PATIENCE_SECONDS = 3.0
+POLL_SECONDS = 0.02
+LONGEST_MESSAGE = 500
+
+
+class RollCall:
+    """Signs in and out at the store of the process group.
+
+    Args:
+        store: reachable as long as possible; the launcher's own, if there is one.
+        patience_seconds: how long ranks are waited for that neither sign in nor left a message.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        self._store = dist.PrefixStore("distca_hf/rollcall", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._patience_seconds = patience_seconds
+
+    def leave(self, words: str) -> None:
+        """Leaves a message for the others; the store may be gone, then nobody can be told."""
+        try:
+            self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
+        except RuntimeError as error:
+            log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error)
+
+    def missing(self) -> dict[int, str]:
+        """Ranks that left or do not answer, and what is known about each."""
+        waiting = set(range(self._world_size)) - {self._rank}
+        found: dict[int, str] = {}
+        try:
+            self._store.set(f"here/{self._rank}", "1")
+            deadline = time.monotonic() + self._patience_seconds
+            while waiting and time.monotonic() < deadline:
+                for rank in sorted(waiting):
+                    if self._store.check([f"left/{rank}"]):
+                        found[rank] = "left: " + self._store.get(f"left/{rank}").decode(errors="replace")
+                        waiting.discard(rank)
+                    elif self._store.check([f"here/{rank}"]):
+                        waiting.discard(rank)
+                time.sleep(POLL_SECONDS)
+        except RuntimeError as error:
+            return {**found, 0: f"cannot be asked, and with it the job's store is gone ({str(error).splitlines()[0]})"}
+        return found | {
+            rank: f"does not answer after {self._patience_seconds:g} s (killed, stopped, or not in this exchange)"
+            for rank in sorted(waiting)
+        }
+
+    def announce_uncaught_errors(self) -> None:
+        """From now on an exception that ends this process is left as a message first."""
+        earlier = sys.excepthook
+
+        def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.leave(f"{kind.__name__}: {error}")
+            earlier(kind, error, trace)
+
+        sys.excepthook = leave_and_pass_on

@@ -1,0 +1,205 @@
+"""Transport: rows and small integers between ranks. The only interface through which data leaves a rank.
+
+An exchange is an uneven all-to-all of rows. It is started, runs beside other work, and is waited for; every rank starts the same
+exchanges in the same order. Implementations: `LocalTransport` (one rank), `TorchTransport` (NCCL or gloo), and for tests
+`distca_hf.testing.loopback` and `distca_hf.testing.faults`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.rollcall import RollCall
+from distca_hf.errors import DistCAError, PeerLostError, StepTimeoutError
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Exchanges remembered for the error message of the one that fails.
+REMEMBERED_EXCHANGES = 64
+
+
+@dataclass
+class Traffic:
+    """What a transport has moved so far."""
+
+    exchanges: int = 0
+    bytes_sent: int = 0
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
+
+    def count(self, rows: torch.Tensor, send_counts: Sequence[int], rank: int, where: str) -> None:
+        """Adds one exchange. Rows a rank sends to itself are not traffic."""
+        self.exchanges += 1
+        row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
+        self.bytes_sent += (len(rows) - send_counts[rank]) * row_bytes
+        self.recent.append(where)
+
+
+class Exchange(Protocol):
+    """Rows on their way."""
+
+    def wait(self) -> torch.Tensor:
+        """Rows received from all ranks, grouped by source.
+
+        Raises:
+            PeerLostError, StepTimeoutError: the exchange failed; names the ranks and the place.
+        """
+        ...
+
+
+class Gather(Protocol):
+    """Integers on their way."""
+
+    def wait(self) -> list[list[int]]:
+        """The integers of every rank."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves rows and integers between ranks."""
+
+    rank: int
+    world_size: int
+    traffic: Traffic
+
+    def exchange(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+    ) -> Exchange:
+        """Starts an uneven all-to-all.
+
+        Args:
+            rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
+            send_counts, receive_counts: `[ranks]` rows to and from each rank.
+            where: step, layer and phase, for messages.
+        """
+        ...
+
+    def gather(self, values: Sequence[int], where: str) -> Gather:
+        """Starts sending a few integers (equally many on all ranks) to every rank."""
+        ...
+
+
+@dataclass
+class Arrived:
+    """An exchange that needs no waiting."""
+
+    rows: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.rows
+
+
+@dataclass
+class Gathered:
+    """A gather that needs no waiting."""
+
+    values: list[list[int]]
+
+    def wait(self) -> list[list[int]]:
+        return self.values
+
+
+class LocalTransport:
+    """One rank: whatever it sends, it sends to itself."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.traffic = 0, 1, Traffic()
+
+    def exchange(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+    ) -> Arrived:
+        self.traffic.count(rows, send_counts, self.rank, where)
+        return Arrived(rows)
+
+    def gather(self, values: Sequence[int], where: str) -> Gathered:
+        return Gathered([list(values)])
+
+
+class TorchTransport:
+    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over a gloo group beside it.
+
+    Args:
+        data_group: group for rows, on the device of the tensors.
+        control_group: gloo group for integers.
+        rollcall: finds out who was lost when one of the groups fails.
+    """
+
+    def __init__(self, data_group: dist.ProcessGroup, control_group: dist.ProcessGroup, rollcall: RollCall) -> None:
+        self.rank = dist.get_rank(data_group)
+        self.world_size = dist.get_world_size(data_group)
+        self.traffic = Traffic()
+        self._data_group = data_group
+        self._control_group = control_group
+        self._rollcall = rollcall
+
+    def exchange(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+    ) -> "TorchExchange":
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        self.traffic.count(rows, send_counts, self.rank, where)
+        try:
+            work = dist.all_to_all_single(
+                received, rows, list(receive_counts), list(send_counts), group=self._data_group, async_op=True
+            )
+        except RuntimeError as error:
+            raise self.failure(error, where) from error
+        return TorchExchange(self, work, rows, received, where)
+
+    def gather(self, values: Sequence[int], where: str) -> "TorchGather":
+        mine = torch.tensor(values, dtype=torch.int64)
+        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
+        except RuntimeError as error:
+            raise self.failure(error, where) from error
+        return TorchGather(self, work, theirs, where)
+
+    def failure(self, error: RuntimeError, where: str) -> DistCAError:
+        """The error to raise for a failed group operation: who is gone, as far as can be found out."""
+        missing = self._rollcall.missing()
+        recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
+        told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
+        message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {str(error).splitlines()[0][:300]}"
+        if "timed out" in str(error).lower():
+            return StepTimeoutError(f"{message}. The deadline is exchange_timeout_seconds.")
+        return PeerLostError(message)
+
+
+@dataclass
+class TorchExchange:
+    """An all-to-all under way. Keeps the sent rows alive until they have left."""
+
+    transport: TorchTransport
+    work: dist.Work
+    sent: torch.Tensor
+    received: torch.Tensor
+    where: str
+
+    def wait(self) -> torch.Tensor:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.transport.failure(error, self.where) from error
+        return self.received
+
+
+@dataclass
+class TorchGather:
+    """An all-gather of integers under way."""
+
+    transport: TorchTransport
+    work: dist.Work
+    received: list[torch.Tensor]
+    where: str
+
+    def wait(self) -> list[list[int]]:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.transport.failure(error, self.where) from error
+        return [values.tolist() for values in self.received]

@@ -1,0 +1,185 @@
+"""All settings in one dataclass; the only place that reads the environment.
+
+A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>`, the default.
+"""
+
+import dataclasses
+import hashlib
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+
+from distca_hf.errors import ConfigError
+
+
+ENVIRONMENT_PREFIX = "DISTCA_"
+
+OverlongPolicy = Literal["error", "split", "truncate"]
+KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
+ReceivedKV = Literal["refetch", "keep"]
+
+
+def _setting(name: str, default: Any, help: str) -> Any:
+    """A dataclass field whose default may be overridden by `DISTCA_<NAME>`."""
+
+    def from_environment() -> Any:
+        text = os.environ.get(ENVIRONMENT_PREFIX + name.upper())
+        return default if text is None else _parse(name, text, ENVIRONMENT_PREFIX + name.upper())
+
+    return field(default_factory=from_environment, metadata={"help": help, "default": default})
+
+
+@dataclass(kw_only=True)
+class DistCAConfig:
+    """Settings of core attention disaggregation. Every field can also be given as `DISTCA_<FIELD>` or in a recipe.
+
+    Raises:
+        ConfigError: a value is outside what the field allows.
+    """
+
+    tokens_per_rank: int = _setting(
+        "tokens_per_rank", 8192, "Tokens each rank holds of a micro-batch, at most. Documents may be ranks x this long."
+    )
+    overlong: OverlongPolicy = _setting(
+        "overlong",
+        "error",
+        "What to do with a document longer than ranks x tokens_per_rank: refuse it (error), cut it into several documents "
+        "(split), or keep its beginning (truncate).",
+    )
+    pad_to_multiple_of: int = _setting(
+        "pad_to_multiple_of",
+        128,
+        "Rows of a rank are padded up to this multiple, never beyond tokens_per_rank. Set it to tokens_per_rank for one "
+        "constant shape, to 1 for (nearly) no padding.",
+    )
+    kernel: KernelName = _setting("kernel", "auto", "Attention kernel; auto takes the fastest one that can do the job.")
+    received_kv: ReceivedKV = _setting(
+        "received_kv",
+        "refetch",
+        "Keys and values received from other ranks: fetch them again in backward (refetch) or keep them in memory (keep).",
+    )
+    deterministic: bool = _setting(
+        "deterministic", False, "Bit-equal gradients from run to run; costs about a quarter of the backward kernel's speed."
+    )
+    prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.")
+    exchange_timeout_seconds: float = _setting(
+        "exchange_timeout_seconds", 300.0, "Deadline of one exchange between ranks, after which the step fails."
+    )
+    plans_in_flight: int = _setting(
+        "plans_in_flight",
+        8,
+        "Plans kept alive after the training loop has dropped their batch: compiled graphs find them by number only.",
+    )
+
+    def __post_init__(self) -> None:
+        for setting in dataclasses.fields(DistCAConfig):
+            _check_type(setting.name, getattr(self, setting.name))
+        at_least = {"tokens_per_rank": 1, "pad_to_multiple_of": 1, "prefetch": 1, "plans_in_flight": 1}
+        for name, smallest in at_least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {smallest}")
+        if not self.exchange_timeout_seconds > 0:
+            raise ConfigError(f"exchange_timeout_seconds={self.exchange_timeout_seconds} must be positive")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Reads a YAML file: either the settings themselves or a recipe with a `plugin` section.
+
+        Raises:
+            ConfigError: the file is no mapping, or holds a key that is no setting.
+        """
+        content = read_yaml(path)
+        return cls(**check_settings(content.get("plugin", content), f"{path}"))
+
+    def settings_hash(self) -> int:
+        """63 bits that are equal on two ranks only if all settings are."""
+        values = [(setting.name, getattr(self, setting.name)) for setting in dataclasses.fields(DistCAConfig)]
+        return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read as a YAML mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
+    return content
+
+
+def check_settings(values: object, where: str) -> dict[str, Any]:
+    """Keys and values of `values`, all known settings with values of the right type.
+
+    Raises:
+        ConfigError: unknown key, or a value of the wrong type.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: the plugin settings must be a mapping, not {type(values).__name__}")
+    known = [setting.name for setting in dataclasses.fields(DistCAConfig)]
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown setting {name!r}; known settings: {', '.join(known)}")
+        _check_type(name, value)
+    return {str(name): value for name, value in values.items()}
+
+
+def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as the environment variables that `DistCAConfig()` reads back."""
+    return {ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in settings.items()}
+
+
+def unknown_environment_settings() -> list[str]:
+    """Variables that begin with `DISTCA_` and set nothing: most likely misspelt."""
+    known = {ENVIRONMENT_PREFIX + setting.name.upper() for setting in dataclasses.fields(DistCAConfig)}
+    return sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
+
+
+def launched_world_size() -> int:
+    """Number of processes the launcher started (1 without a launcher)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _allowed(name: str) -> tuple[type, tuple[Any, ...]]:
+    """Type of a setting and, for a choice, its values."""
+    hint = typing.get_type_hints(DistCAConfig)[name]
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint)
+    return hint, ()
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, choices = _allowed(name)
+    if choices:
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+        return
+    accepted: type | types.UnionType = float | int if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}")
+
+
+def _parse(name: str, text: str, where: str) -> Any:
+    kind, choices = _allowed(name)
+    readers: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str, bool: _parse_bool}
+    try:
+        return readers[kind](text)
+    except ValueError as error:
+        raise ConfigError(f"{where}={text!r} is no {kind.__name__}") from error
+
+
+def _parse_bool(text: str) -> bool:
+    spellings = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in spellings:
+        raise ValueError(text)
+    return spellings[text.lower()]

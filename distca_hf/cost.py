@@ -1,0 +1,27 @@
+"""What attention costs: attended pairs.
+
+A query token at position p of its document attends p + 1 keys. Work is counted in such pairs, once for all heads: the same
+factor for every task, and exact integers up to documents of 2 ** 31 tokens.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+IntArray = NDArray[np.int64]
+
+
+def causal_pairs(start: int, stop: int) -> int:
+    """Attended pairs of the query range [start, stop) of one document."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
+def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
+    """`causal_pairs` for arrays of ranges."""
+    return (stops * (stops + 1) - starts * (starts + 1)) // 2
+
+
+def imbalance(work: IntArray) -> float:
+    """Max over mean work of the ranks: 1.0 is perfect, and what an empty batch has."""
+    total = int(work.sum())
+    return float(work.max()) * len(work) / total if total else 1.0

@@ -1,0 +1,37 @@
+"""Every error distca_hf raises on purpose.
+
+A message says what happened, where (rank, step, layer, document), which two numbers disagree, and what to do. Each class is
+also the builtin a caller would expect, so `except ValueError` keeps working.
+"""
+
+
+class DistCAError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(DistCAError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class PackingError(DistCAError, ValueError):
+    """Documents, lengths or a layout that cannot be packed: bad input data."""
+
+
+class PlanError(DistCAError, ValueError):
+    """A plan that breaks its own invariants, or one that is no longer there."""
+
+
+class UnsupportedAttentionError(DistCAError, NotImplementedError):
+    """A model, layer or kernel asks for something core attention here does not compute."""
+
+
+class PlanMismatchError(DistCAError, RuntimeError):
+    """Ranks disagree about what to do next; found before anything was sent."""
+
+
+class PeerLostError(DistCAError, RuntimeError):
+    """Another rank failed, left, or cannot be reached."""
+
+
+class StepTimeoutError(DistCAError, TimeoutError):
+    """An exchange did not finish before its deadline."""

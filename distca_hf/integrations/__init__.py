@@ -1,0 +1,1 @@
+"""Where distca_hf meets Transformers, Accelerate and datasets."""

@@ -1,0 +1,182 @@
+"""The attention function behind `attn_implementation="distca"`.
+
+Transformers calls it once per attention layer. A batch of ours carries its plan in the keyword `distca_plan`, which models pass on to
+their layers unseen; without a plan the layer attends locally, each document (or each row of the batch) alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.layout import check_cu_seqlens
+from distca_hf.runtime.local import flash_attn_local
+from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.plans import LivePlan
+
+
+# Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the numbers.
+HARMLESS_KEYWORDS = frozenset(
+    {
+        "cache_position",
+        "ignore_index",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "skip_logits",
+        "use_cache",
+    }
+)
+
+
+def distca_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    distca_plan: LivePlan | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
+
+    Args:
+        query, key, value: `[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, V]`; made contiguous per token if they are not.
+        attention_mask: None; anything else would be padding or a mask of the user's own.
+        distca_plan: the plan of a batch from `plugin.dataloader`; B is 1 then.
+
+    Returns:
+        `[B, T, N, V]` and None, in the dtype of the inputs; under autocast in autocast's dtype, as flash-attention does.
+
+    Raises:
+        UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
+    """
+    refused = _asked_for(attention_mask=attention_mask, **kwargs)
+    if refused or dropout or is_causal is False or getattr(module, "is_causal", True) is False:
+        _refuse(module, refused, dropout, is_causal)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    query, key, value = _one_dtype(module, query, key, value)
+    if distca_plan is not None:
+        _check_window(module, sliding_window, distca_plan.facts.longest_document_tokens)
+        q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
+        keep_received = distca_plan.config.received_kv == "keep"
+        out_TNV, _, _ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, keep_received)
+        return out_TNV.unsqueeze(0), None
+
+    queries, keys, longest_q, longest_k = _local_documents(query, key, position_ids, cu_seq_lens_q, max_length_q)
+    _check_window(module, sliding_window, longest_k)
+    out_TNV, _ = flash_attn_local(
+        _rows(query), _rows(key), _rows(value), queries, keys, longest_q, longest_k, scale
+    )
+    return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[B, N, T, D]` as `[B * T, N, D]`, contiguous."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _asked_for(**keywords: Any) -> dict[str, Any]:
+    """Keywords that ask for something: not harmless, and not None or False."""
+    return {
+        name: given
+        for name, given in keywords.items()
+        if given is not None and given is not False and name not in HARMLESS_KEYWORDS
+    }
+
+
+def _refuse(module: nn.Module, refused: dict[str, Any], dropout: float, is_causal: bool | None) -> None:
+    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    if "attention_mask" in refused:
+        raise UnsupportedAttentionError(
+            f"{layer}: got a padding or custom attention mask of shape {tuple(refused['attention_mask'].shape)}; distca packs "
+            "documents instead of padding them: use plugin.dataloader, or batches of equally long rows without padding"
+        )
+    if dropout:
+        raise UnsupportedAttentionError(f"{layer}: attention dropout {dropout} is not computed; set it to 0 in the config")
+    if refused:
+        told = ", ".join(f"{name}={_short(given)}" for name, given in refused.items())
+        raise UnsupportedAttentionError(
+            f"{layer}: {told} is not computed by distca, and ignoring it would change the result; load the model with another "
+            "attn_implementation"
+        )
+    raise UnsupportedAttentionError(
+        f"{layer}: is not causal (is_causal={is_causal}, module.is_causal={getattr(module, 'is_causal', None)}); distca computes "
+        "causal attention only"
+    )
+
+
+def _short(given: Any) -> str:
+    return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+
+
+def _check_window(module: nn.Module, sliding_window: int | None, longest_tokens: int) -> None:
+    """A window as long as every document changes nothing; a shorter one is not computed."""
+    if sliding_window is not None and sliding_window < longest_tokens:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: sliding window {sliding_window} is shorter than "
+            f"a document of {longest_tokens} tokens, and windows are not computed; split documents at the window, or disable it in "
+            "the config"
+        )
+
+
+def _one_dtype(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Under autocast all three in its dtype: rotary embeddings and norms leave queries and keys in fp32."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype == key.dtype == value.dtype:
+        return query, key, value
+    raise UnsupportedAttentionError(
+        f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: queries, keys and values are {query.dtype}, "
+        f"{key.dtype} and {value.dtype}; load the model in one dtype, or train under autocast"
+    )
+
+
+def _local_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+    max_length_q: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Offsets and longest lengths of queries and keys: packed documents, or one document per row of the batch."""
+    batch, _, rows, _ = query.shape
+    key_rows = key.shape[2]
+    device = query.device
+    if cu_seq_lens_q is not None:
+        offsets = cu_seq_lens_q.to(device=device, dtype=torch.int32).flatten()
+        lengths = check_cu_seqlens(offsets.cpu().numpy(), batch * rows)
+        longest = int(lengths.max(initial=0))
+        return offsets, offsets, longest, longest
+    if batch == 1 and rows == key_rows and rows > 1 and position_ids is not None and position_ids.ndim == 2:
+        if position_ids.shape[-1] != rows:
+            raise PackingError(f"position_ids has {position_ids.shape[-1]} positions for {rows} tokens")
+        begins = torch.ones(rows, dtype=torch.bool, device=device)
+        begins[1:] = position_ids[0, 1:] != position_ids[0, :-1] + 1
+        starts = begins.nonzero().flatten()
+        offsets = torch.cat([starts, starts.new_tensor([rows])]).to(torch.int32)
+        longest = int(offsets.diff().max())
+        return offsets, offsets, longest, longest
+    queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
+    keys = torch.arange(0, (batch + 1) * key_rows, key_rows, dtype=torch.int32, device=device)
+    return queries, keys, rows, key_rows

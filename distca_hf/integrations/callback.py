@@ -1,0 +1,53 @@
+"""Callback: what placement brought, in the trainer's logs."""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from distca_hf.integrations.loader import PlacedLoader
+
+
+class PlacementMetrics(TrainerCallback):
+    """Adds to every log: balance before and after placement, planning time, waiting time and truncated documents.
+
+    It must come before the callbacks that report logs: they pass on what is in the dict when their turn comes.
+    """
+
+    def __init__(self, loader: PlacedLoader) -> None:
+        self._loader = loader
+        self._seen_wait_seconds = 0.0
+        self._seen_plan_seconds = 0.0
+        self._seen_micro_batches = 0
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        metrics = self._since_last_log()
+        logs.update(metrics)
+        if state.log_history:  # already holds a copy of this log
+            state.log_history[-1].update(metrics)
+
+    def _since_last_log(self) -> dict[str, float]:
+        times, facts = self._loader.times, list(self._loader.recent)
+        self._loader.recent.clear()
+        micro_batches = times.micro_batches - self._seen_micro_batches
+        wait_seconds = times.wait_seconds - self._seen_wait_seconds
+        plan_seconds = times.plan_seconds - self._seen_plan_seconds
+        self._seen_micro_batches, self._seen_wait_seconds = times.micro_batches, times.wait_seconds
+        self._seen_plan_seconds = times.plan_seconds
+        if not facts or not micro_batches:
+            return {}
+        return {
+            "distca/imbalance_before": sum(fact.imbalance_before for fact in facts) / len(facts),
+            "distca/imbalance": sum(fact.imbalance for fact in facts) / len(facts),
+            "distca/plan_ms": 1e3 * plan_seconds / micro_batches,
+            "distca/loader_wait_ms": 1e3 * wait_seconds / micro_batches,
+            "distca/documents_truncated": float(self._loader.documents_truncated),
+        }

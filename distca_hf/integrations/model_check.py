@@ -1,0 +1,186 @@
+"""Model check: accepts a model whose attention, and only attention, mixes tokens in a way that is computed here; refuses others by name.
+
+A placed document is cut between ranks. That is exact for causal attention and for everything that works on single tokens; a recurrent
+or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong without a word. So everything that
+is not known to be right is refused before the first step.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from distca_hf.errors import ConfigError, UnsupportedAttentionError
+
+
+IMPLEMENTATION = "distca"
+CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+# Layers of these kinds carry state from token to token.
+RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside a PEFT model, or the model itself.
+
+    Raises:
+        UnsupportedAttentionError: there is none.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedAttentionError(
+            f"{type(inner).__name__} is no Transformers model; enable the model before it is wrapped, and load it with "
+            "from_pretrained or from_config"
+        )
+    return inner
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules whose forward looks attention up in Transformers' interface, by name."""
+    return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}
+
+
+def forward_accepts(model: nn.Module, keyword: str) -> bool:
+    """Whether `model.forward` has a parameter of this name."""
+    return keyword in inspect.signature(model.forward).parameters
+
+
+def check_model(model: nn.Module, longest_document_tokens: int) -> None:
+    """Accepts a model, or says why not.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one.
+        longest_document_tokens: sliding windows at least this long change nothing.
+
+    Raises:
+        ConfigError: the model was loaded with another attention implementation.
+        UnsupportedAttentionError: all reasons against the model, each with layer, setting and value.
+    """
+    inner = transformers_model(model)
+    config = inner.config.get_text_config()
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation != IMPLEMENTATION:
+        raise ConfigError(
+            f"{type(inner).__name__} uses attn_implementation={implementation!r}; load it with "
+            f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
+        )
+    reasons = [
+        *_structure(inner, config),
+        *_token_mixers(inner, config),
+        *_attention_settings(inner, config, longest_document_tokens),
+        *_loss(inner),
+    ]
+    if reasons:
+        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: " + "; ".join(reasons))
+
+
+def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder, and only causal language models are computed"
+    if not model._can_set_attn_implementation() or not attention_layers(model):
+        yield "it would ignore attn_implementation: none of its layers looks attention up by name"
+    elif not model._supports_flash_attn:
+        yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
+
+
+def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    """Layers other than attention that mix tokens."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
+        layers = [index for index, name in enumerate(kinds) if name == kind]
+        yield f"layers {layers} are of type {kind!r}, which cannot be cut between ranks"
+    mixers = [name for name, module in model.named_modules() if _mixes_tokens(module)]
+    if mixers:
+        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens, so documents cannot be cut between ranks"
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
+    return convolves or RECURRENT_CLASS.search(type(module).__name__) is not None
+
+
+def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:
+    """Settings of attention that are not computed."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        yield f"attn_logit_softcapping={softcap} is not computed"
+    if getattr(config, "alibi", False):
+        yield "alibi=True: attention bias is not computed"
+    checks: dict[str, Callable[[nn.Module], Any]] = {
+        "attention dropout {} is not computed; set it to 0": _dropout,
+        "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
+        "attention is not causal (is_causal={})": lambda module: _not_causal(module),
+        f"sliding window {{}} is shorter than documents of {longest_document_tokens} tokens": lambda module: _short_window(
+            module, config, longest_document_tokens
+        ),
+    }
+    layers = attention_layers(model)
+    for message, check in checks.items():
+        found = {name: value for name, module in layers.items() if (value := check(module)) is not None}
+        if found:
+            name, value = next(iter(found.items()))
+            yield f"{message.format(value)} ({name} and {len(found) - 1} more layers)"
+
+
+def _dropout(module: nn.Module) -> float | None:
+    dropout = getattr(module, "attention_dropout", None)
+    dropout = getattr(module, "attn_dropout", None) if dropout is None else dropout
+    share = getattr(dropout, "p", dropout)
+    return float(share) if isinstance(share, float | int) and share > 0 else None
+
+
+def _not_causal(module: nn.Module) -> str | None:
+    return "False" if getattr(module, "is_causal", True) is False else None
+
+
+def _short_window(module: nn.Module, config: Any, longest_document_tokens: int) -> int | None:
+    window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return window if window < longest_document_tokens else None
+
+
+def _loss(model: PreTrainedModel) -> Iterator[str]:
+    if not _passes_shift_labels(type(model)):
+        yield (
+            "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
+            f"({type(model).__name__}.forward does not pass its keywords on to the loss)"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _uses_interface(module_class: type) -> bool:
+    """Whether the class's own forward calls the attention interface."""
+    source = _source(module_class)
+    return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
+
+
+@lru_cache(maxsize=128)
+def _passes_shift_labels(model_class: type) -> bool:
+    """Whether forward names `shift_labels`, or passes all its keywords on to `self.loss_function`."""
+    source = _source(model_class)
+    if not source:
+        return False
+    if "shift_labels" in source:
+        return True
+    tree = ast.parse(textwrap.dedent(source))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_loss_function(node.func)]
+    return any(keyword.arg is None for call in calls for keyword in call.keywords)
+
+
+def _is_loss_function(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr == "loss_function"
+
+
+def _source(module_class: type) -> str:
+    """Source of a class's forward, decorators looked through; empty if there is none."""
+    forward = getattr(module_class, "forward", None)
+    try:
+        return inspect.getsource(inspect.unwrap(forward)) if forward is not None else ""
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,69 @@
+"""The plugin: settings, and what is done with them. The object that users create."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distca_hf.comm.groups import default_device, open_transport
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig, unknown_environment_settings
+from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.telemetry import get_logger
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+log = get_logger(__name__)
+
+
+class DistCAPlugin(DistCAConfig):
+    """Core attention disaggregation for a training run.
+
+    ```python
+    plugin = DistCAPlugin(tokens_per_rank=65536)
+    plugin.attach(trainer)                            # Trainer: loader, callback and checks
+    loader = plugin.dataloader(dataset, seed=0)       # any other loop, with distca_hf.enable(model, plugin)
+    ```
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._transports: dict[torch.device, Transport] = {}
+        for name in unknown_environment_settings():
+            log.warning("environment variable %s is no setting of distca_hf and has no effect", name)
+
+    def dataloader(
+        self, dataset: Any, seed: int = 0, shuffle: bool = True, device: torch.device | str | None = None
+    ) -> PlacedLoader:
+        """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
+
+        Args:
+            dataset: map-style `datasets.Dataset` with `input_ids`; see `packing.source.DocumentSource` for other columns.
+            seed: decides the order of documents, with the epoch's number.
+            shuffle: False keeps the dataset's order.
+            device: where batches go; by default where the process group works.
+
+        Raises:
+            ConfigError: several processes were launched, but no process group is initialised.
+            PackingError: the dataset cannot be packed; names row and numbers.
+        """
+        target = default_device() if device is None else torch.device(device)
+        return PlacedLoader(dataset, self, self.transport(target), target, seed, shuffle)
+
+    def transport(self, device: torch.device) -> Transport:
+        """The transport for tensors on `device`, opened when first asked for (a collective call)."""
+        if device not in self._transports:
+            self._transports[device] = open_transport(device, self.exchange_timeout_seconds)
+        return self._transports[device]
+
+    def attach(self, trainer: "Trainer") -> None:
+        """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.
+
+        Raises:
+            ConfigError: the trainer is set up in a way that would make the loss wrong.
+            UnsupportedAttentionError: the model cannot run on distca.
+        """
+        from distca_hf.integrations.trainer import attach
+
+        attach(trainer, self)

@@ -1,0 +1,81 @@
+"""Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left alone."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from transformers import Trainer, default_data_collator
+
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.callback import PlacementMetrics
+from distca_hf.integrations.model import enable
+from distca_hf.patches.trainer import trainer_resume
+from distca_hf.telemetry import get_logger
+
+
+if TYPE_CHECKING:
+    from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
+
+
+def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
+    """Checks trainer and model, and puts our loader and metrics in place.
+
+    Raises:
+        ConfigError: all settings that would make the loss wrong, or would silently have no effect.
+        UnsupportedAttentionError: the model cannot run on distca.
+        PackingError: the dataset cannot be packed.
+    """
+    reasons = list(_wrong_settings(trainer))
+    if reasons:
+        raise ConfigError("this Trainer cannot be attached to: " + "; ".join(reasons))
+    args = trainer.args
+    if not args.average_tokens_across_devices:
+        log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
+        args.average_tokens_across_devices = True
+    if args.per_device_train_batch_size != 1:
+        log.warning(
+            "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
+            args.per_device_train_batch_size,
+            plugin.tokens_per_rank,
+        )
+        args.per_device_train_batch_size = trainer._train_batch_size = 1
+    # A window's micro-batches are taken one right after the other: have all of the next one ready.
+    plugin.prefetch = max(plugin.prefetch, args.gradient_accumulation_steps + 1)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    loader = plugin.dataloader(trainer.train_dataset, seed, device=args.device)
+    enable(trainer.model, plugin, loader.longest_document_tokens)
+    trainer_resume.apply()
+    trainer.get_train_dataloader = lambda: loader
+    trainer.callback_handler.callbacks.insert(0, PlacementMetrics(loader))
+    log.info(
+        "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
+        loader.num_documents,
+        loader.num_tokens,
+        len(loader),
+        plugin.tokens_per_rank,
+    )
+
+
+def _wrong_settings(trainer: Trainer) -> Iterator[str]:
+    """What would make the loss wrong or be ignored without a word."""
+    args = trainer.args
+    if trainer.train_dataset is None:
+        yield "it has no train_dataset"
+    if args.label_smoothing_factor:
+        yield f"label_smoothing_factor={args.label_smoothing_factor} uses its own loss, which ignores shift_labels; set it to 0"
+    if trainer.compute_loss_func is not None:
+        yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
+    if args.n_gpu > 1:
+        yield f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size restarts with other batches; set tokens_per_rank instead"
+    if not trainer.model_accepts_loss_kwargs:
+        yield f"{type(trainer.model).__name__} does not take num_items_in_batch, so ranks would average unequal label counts"
+    if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", "random") not in ("random", None):
+        yield "a sampling strategy has no effect on placed micro-batches; leave it at random"
+    if trainer.data_collator is not default_data_collator and getattr(trainer.data_collator, "mlm", False):
+        yield "its data collator masks tokens (mlm); placed micro-batches are for causal language models"
+    for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
+        if size > 1:
+            yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"

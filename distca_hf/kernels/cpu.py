@@ -1,0 +1,93 @@
+"""Fast attention on the CPU: torch's own flash kernel, once per task, or twice for a task whose prefix is longer than its queries.
+
+    keys    0 ........ prefix ....... end        The kernel's causal mask is aligned top-left, so it is only used where
+    queries |          | square, causal |        queries and keys are equally many; the prefix is attended without mask,
+            | no mask  |                |        and both parts are merged by their log-sum-exps.
+
+Shape legend in `kernels.interface`. Operators: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from distca_hf.kernels.interface import Spans
+
+
+class CpuKernel:
+    """Torch's flash attention for CPUs over the tasks of a call."""
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        for rows, prefix, square in _tasks(spans):
+            q = _batch(q_TNH[rows])
+            out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, True, scale=scale)
+            if prefix.stop > prefix.start:
+                far_out, far_lse = attend(q, _batch(k_SGH[prefix]), _batch(v_SGV[prefix]), 0.0, False, scale=scale)
+                out, lse = _merge(out, lse, far_out, far_lse)
+            out_TNV[rows] = out[0].transpose(0, 1)
+            lse_NT[:, rows] = lse[0]
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        for rows, prefix, square in _tasks(spans):
+            # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
+            dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])
+            lse = lse_NT[:, rows].unsqueeze(0).contiguous()
+            dq = None
+            for keys, causal in ((square, True), (prefix, False)):
+                if keys.stop == keys.start:
+                    continue
+                part_dq, dk, dv = derive(
+                    dout, q, _batch(k_SGH[keys]), _batch(v_SGV[keys]), out, lse, 0.0, causal, scale=scale
+                )
+                dq = part_dq if dq is None else dq + part_dq
+                dk_SGH[keys] = dk[0].transpose(0, 1)
+                dv_SGV[keys] = dv[0].transpose(0, 1)
+            dq_TNH[rows] = dq[0].transpose(0, 1)
+
+
+def _tasks(spans: Spans) -> Iterator[tuple[slice, slice, slice]]:
+    """Query rows, key rows before the causal square, and key rows of the square; empty tasks are left out."""
+    for task in range(len(spans.queries) - 1):
+        start, stop = spans.queries[task], spans.queries[task + 1]
+        key_start, key_stop = spans.keys[task], spans.keys[task + 1]
+        if stop > start:
+            yield slice(start, stop), slice(key_start, key_stop - (stop - start)), slice(key_stop - (stop - start), key_stop)
+
+
+def _batch(x_TND: torch.Tensor) -> torch.Tensor:
+    """`[T, N, D]` as `[1, N, T, D]`, without a copy."""
+    return x_TND.transpose(0, 1).unsqueeze(0)
+
+
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys from attention over each, in the precision of the log-sum-exps."""
+    total = torch.logaddexp(lse, other_lse)
+    share, other_share = (lse - total).exp().unsqueeze(-1), (other_lse - total).exp().unsqueeze(-1)
+    return (share * out + other_share * other_out).to(out.dtype), total

@@ -1,0 +1,223 @@
+"""FlashAttention 4, 3 and 2 behind `kernels.interface.Kernel`. Nothing is imported before a kernel is chosen.
+
+Called are the functions below each package's autograd, because forward and backward run inside one operator of ours, where
+autograd is off: `flash_attn.cute.interface._flash_attn_fwd/_flash_attn_bwd` (FlashAttention 4), `flash_attn_interface.
+_flash_attn_forward/_flash_attn_backward` (3), `flash_attn.flash_attn_interface._flash_attn_varlen_forward/_backward` (2). All
+three align causal masks bottom-right and return log-sum-exps as `[N, T]` in fp32.
+
+Shape legend in `kernels.interface`.
+"""
+
+from types import ModuleType
+
+import torch
+
+from distca_hf.kernels.interface import Spans
+
+
+class Flash4Kernel:
+    """FlashAttention 4 (CuTe), compiled when first used: about four seconds per variant."""
+
+    def __init__(self, interface: ModuleType) -> None:
+        self._forward = interface._flash_attn_fwd
+        self._backward = interface._flash_attn_bwd
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        _, lse, *_ = self._forward(
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            cu_seqlens_q=spans.cu_seqlens_q,
+            cu_seqlens_k=spans.cu_seqlens_k,
+            max_seqlen_q=spans.max_seqlen_q,
+            max_seqlen_k=spans.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            return_lse=True,
+            out=out_TNV,
+        )
+        lse_NT.copy_(lse)
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        self._backward(
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            out_TNV,
+            dout_TNV,
+            lse_NT.contiguous(),
+            softmax_scale=scale,
+            causal=True,
+            cu_seqlens_q=spans.cu_seqlens_q,
+            cu_seqlens_k=spans.cu_seqlens_k,
+            max_seqlen_q=spans.max_seqlen_q,
+            max_seqlen_k=spans.max_seqlen_k,
+            deterministic=deterministic,
+            dq=dq_TNH,
+            dk=dk_SGH,
+            dv=dv_SGV,
+        )
+
+
+class Flash3Kernel:
+    """FlashAttention 3 (Hopper)."""
+
+    def __init__(self, interface: ModuleType) -> None:
+        self._forward = interface._flash_attn_forward
+        self._backward = interface._flash_attn_backward
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        out, lse, *_ = self._forward(
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            cu_seqlens_q=spans.cu_seqlens_q,
+            cu_seqlens_k=spans.cu_seqlens_k,
+            max_seqlen_q=spans.max_seqlen_q,
+            max_seqlen_k=spans.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+        )
+        out_TNV.copy_(out)
+        lse_NT.copy_(lse)
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        used_q, used_k, causal = None, None, True
+        self._backward(
+            dout_TNV,
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            out_TNV,
+            lse_NT.contiguous(),
+            spans.cu_seqlens_q,
+            spans.cu_seqlens_k,
+            used_q,
+            used_k,
+            spans.max_seqlen_q,
+            spans.max_seqlen_k,
+            dq_TNH,
+            dk_SGH,
+            dv_SGV,
+            scale,
+            causal,
+            deterministic=deterministic,
+        )
+
+
+class Flash2Kernel:
+    """FlashAttention 2."""
+
+    def __init__(self, interface: ModuleType) -> None:
+        self._forward = interface._flash_attn_varlen_forward
+        self._backward = interface._flash_attn_varlen_backward
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        out, lse, *_ = self._forward(
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            spans.cu_seqlens_q,
+            spans.cu_seqlens_k,
+            spans.max_seqlen_q,
+            spans.max_seqlen_k,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=True,
+        )
+        out_TNV.copy_(out)
+        lse_NT.copy_(lse)
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        self._backward(
+            dout_TNV,
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            out_TNV,
+            lse_NT.contiguous(),
+            dq_TNH,
+            dk_SGH,
+            dv_SGV,
+            spans.cu_seqlens_q,
+            spans.cu_seqlens_k,
+            spans.max_seqlen_q,
+            spans.max_seqlen_k,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=True,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=deterministic,
+        )

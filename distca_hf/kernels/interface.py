@@ -1,0 +1,144 @@
+"""The one shape all kernels have, and what each of them can do.
+
+Tensor names end in their shape:
+    T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value dimension
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
+
+    Masks are causal and aligned bottom-right: the last query attends to all keys of its task, and each query before it to one
+    key less.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.
+        max_seqlen_q, max_seqlen_k: rows of the longest task.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @cached_property
+    def queries(self) -> list[int]:
+        """Query offsets on the host, for kernels that loop over tasks; waits for the device."""
+        return self.cu_seqlens_q.tolist()
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """Key offsets on the host."""
+        return self.cu_seqlens_k.tolist()
+
+
+class Kernel(Protocol):
+    """Attention of all tasks of a call. Results are written into the caller's tensors."""
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        """Writes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs)."""
+        ...
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        """Writes the gradients of q, k and v, in their own dtypes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel can compute; `refusal` says why it cannot do a given job.
+
+    Attributes:
+        device_type: "cpu", "cuda", or None for any.
+        dtypes: input dtypes.
+        max_head_dim, head_dim_multiple: limits of both head dimensions (None: no limit).
+        equal_dims: value and key dimension must be the same.
+        compute_capability: GPU generations (major version), None for any.
+    """
+
+    device_type: str | None
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    equal_dims: bool = False
+    compute_capability: tuple[int, ...] | None = None
+
+    def refusal(self, job: "Job") -> str | None:
+        """Why the kernel cannot do `job`, or None if it can."""
+        if self.device_type not in (None, job.device_type):
+            return f"runs on {self.device_type}, tensors are on {job.device_type}"
+        if self.compute_capability is not None and job.compute_capability not in self.compute_capability:
+            return f"needs compute capability {self.compute_capability}, the GPU has {job.compute_capability}"
+        if job.dtype not in self.dtypes:
+            return f"computes {', '.join(str(dtype) for dtype in self.dtypes)}, tensors are {job.dtype}"
+        largest = max(job.head_dim, job.value_dim)
+        if self.max_head_dim is not None and largest > self.max_head_dim:
+            return f"has head dimensions up to {self.max_head_dim}, the model has {largest}"
+        if job.head_dim % self.head_dim_multiple or job.value_dim % self.head_dim_multiple:
+            dims = f"{job.head_dim} and {job.value_dim}"
+            return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
+        if self.equal_dims and job.head_dim != job.value_dim:
+            return f"needs equal key and value dimensions, the model has {job.head_dim} and {job.value_dim}"
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a model asks of a kernel."""
+
+    device_type: str
+    compute_capability: int | None
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> "Job":
+        """The job that these tensors pose."""
+        capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
+        return cls(
+            device_type=q_TNH.device.type,
+            compute_capability=capability,
+            dtype=q_TNH.dtype,
+            num_heads=q_TNH.shape[1],
+            num_kv_heads=k_SGH.shape[1],
+            head_dim=q_TNH.shape[2],
+            value_dim=v_SGV.shape[2],
+        )
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """max(fp32, dtype): what log-sum-exps and gradient sums are kept in."""
+    return torch.promote_types(torch.float32, dtype)

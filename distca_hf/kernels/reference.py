@@ -1,0 +1,98 @@
+"""Exact attention by its definition: any dtype, any head dimension, any device. Computes in max(fp32, input dtype).
+
+Shape legend in `kernels.interface`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from distca_hf.kernels.interface import Spans, accumulation_dtype
+
+
+# Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
+BLOCK_ROWS = 1024
+
+
+class ReferenceKernel:
+    """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        precise = accumulation_dtype(q_TNH.dtype)
+        for rows, keys, visible in _blocks(spans):
+            q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
+            scores = _scores(q, k, scale, visible)
+            lse = scores.logsumexp(-1)
+            out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
+            lse_NT[:, rows] = lse
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        precise = accumulation_dtype(q_TNH.dtype)
+        dk_sum, dv_sum = torch.zeros_like(dk_SGH, dtype=precise), torch.zeros_like(dv_SGV, dtype=precise)
+        groups = k_SGH.shape[1]
+        for rows, keys, visible in _blocks(spans):
+            q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
+            dout, out = dout_TNV[rows].to(precise).transpose(0, 1), out_TNV[rows].to(precise).transpose(0, 1)
+            probabilities = (_scores(q, k, scale, visible) - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
+            dprobabilities = torch.matmul(dout, v.transpose(-1, -2))
+            dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * scale
+            dq_TNH[rows] = torch.matmul(dscores, k).transpose(0, 1).to(dq_TNH.dtype)
+            dk_sum[keys] += _sum_groups(torch.matmul(dscores.transpose(-1, -2), q), groups)
+            dv_sum[keys] += _sum_groups(torch.matmul(probabilities.transpose(-1, -2), dout), groups)
+        dk_SGH.copy_(dk_sum)
+        dv_SGV.copy_(dv_sum)
+
+
+def _blocks(spans: Spans) -> Iterator[tuple[slice, slice, int]]:
+    """Query rows, key rows, and how many of the keys the block's first query sees."""
+    for task in range(len(spans.queries) - 1):
+        query_start, query_stop = spans.queries[task], spans.queries[task + 1]
+        key_start, key_stop = spans.keys[task], spans.keys[task + 1]
+        for start in range(query_start, query_stop, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, query_stop)
+            last_key = key_stop - (query_stop - stop)
+            yield slice(start, stop), slice(key_start, last_key), last_key - key_start - (stop - start) + 1
+
+
+def _heads_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Heads in front, KV heads repeated for the query heads that share them."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    return q.to(dtype).transpose(0, 1), k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: int) -> torch.Tensor:
+    """Scaled scores, minus infinity where a query must not look."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(visible - 1)
+    return scores.masked_fill(~causal, float("-inf"))
+
+
+def _sum_groups(gradient_NSD: torch.Tensor, groups: int) -> torch.Tensor:
+    """Sums over the query heads that share a KV head: `[N, S, D]` to `[S, G, D]`."""
+    return gradient_NSD.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)

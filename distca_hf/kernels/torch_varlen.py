@@ -1,0 +1,99 @@
+"""Torch's own varlen flash attention (FlashAttention 2 inside torch), through the operators below `torch.nn.attention.varlen`.
+
+Used directly, because `varlen_attn` hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
+bottom-right; log-sum-exps are `[N, T]` in fp32. Operators: `aten::_flash_attention_forward`, `aten::_flash_attention_backward`.
+
+Shape legend in `kernels.interface`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from distca_hf.kernels.interface import Spans
+
+
+class TorchVarlenKernel:
+    """Varlen flash attention that comes with torch (CUDA)."""
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+    ) -> None:
+        dropout, causal, debug_mask = 0.0, True, False
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q_TNH,
+            k_SGH,
+            v_SGV,
+            spans.cu_seqlens_q,
+            spans.cu_seqlens_k,
+            spans.max_seqlen_q,
+            spans.max_seqlen_k,
+            dropout,
+            causal,
+            debug_mask,
+            scale=scale,
+        )
+        out_TNV.copy_(out)
+        lse_NT.copy_(lse)
+
+    def backward(
+        self,
+        dout_TNV: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        out_TNV: torch.Tensor,
+        lse_NT: torch.Tensor,
+        spans: Spans,
+        scale: float,
+        deterministic: bool,
+        dq_TNH: torch.Tensor,
+        dk_SGH: torch.Tensor,
+        dv_SGV: torch.Tensor,
+    ) -> None:
+        dropout, causal = 0.0, True
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_TNH.device)
+        unused = torch.empty(0, device=q_TNH.device)
+        with _deterministic_algorithms(deterministic):
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                dout_TNV,
+                q_TNH,
+                k_SGH,
+                v_SGV,
+                out_TNV,
+                lse_NT.contiguous(),
+                spans.cu_seqlens_q,
+                spans.cu_seqlens_k,
+                spans.max_seqlen_q,
+                spans.max_seqlen_k,
+                dropout,
+                causal,
+                rng_state,
+                unused,
+                scale=scale,
+            )
+        dq_TNH.copy_(dq)
+        dk_SGH.copy_(dk)
+        dv_SGV.copy_(dv)
+
+
+@contextmanager
+def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Torch's kernel has no argument for determinism; it reads torch's own switch."""
+    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or before:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

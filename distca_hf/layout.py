@@ -1,0 +1,198 @@
+"""Layout: which rank holds which tokens of one global micro-batch. Shared by packing (which makes it) and planning.
+
+    documents   d0: 0 1 2 3 4 5 6 7      d1: 0 1 2      d2: 0
+
+    rank 0 rows | d1[0:3] | d0[0:2] | padding      segment = (document, start, stop), held as consecutive rows
+    rank 1 rows | d2[0:1] | d0[2:8]                a document may span ranks; its segments cover it exactly once
+
+Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.errors import PackingError
+
+
+MAX_DOCUMENT_TOKENS = 2**31 - 1
+
+
+def as_int_array(values: Any, what: str) -> IntArray:
+    """One-dimensional int64 array.
+
+    Raises:
+        PackingError: not one-dimensional, not integers.
+    """
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PackingError(f"{what} must be a list of integers, not an array of {array.dtype} with shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def check_document_tokens(values: Any, what: str = "document lengths") -> IntArray:
+    """Lengths as int64, each at least 1 and below 2 ** 31.
+
+    Raises:
+        PackingError: names the first document out of range.
+    """
+    lengths = as_int_array(values, what)
+    bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
+    if len(bad):
+        raise PackingError(
+            f"{what}: document {bad[0]} has {lengths[bad[0]]} tokens (and {len(bad) - 1} more like it); a document has "
+            f"1 to {MAX_DOCUMENT_TOKENS} tokens. Remove empty documents first, for example with dataset.filter."
+        )
+    return lengths
+
+
+def check_cu_seqlens(cu_seqlens: Any, num_tokens: int) -> IntArray:
+    """Document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
+
+    Raises:
+        PackingError: names the first position that is wrong, and its values.
+    """
+    offsets = as_int_array(cu_seqlens, "cu_seqlens")
+    if len(offsets) == 0 or offsets[0] != 0:
+        first = offsets[0] if len(offsets) else "nothing"
+        raise PackingError(f"cu_seqlens must begin with 0, not {first}")
+    if offsets[-1] != num_tokens:
+        raise PackingError(f"cu_seqlens ends at {offsets[-1]}, but there are {num_tokens} tokens")
+    lengths = np.diff(offsets)
+    falling = np.flatnonzero(lengths < 0)
+    if len(falling):
+        at = int(falling[0])
+        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {offsets[at]} is followed by {offsets[at + 1]}")
+    return lengths
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Who holds which tokens. All arrays are int64 and never change.
+
+    Attributes:
+        document_tokens: `[documents]` tokens of each document of the global micro-batch.
+        segment_document, segment_start, segment_stop: `[segments]` the ranges, grouped by rank, in row order.
+        rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
+        rank_rows: `[ranks]` rows of each rank, padding included.
+    """
+
+    document_tokens: IntArray
+    segment_document: IntArray
+    segment_start: IntArray
+    segment_stop: IntArray
+    rank_segments: IntArray
+    rank_rows: IntArray
+
+    @classmethod
+    def from_segments(
+        cls,
+        document_tokens: Sequence[int] | IntArray,
+        segments: Sequence[Sequence[tuple[int, int, int]]],
+        rank_rows: Sequence[int] | None = None,
+    ) -> "Layout":
+        """Layout from each rank's list of (document, start, stop); without `rank_rows` there is no padding.
+
+        Raises:
+            PackingError: the segments do not cover every document exactly once.
+        """
+        flat = np.array([segment for rank in segments for segment in rank], dtype=np.int64).reshape(-1, 3)
+        counts = np.array([len(rank) for rank in segments], dtype=np.int64)
+        rank_segments = np.concatenate([[0], np.cumsum(counts)])
+        tokens = np.array([sum(stop - start for _, start, stop in rank) for rank in segments], dtype=np.int64)
+        layout = cls(
+            document_tokens=as_int_array(document_tokens, "document_tokens"),
+            segment_document=flat[:, 0].copy(),
+            segment_start=flat[:, 1].copy(),
+            segment_stop=flat[:, 2].copy(),
+            rank_segments=rank_segments,
+            rank_rows=tokens if rank_rows is None else as_int_array(rank_rows, "rank_rows"),
+        )
+        layout.validate()
+        return layout
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_rows)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_tokens)
+
+    @cached_property
+    def longest_document_tokens(self) -> int:
+        return int(self.document_tokens.max(initial=0))
+
+    @cached_property
+    def segment_tokens(self) -> IntArray:
+        return self.segment_stop - self.segment_start
+
+    @cached_property
+    def segment_rank(self) -> IntArray:
+        """`[segments]` the rank that holds each segment."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_segments))
+
+    @cached_property
+    def segment_row(self) -> IntArray:
+        """`[segments]` first row of each segment on its rank."""
+        first = np.concatenate([[0], np.cumsum(self.segment_tokens)])
+        return first[:-1] - first[self.rank_segments[:-1]][self.segment_rank]
+
+    @cached_property
+    def rank_tokens(self) -> IntArray:
+        """`[ranks]` tokens each rank holds, without padding."""
+        first = np.concatenate([[0], np.cumsum(self.segment_tokens)])
+        return first[self.rank_segments[1:]] - first[self.rank_segments[:-1]]
+
+    @property
+    def padding_rows(self) -> IntArray:
+        """`[ranks]` padding rows of each rank."""
+        return self.rank_rows - self.rank_tokens
+
+    @cached_property
+    def rank_work(self) -> IntArray:
+        """`[ranks]` attended pairs if every rank computed the rows it holds."""
+        pairs = np.concatenate([[0], np.cumsum(causal_pairs_of(self.segment_start, self.segment_stop))])
+        return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
+
+    def segments_of(self, rank: int) -> slice:
+        """Slice of the segment arrays that `rank` holds."""
+        return slice(int(self.rank_segments[rank]), int(self.rank_segments[rank + 1]))
+
+    def validate(self) -> None:
+        """Checks that every document is covered exactly once and every rank has room for its segments.
+
+        Raises:
+            PackingError: names the first document or rank that is wrong.
+        """
+        outside = np.flatnonzero((self.segment_document < 0) | (self.segment_document >= self.num_documents))
+        if len(outside):
+            name = self.segment_document[outside[0]]
+            raise PackingError(f"segment {outside[0]} belongs to document {name}; there are {self.num_documents}")
+        order = np.lexsort((self.segment_start, self.segment_document))
+        document, start, stop = self.segment_document[order], self.segment_start[order], self.segment_stop[order]
+        begins = np.concatenate([[True], document[1:] != document[:-1]])[: len(document)]
+        expected_start = np.where(begins, 0, np.concatenate([[0], stop[:-1]])[: len(stop)])
+        wrong = np.flatnonzero((start != expected_start) | (stop <= start))
+        if len(wrong):
+            at = wrong[0]
+            raise PackingError(
+                f"document {document[at]}: segment [{start[at]}, {stop[at]}) where [{expected_start[at]}, ...) is next; "
+                "segments must cover a document without gap or overlap"
+            )
+        covered = np.zeros(self.num_documents, dtype=np.int64)
+        np.maximum.at(covered, document, stop)
+        short = np.flatnonzero(covered != self.document_tokens)
+        if len(short):
+            at = short[0]
+            raise PackingError(f"document {at} has {self.document_tokens[at]} tokens, its segments cover {covered[at]}")
+        full = np.flatnonzero(self.rank_rows < self.rank_tokens)
+        if len(full):
+            at = full[0]
+            raise PackingError(f"rank {at} has {self.rank_rows[at]} rows for {self.rank_tokens[at]} tokens")

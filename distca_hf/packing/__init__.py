@@ -1,0 +1,1 @@
+"""From a dataset's documents to what each rank holds. Pure: no process groups, no clock, no hidden randomness."""

@@ -1,0 +1,79 @@
+"""Collate: the rows of one rank as arrays, from a layout and a document source. Labels are shifted before documents are cut."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.layout import Layout
+from distca_hf.packing.source import IGNORED_LABEL, DocumentSource
+
+
+# Padding rows hold this token; they are in no document, carry no label, and nothing attends to them.
+PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """What one rank feeds its model: four int64 arrays of `[rows]`.
+
+    Attributes:
+        input_ids: tokens; `PADDING_TOKEN` in padding rows.
+        position_ids: position inside the document; 0 in padding rows, each of which is a document of its own.
+        labels: not shifted; -100 at the first token of each document and in padding rows.
+        shift_labels: label of the next token of the same document; -100 at document ends and in padding rows.
+    """
+
+    input_ids: IntArray
+    position_ids: IntArray
+    labels: IntArray
+    shift_labels: IntArray
+
+    @property
+    def num_labels(self) -> int:
+        """Rows that have a label to learn."""
+        return int(np.count_nonzero(self.shift_labels != IGNORED_LABEL))
+
+
+def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSource) -> RankRows:
+    """Reads the tokens that `rank` holds, and no others (but for the label after a cut).
+
+    Args:
+        layout: layout of the micro-batch.
+        documents: `[documents]` which document of the source each document of the layout is.
+    """
+    rows = int(layout.rank_rows[rank])
+    input_ids = np.full(rows, PADDING_TOKEN, dtype=np.int64)
+    position_ids = np.zeros(rows, dtype=np.int64)
+    labels = np.full(rows, IGNORED_LABEL, dtype=np.int64)
+    shift_labels = np.full(rows, IGNORED_LABEL, dtype=np.int64)
+    held = layout.segments_of(rank)
+    segments = zip(
+        layout.segment_document[held].tolist(),
+        layout.segment_start[held].tolist(),
+        layout.segment_stop[held].tolist(),
+        layout.segment_row[held].tolist(),
+        strict=True,
+    )
+    for document, start, stop, row in segments:
+        tokens = source.read(int(documents[document]), start, stop)
+        at = slice(row, row + stop - start)
+        input_ids[at] = tokens.input_ids
+        position_ids[at] = np.arange(start, stop)
+        labels[at] = tokens.labels
+        shift_labels[at] = tokens.shift_labels
+    return RankRows(input_ids, position_ids, labels, shift_labels)
+
+
+def pad_rows(layout: Layout, multiple: int, most_rows: int) -> Layout:
+    """The layout with every rank padded to the same number of rows: a multiple, but no more than `most_rows`."""
+    fullest = int(layout.rank_tokens.max(initial=0))
+    rows = max(min(-(-fullest // multiple) * multiple, most_rows), fullest, 1)
+    return Layout(
+        document_tokens=layout.document_tokens,
+        segment_document=layout.segment_document,
+        segment_start=layout.segment_start,
+        segment_stop=layout.segment_stop,
+        rank_segments=layout.rank_segments,
+        rank_rows=np.full(layout.num_ranks, rows, dtype=np.int64),
+    )

@@ -1,0 +1,294 @@
+"""Source: the documents of a tokenised `datasets.Dataset`. Lengths without reading tokens; tokens by slice, as they are needed.
+
+A row is a document, unless the dataset was packed by TRL: then `seq_lengths` says which documents a row holds. A document longer
+than a global micro-batch is refused, split or truncated here, so that everything behind this file sees documents that fit.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from distca_hf.config import OverlongPolicy
+from distca_hf.cost import IntArray
+from distca_hf.errors import PackingError
+from distca_hf.layout import check_document_tokens
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+IGNORED_LABEL = -100
+MASK_COLUMNS = ("completion_mask", "assistant_masks")
+
+
+class Column(Protocol):
+    """One column of token lists."""
+
+    def read(self, row: int, start: int, stop: int) -> IntArray:
+        """Values [start, stop) of a row, as int64."""
+        ...
+
+
+class ArrowColumn:
+    """A list column read straight from Arrow memory (usually a memory-mapped file).
+
+    Raises:
+        PackingError: the column is not a list of integers per row.
+    """
+
+    def __init__(self, name: str, column: pa.ChunkedArray, row_of: IntArray | None) -> None:
+        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        if not any(check(column.type) for check in is_list) or not (
+            pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
+        ):
+            raise PackingError(f"column {name!r} must hold a list of integers per row, not {column.type}")
+        self._name = name
+        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._row_of = row_of
+        self._first_row = np.cumsum([0] + [len(chunk) for chunk in self._chunks])
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """`[rows]` list lengths, from the offsets alone; a missing list counts 0."""
+        counted = [pc.list_value_length(chunk).fill_null(0).to_numpy() for chunk in self._chunks]
+        lengths = np.concatenate(counted).astype(np.int64) if counted else np.zeros(0, dtype=np.int64)
+        return lengths if self._row_of is None else lengths[self._row_of]
+
+    def read(self, row: int, start: int, stop: int) -> IntArray:
+        stored = row if self._row_of is None else int(self._row_of[row])
+        chunk = int(np.searchsorted(self._first_row, stored, side="right")) - 1
+        values = self._chunks[chunk][stored - int(self._first_row[chunk])].values[start:stop]
+        if values.null_count:
+            raise PackingError(f"row {row}: column {self._name!r} has missing values between tokens {start} and {stop}")
+        return values.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+class ItemColumn:
+    """A column of a dataset that makes its rows on access (`set_transform`): the whole row is made for each read."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self._name = name
+        self._dataset = dataset
+
+    def read(self, row: int, start: int, stop: int) -> IntArray:
+        values = np.asarray(self._dataset[row][self._name])
+        if values.ndim != 1 or values.dtype.kind not in "iub" or len(values) < stop:
+            raise PackingError(
+                f"row {row}: column {self._name!r} gave an array of {values.dtype} with shape {values.shape}; "
+                f"at least {stop} integers were announced"
+            )
+        return values[start:stop].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, int64, of one length."""
+
+    input_ids: IntArray
+    labels: IntArray
+    shift_labels: IntArray
+
+
+class DocumentSource:
+    """Documents of a map-style `datasets.Dataset` with `input_ids`.
+
+    Uses, where present: `labels`; `completion_mask` and `assistant_masks` (a token is learnt if all of them say so); `length`
+    (tokens per row); `seq_lengths` (documents per row, from TRL's packing). Other columns are left alone.
+
+    Args:
+        dataset: the tokenised dataset.
+        capacity_tokens: tokens of a global micro-batch: no document may be longer.
+        overlong: what to do with a document that is.
+
+    Attributes:
+        document_tokens: `[documents]` tokens of each document after `overlong` was applied.
+        documents_truncated, tokens_truncated: what the policy `truncate` left out.
+
+    Raises:
+        PackingError: the dataset cannot be read as documents; names the row.
+    """
+
+    def __init__(self, dataset: Any, capacity_tokens: int, overlong: OverlongPolicy = "error") -> None:
+        check_map_style(dataset)
+        columns = _open_columns(dataset)
+        self._columns = columns
+        self._masks = [name for name in MASK_COLUMNS if name in columns]
+        rows = _row_lengths(dataset, columns)
+        _check_equal_lengths(columns, rows)
+        self.documents_truncated = 0
+        self.tokens_truncated = 0
+        self._row, self._start, self.document_tokens = self._split_rows(dataset, rows)
+        self._apply(overlong, capacity_tokens)
+
+    def __len__(self) -> int:
+        return len(self.document_tokens)
+
+    def row_of(self, document: int) -> int:
+        """Dataset row a document comes from."""
+        return int(self._row[document])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two datasets only if all document lengths are."""
+        return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop) of a document; one label more is read if the document goes on.
+
+        Raises:
+            PackingError: values are missing, or the row is shorter than announced.
+        """
+        row, first = int(self._row[document]), int(self._start[document])
+        document_stop = first + int(self.document_tokens[document])
+        begin, end = first + start, first + stop
+        labels_end = min(end + 1, document_stop)
+        input_ids = self._read("input_ids", row, begin, labels_end)
+        labels = self._read("labels", row, begin, labels_end) if "labels" in self._columns else input_ids.copy()
+        for mask in self._masks:
+            labels[self._read(mask, row, begin, labels_end) == 0] = IGNORED_LABEL
+        if start == 0:
+            labels[0] = IGNORED_LABEL
+        shift_labels = np.full(stop - start, IGNORED_LABEL, dtype=np.int64)
+        shift_labels[: len(labels) - 1] = labels[1:]
+        return Tokens(input_ids[: stop - start], labels[: stop - start], shift_labels)
+
+    def _read(self, column: str, row: int, start: int, stop: int) -> IntArray:
+        values = self._columns[column].read(row, start, stop)
+        if len(values) != stop - start:
+            raise PackingError(f"row {row}: column {column!r} has {start + len(values)} values, {stop} were announced")
+        return values
+
+    def _split_rows(self, dataset: Any, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Row, first token and length of every document."""
+        if "seq_lengths" not in dataset.column_names:
+            return np.arange(len(rows)), np.zeros(len(rows), dtype=np.int64), check_document_tokens(rows, "the dataset")
+        packed = _plain_column(dataset, "seq_lengths").combine_chunks()
+        counts = pc.list_value_length(packed).fill_null(0).to_numpy().astype(np.int64)
+        lengths = check_document_tokens(packed.flatten().to_numpy(zero_copy_only=False), "seq_lengths")
+        row = np.repeat(np.arange(len(rows)), counts)
+        total = np.bincount(row, weights=lengths, minlength=len(rows)).astype(np.int64)
+        wrong = np.flatnonzero(total != rows)
+        if len(wrong):
+            raise PackingError(
+                f"row {wrong[0]}: seq_lengths sum to {total[wrong[0]]}, but the row has {rows[wrong[0]]} tokens"
+            )
+        before = np.cumsum(lengths) - lengths
+        return row, before - (np.cumsum(rows) - rows)[row], lengths
+
+    def _apply(self, overlong: OverlongPolicy, capacity_tokens: int) -> None:
+        tokens = self.document_tokens
+        too_long = np.flatnonzero(tokens > capacity_tokens)
+        if len(too_long) == 0:
+            return
+        first = int(too_long[0])
+        if overlong == "error":
+            raise PackingError(
+                f"document {first} (row {self._row[first]}) has {tokens[first]} tokens, all ranks together hold "
+                f"{capacity_tokens} (and {len(too_long) - 1} more like it). Use more ranks or tokens_per_rank, or choose "
+                "overlong='split' or 'truncate'."
+            )
+        if overlong == "truncate":
+            self.documents_truncated = len(too_long)
+            self.tokens_truncated = int((tokens[too_long] - capacity_tokens).sum())
+            self.document_tokens = np.minimum(tokens, capacity_tokens)
+            log.warning(
+                "truncated %d of %d documents to %d tokens; %d tokens will not be trained on",
+                self.documents_truncated,
+                len(tokens),
+                capacity_tokens,
+                self.tokens_truncated,
+            )
+            return
+        pieces = -(-tokens // capacity_tokens)
+        document = np.repeat(np.arange(len(tokens)), pieces)
+        piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._row = self._row[document]
+        self._start = self._start[document] + piece * capacity_tokens
+        self.document_tokens = np.minimum(tokens[document] - piece * capacity_tokens, capacity_tokens)
+        log.info("split %d of %d documents at %d tokens", len(too_long), len(tokens), capacity_tokens)
+
+
+def check_map_style(dataset: Any) -> None:
+    """Refuses what is no map-style `datasets.Dataset` with `input_ids`.
+
+    Raises:
+        PackingError: says what to do instead.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset):
+        raise PackingError(
+            "an IterableDataset cannot be packed by placement: all document lengths must be known before the first step. "
+            "Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), and train on that."
+        )
+    if not isinstance(dataset, datasets.Dataset):
+        raise PackingError(
+            f"expected a tokenised datasets.Dataset, not {type(dataset).__name__}; datasets.Dataset.from_list and "
+            "from_generator make one (choose one split of a DatasetDict)"
+        )
+    if "input_ids" not in dataset.column_names and dataset.format["type"] != "custom":
+        raise PackingError(f"the dataset has no column 'input_ids', only {dataset.column_names}; tokenise it first")
+
+
+def _open_columns(dataset: Any) -> dict[str, Column]:
+    names = ("input_ids", "labels", *MASK_COLUMNS)
+    if dataset.format["type"] == "custom":
+        made = dataset[0] if len(dataset) else {}
+        if "input_ids" not in made:
+            raise PackingError(f"the dataset's transform gives no 'input_ids', only {list(made)}")
+        return {name: ItemColumn(name, dataset) for name in names if name in made}
+    present = (name for name in names if name in dataset.column_names)
+    row_of = _row_indices(dataset)
+    return {name: ArrowColumn(name, dataset.data.column(name), row_of) for name in present}
+
+
+def _row_indices(dataset: Any) -> IntArray | None:
+    """Stored row of each row, for a dataset that was shuffled or selected from."""
+    indices = dataset._indices  # no public accessor; `flatten_indices` would copy all tokens
+    return None if indices is None else indices.column(0).to_numpy().astype(np.int64)
+
+
+def _plain_column(dataset: Any, name: str) -> pa.ChunkedArray:
+    """A column in the dataset's order."""
+    column = dataset.data.column(name)
+    indices = _row_indices(dataset)
+    return column if indices is None else column.take(pa.array(indices))
+
+
+def _row_lengths(dataset: Any, columns: dict[str, Column]) -> IntArray:
+    """Tokens of every row, from Arrow offsets or the column `length`; if both are there they must agree."""
+    tokens = columns["input_ids"]
+    announced = None
+    if "length" in dataset.column_names:
+        column = _plain_column(dataset, "length")
+        if pa.types.is_integer(column.type) and column.null_count == 0:
+            announced = column.to_numpy().astype(np.int64)
+    if isinstance(tokens, ArrowColumn):
+        if announced is not None and len(wrong := np.flatnonzero(announced != tokens.lengths)):
+            raise PackingError(
+                f"row {wrong[0]}: column 'length' says {announced[wrong[0]]}, input_ids has {tokens.lengths[wrong[0]]} tokens. "
+                "Rename the column if it counts something else."
+            )
+        return tokens.lengths
+    if announced is None:
+        raise PackingError(
+            "the dataset makes its tokens on access (set_transform), so lengths must be in an integer column 'length'; "
+            "or tokenise it once with dataset.map"
+        )
+    return announced
+
+
+def _check_equal_lengths(columns: dict[str, Column], rows: IntArray) -> None:
+    """Labels and masks must be as long as their tokens."""
+    others: Iterable[tuple[str, Column]] = ((name, column) for name, column in columns.items() if name != "input_ids")
+    for name, column in others:
+        if isinstance(column, ArrowColumn) and len(wrong := np.flatnonzero(column.lengths != rows)):
+            raise PackingError(
+                f"row {wrong[0]}: column {name!r} has {column.lengths[wrong[0]]} values for {rows[wrong[0]]} tokens"
+            )

@@ -1,0 +1,64 @@
+"""Plan: all tasks of one layout. Immutable integers with a fingerprint; every rank derives the same one."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca_hf.cost import IntArray, imbalance
+from distca_hf.layout import Layout
+from distca_hf.planning.task import Tasks
+
+
+# Part of every fingerprint: two versions that would route the same tasks differently must not agree.
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A layout and the tasks computed for it."""
+
+    layout: Layout
+    tasks: Tasks
+
+    def validate(self) -> None:
+        """Checks layout and tasks.
+
+        Raises:
+            PackingError: the layout does not cover its documents.
+            PlanError: the tasks do not cover them.
+        """
+        self.layout.validate()
+        self.tasks.validate(self.layout)
+
+    @cached_property
+    def work(self) -> IntArray:
+        """`[ranks]` attended pairs computed by each rank."""
+        return self.tasks.work_of(self.layout.num_ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of `work`."""
+        return imbalance(self.work)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63 bits that are equal on two ranks only if layout and tasks are."""
+        digest = hashlib.blake2b(PLAN_VERSION.to_bytes(8, "little"), digest_size=8)
+        layout, tasks = self.layout, self.tasks
+        for array in (
+            layout.document_tokens,
+            layout.segment_document,
+            layout.segment_start,
+            layout.segment_stop,
+            layout.rank_segments,
+            layout.rank_rows,
+            tasks.document,
+            tasks.start,
+            tasks.stop,
+            tasks.server,
+        ):
+            digest.update(len(array).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(array, dtype="<i8").data)
+        return int.from_bytes(digest.digest(), "big") >> 1

@@ -1,0 +1,107 @@
+"""Local attention: the same kernels on this rank's own rows, without a plan and without an exchange.
+
+What "distca" computes when a batch carries no plan: evaluation, generation with a KV cache, or packed batches of somebody else.
+
+Shape legend in `kernels.interface`.
+"""
+
+import torch
+
+from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.interface import Job, Spans, accumulation_dtype
+
+
+@torch.library.custom_op("distca::flash_attn_local", mutates_args=())
+def flash_attn_local(
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention output and log-sum-exp of varlen causal attention, aligned bottom-right."""
+    out, lse = _outputs(q_TNH, v_SGV)
+    spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    choose_kernel("auto", Job.of(q_TNH, k_SGH, v_SGV)).forward(q_TNH, k_SGH, v_SGV, spans, scale, out, lse)
+    return out, lse
+
+
+@flash_attn_local.register_fake
+def _(
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs(q_TNH, v_SGV)
+
+
+@torch.library.custom_op("distca::flash_attn_local_backward", mutates_args=())
+def flash_attn_local_backward(
+    dout_TNV: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    out_TNV: torch.Tensor,
+    lse_NT: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v."""
+    dq, dk, dv = torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
+    spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    kernel = choose_kernel("auto", Job.of(q_TNH, k_SGH, v_SGV))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    kernel.backward(dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT, spans, scale, deterministic, dq, dk, dv)
+    return dq, dk, dv
+
+
+@flash_attn_local_backward.register_fake
+def _(
+    dout_TNV: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    out_TNV: torch.Tensor,
+    lse_NT: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
+
+
+def _outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = q_TNH.new_empty((*q_TNH.shape[:2], v_SGV.shape[2]))
+    return out, q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0]), dtype=accumulation_dtype(q_TNH.dtype))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.lengths, ctx.scale = (max_seqlen_q, max_seqlen_k), scale
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    gradients = flash_attn_local_backward(
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.lengths, ctx.scale
+    )
+    return *gradients, None, None, None, None, None
+
+
+flash_attn_local.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,140 @@
+"""Maps: a routing as tensors on the device, made once per micro-batch and used by every layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distca_hf.cost import IntArray
+from distca_hf.kernels.interface import Spans
+from distca_hf.planning.routing import KernelCall, Routing
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCall:
+    """A kernel call with its offsets on the device."""
+
+    queries: slice
+    keys: slice
+    from_store: bool
+    spans: Spans
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
+
+    Attributes:
+        canonical_of: `[rows]` canonical row of each layout row: the inverse of `row_order`.
+        send_in_shared, own_in_shared: where `send_rows` and `own_rows` are in `shared_rows`.
+        task_rows: rows that are in a task; those behind are padding.
+        store_sums: several calls read the same stored keys, so their gradients must be added.
+    """
+
+    num_rows: int
+    task_rows: int
+    store_rows: int
+    exchanges: bool
+    store_sums: bool
+    send_counts: list[int]
+    receive_counts: list[int]
+    row_order: torch.Tensor | None
+    canonical_of: torch.Tensor | None
+    send_rows: torch.Tensor
+    received_to_store: torch.Tensor
+    own_rows: torch.Tensor
+    own_to_store: torch.Tensor
+    shared_rows: torch.Tensor
+    send_in_shared: torch.Tensor
+    own_in_shared: torch.Tensor
+    calls: tuple[DeviceCall, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class HostMaps:
+    """Maps before they are copied: all integers of a micro-batch in one pinned buffer, so that one copy brings them over."""
+
+    routing: Routing
+    index: torch.Tensor
+    index_sizes: list[int]
+    offsets: torch.Tensor
+
+    @classmethod
+    def prepare(cls, routing: Routing, pin: bool = False) -> "HostMaps":
+        """Gathers a routing's integers; safe in a background thread."""
+        shared = routing.shared_rows
+        order = routing.row_order
+        arrays = [
+            routing.send_rows,
+            routing.received_to_store,
+            routing.own_rows,
+            routing.own_to_store,
+            shared,
+            np.searchsorted(shared, routing.send_rows),
+            np.searchsorted(shared, routing.own_rows),
+            np.zeros(0, dtype=np.int64) if order is None else order,
+            np.zeros(0, dtype=np.int64) if order is None else np.argsort(order),
+        ]
+        offsets = [offset for call in routing.calls for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
+        return cls(
+            routing=routing,
+            index=_pinned(np.concatenate(arrays), pin),
+            index_sizes=[len(array) for array in arrays],
+            offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
+        )
+
+    def to(self, device: torch.device) -> Maps:
+        """Maps on the device: two copies that the host does not wait for."""
+        routing = self.routing
+        send, received, own, own_to, shared, send_in, own_in, order, canonical = self.index.to(
+            device, non_blocking=True
+        ).split(self.index_sizes)
+        offsets = self.offsets.to(device, non_blocking=True)
+        reordered = routing.row_order is not None
+        return Maps(
+            num_rows=routing.num_rows,
+            task_rows=max((call.query_stop for call in routing.calls), default=0),
+            store_rows=routing.store_rows,
+            exchanges=routing.exchanges,
+            store_sums=sum(call.key_stop - call.key_start for call in routing.calls if call.from_store) > routing.store_rows,
+            send_counts=routing.send_counts.tolist(),
+            receive_counts=routing.receive_counts.tolist(),
+            row_order=order if reordered else None,
+            canonical_of=canonical if reordered else None,
+            send_rows=send,
+            received_to_store=received,
+            own_rows=own,
+            own_to_store=own_to,
+            shared_rows=shared,
+            send_in_shared=send_in,
+            own_in_shared=own_in,
+            calls=_device_calls(routing.calls, offsets),
+        )
+
+
+def _device_calls(calls: tuple[KernelCall, ...], offsets: torch.Tensor) -> tuple[DeviceCall, ...]:
+    made, at = [], 0
+    for call in calls:
+        entries = len(call.cu_seqlens_q)
+        spans = Spans(
+            cu_seqlens_q=offsets[at : at + entries],
+            cu_seqlens_k=offsets[at + entries : at + 2 * entries],
+            max_seqlen_q=_longest(call.cu_seqlens_q),
+            max_seqlen_k=_longest(call.cu_seqlens_k),
+        )
+        at += 2 * entries
+        made.append(
+            DeviceCall(
+                slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop), call.from_store, spans
+            )
+        )
+    return tuple(made)
+
+
+def _longest(offsets: IntArray) -> int:
+    return int(np.diff(offsets).max(initial=0))
+
+
+def _pinned(array: np.ndarray, pin: bool) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if pin else tensor

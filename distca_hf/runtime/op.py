@@ -1,0 +1,102 @@
+"""The operator: core attention as one `torch.library` operator with an explicit backward.
+
+Its name holds `flash_attn`, and its log-sum-exp is an output: selective activation checkpointing (torch's own, and TRL's by name) then
+saves both, and recomputation neither exchanges nor attends again. Its shapes depend on local rows alone, so that `torch.compile`
+traces it without a graph break.
+
+Shape legend in `kernels.interface`.
+"""
+
+import torch
+
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.runtime.core_attention import attend, attend_backward
+from distca_hf.runtime.plans import LivePlan, find_plan
+
+
+@torch.library.custom_op("distca::flash_attn", mutates_args=())
+def flash_attn(
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, keep_received: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention output, log-sum-exp and, if they are to be kept for backward, the received rows."""
+    live = find_plan(plan)
+    try:
+        out, lse, received = attend(q_TNH, k_TGH, v_TGV, scale, live)
+    except Exception as error:
+        _add_place(error, live, live.forward_calls, "forward")
+        raise
+    return out, lse, received if keep_received else received.new_empty(0)
+
+
+@flash_attn.register_fake
+def _(
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, keep_received: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
+    lse = q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0]), dtype=accumulation_dtype(q_TNH.dtype))
+    if not keep_received:
+        return out, lse, k_TGH.new_empty(0)
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return out, lse, k_TGH.new_empty((rows, k_TGH.shape[1] * k_TGH.shape[2] + v_TGV.shape[1] * v_TGV.shape[2]))
+
+
+@torch.library.custom_op("distca::flash_attn_backward", mutates_args=())
+def flash_attn_backward(
+    dout_TNV: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    out_TNV: torch.Tensor,
+    lse_NT: torch.Tensor,
+    received: torch.Tensor,
+    scale: float,
+    plan: int,
+    keep_received: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v."""
+    live = find_plan(plan)
+    try:
+        return attend_backward(
+            dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_NT, received if keep_received else None, scale, live
+        )
+    except Exception as error:
+        _add_place(error, live, live.backward_calls, "backward")
+        raise
+
+
+@flash_attn_backward.register_fake
+def _(
+    dout_TNV: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    out_TNV: torch.Tensor,
+    lse_NT: torch.Tensor,
+    received: torch.Tensor,
+    scale: float,
+    plan: int,
+    keep_received: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q_TNH), torch.empty_like(k_TGH), torch.empty_like(v_TGV)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, scale, plan, keep_received = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.scale, ctx.plan, ctx.keep_received = scale, plan, keep_received
+    ctx.live = find_plan(plan) if isinstance(plan, int) else None  # kept alive until backward; a traced plan is a symbol
+
+
+def _backward(ctx, dout, dlse, dreceived):
+    q, k, v, out, lse, received = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    gradients = flash_attn_backward(dout, q, k, v, out, lse, received, ctx.scale, ctx.plan, ctx.keep_received)
+    return *gradients, None, None, None
+
+
+flash_attn.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:
+    error.add_note(f"distca: rank {live.transport.rank}, micro-batch {live.micro_batch}, {phase} call {call} of attention")

@@ -1,0 +1,162 @@
+"""Live plans: a micro-batch's plan bound to what runs it on this rank, and the register that finds it by number.
+
+The operator carries its plan as an integer, because that is what compiled graphs, checkpointing and autograd all pass on unharmed.
+The register is the one place in the package with shared state, and it is bounded.
+"""
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import PlanError
+from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.interface import Job, Kernel
+from distca_hf.runtime.maps import Maps
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Numbers about a micro-batch, the same on all ranks; work in attended pairs, bytes per byte of one token's K and V.
+
+    Attributes:
+        num_documents, longest_document_tokens: documents of the global micro-batch.
+        imbalance: max/mean work over ranks, as planned.
+        imbalance_before: the same, had the documents been packed one after the other.
+        key_tokens_sent: tokens whose keys and values travel, per layer, forward, all ranks.
+        key_tokens_sent_max: the same for the rank that sends most.
+    """
+
+    num_documents: int
+    longest_document_tokens: int
+    imbalance: float
+    imbalance_before: float
+    key_tokens_sent: int
+    key_tokens_sent_max: int
+
+
+@dataclass(eq=False)
+class LivePlan:
+    """What a batch carries as `distca_plan`: opaque to users, everything to the operator.
+
+    Attributes:
+        micro_batch: number of the micro-batch, counted by the loader.
+        agreement: facts shown to all ranks when the batch was handed out; None once agreed.
+        told: what every rank told in the agreement.
+        num_layers: attention calls of one forward pass, once known.
+        forward_calls, backward_calls: calls of the operator so far.
+    """
+
+    micro_batch: int
+    maps: Maps
+    facts: PlanFacts
+    transport: Transport
+    config: DistCAConfig
+    agreement: Agreement | None = None
+    told: dict[str, list[int]] = field(default_factory=dict)
+    num_layers: int | None = None
+    forward_calls: int = 0
+    backward_calls: int = 0
+    handle: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = _register.add(self, self.config.plans_in_flight)
+
+    def agree(self) -> None:
+        """Waits until all ranks have shown that they run the same plan; once.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they do not.
+        """
+        if self.agreement is not None:
+            agreement, self.agreement = self.agreement, None
+            self.told |= agreement.wait()
+
+    @property
+    def label_tokens(self) -> int:
+        """Labels of the global micro-batch, all ranks together."""
+        self.agree()
+        return sum(self.told["label_tokens"])
+
+    def kernel(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> Kernel:
+        """The kernel for these tensors.
+
+        Raises:
+            UnsupportedAttentionError: there is none.
+        """
+        return choose_kernel(self.config.kernel, Job.of(q_TNH, k_TGH, v_TGV))
+
+    def begin_pass(self, num_layers: int | None) -> None:
+        """A model begins its forward pass with this plan; `num_layers` is how often it calls attention, if known."""
+        self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
+
+    def begin_forward(self) -> str:
+        """Counts a forward call of the operator and names the place."""
+        layer = self.forward_calls
+        if self.num_layers is not None and layer >= self.num_layers:  # recomputed for backward, last layer first
+            layer = self.num_layers - 1 - self.backward_calls
+        self.forward_calls += 1
+        return self._place(layer, "forward")
+
+    def begin_backward(self) -> str:
+        """Counts a backward call of the operator and names the place."""
+        if self.num_layers is None:
+            self.num_layers = self.forward_calls
+        layer = self.num_layers - 1 - self.backward_calls
+        self.backward_calls += 1
+        return self._place(layer, "backward")
+
+    def _place(self, layer: int, phase: str) -> str:
+        return f"micro-batch {self.micro_batch}, layer {layer}, {phase}"
+
+
+class PlanRegister:
+    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds them."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
+        self._newest: OrderedDict[int, LivePlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, plan: LivePlan, keep: int) -> int:
+        """Registers a plan and lets go of all but the `keep` newest."""
+        with self._lock:
+            number = next(self._numbers)
+            self._all[number] = plan
+            self._newest[number] = plan
+            while len(self._newest) > keep:
+                self._newest.popitem(last=False)
+        return number
+
+    def find(self, number: int) -> LivePlan:
+        """The plan with this number.
+
+        Raises:
+            PlanError: nobody holds it any more.
+        """
+        plan = self._all.get(number)
+        if plan is None:
+            raise PlanError(
+                f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken before its "
+                "forward or backward ran; raise plans_in_flight"
+            )
+        return plan
+
+
+_register = PlanRegister()
+
+
+def find_plan(number: int) -> LivePlan:
+    """The live plan with this number.
+
+    Raises:
+        PlanError: nobody holds it any more.
+    """
+    return _register.find(number)

@@ -1,0 +1,107 @@
+"""Loopback: N ranks as threads of one process. The same code runs as over a network, without sockets or processes."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from distca_hf.comm.transport import Traffic
+from distca_hf.errors import PeerLostError
+
+
+Result = TypeVar("Result")
+
+
+class LoopbackWorld:
+    """Meeting point of the ranks: each meeting passes one value from every rank to every rank."""
+
+    def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
+        self.world_size = world_size
+        self._values: list[Any] = [None] * world_size
+        self._barrier = threading.Barrier(world_size)
+        self._timeout_seconds = timeout_seconds
+
+    def meet(self, rank: int, value: Any, where: str) -> list[Any]:
+        """Values of all ranks, once all have come.
+
+        Raises:
+            PeerLostError: some rank did not come.
+        """
+        try:
+            self._values[rank] = value
+            self._barrier.wait(self._timeout_seconds)
+            values = list(self._values)
+            self._barrier.wait(self._timeout_seconds)
+        except threading.BrokenBarrierError as error:
+            raise PeerLostError(f"rank {rank}, {where}: another rank failed or did not come") from error
+        return values
+
+    def leave(self) -> None:
+        """Makes all others fail instead of waiting."""
+        self._barrier.abort()
+
+
+@dataclass
+class _Meeting:
+    """An exchange or gather that takes place when it is waited for: threads have nothing to overlap."""
+
+    hold: Callable[[], Any]
+    held: Any = None
+    done: bool = False
+
+    def wait(self) -> Any:
+        if not self.done:
+            self.held, self.done = self.hold(), True
+        return self.held
+
+
+class LoopbackTransport:
+    """Transport of one rank of a loopback world."""
+
+    def __init__(self, world: LoopbackWorld, rank: int) -> None:
+        self.rank, self.world_size, self.traffic = rank, world.world_size, Traffic()
+        self._world = world
+
+    def exchange(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+    ) -> _Meeting:
+        self.traffic.count(rows, send_counts, self.rank, where)
+
+        def hold() -> torch.Tensor:
+            sent = self._world.meet(self.rank, rows.split(list(send_counts)), where)
+            arrived = [parts[self.rank] for parts in sent]
+            counts = [len(part) for part in arrived]
+            if counts != list(receive_counts):
+                raise AssertionError(f"rank {self.rank}, {where}: received {counts} rows, expected {list(receive_counts)}")
+            return torch.cat(arrived)
+
+        return _Meeting(hold)
+
+    def gather(self, values: Sequence[int], where: str) -> _Meeting:
+        return _Meeting(lambda: self._world.meet(self.rank, list(values), where))
+
+
+def run_ranks(world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 60.0) -> list[Result]:
+    """Runs `body` once per rank, each in a thread, and returns the results by rank.
+
+    Raises:
+        Exception: the first error by rank that is not just the echo of another rank's.
+    """
+    world = LoopbackWorld(world_size, timeout_seconds)
+
+    def run(rank: int) -> Result:
+        try:
+            return body(LoopbackTransport(world, rank))
+        except BaseException:
+            world.leave()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, PeerLostError)):
+        raise error
+    return [future.result() for future in futures]
