@@ -1,4 +1,5 @@
-"""Core attention disaggregation for Hugging Face: train on packed documents of any length as if every GPU had the same work.
+"""Core attention disaggregation for Hugging Face: train on packed documents of any length as if every GPU had the same
+work.
 
 Importing the package registers the attention implementation "distca" with Transformers.
 """

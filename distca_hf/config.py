@@ -1,6 +1,7 @@
 """All settings in one dataclass; the only place that reads the environment.
 
-A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>`, the default.
+A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>`,
+the default.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ from distca_hf.errors import ConfigError
 
 
 ENVIRONMENT_PREFIX = "DISTCA_"
+YES = ("1", "true", "yes", "on")
+NO = ("0", "false", "no", "off")
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
@@ -44,28 +47,35 @@ class DistCAConfig:
     """
 
     tokens_per_rank: int = _setting(
-        "tokens_per_rank", 8192, "Tokens each rank holds of a micro-batch, at most. Documents may be ranks x this long."
+        "tokens_per_rank",
+        8192,
+        "Tokens each rank holds of a micro-batch, at most. Documents may be ranks x this long.",
     )
     overlong: OverlongPolicy = _setting(
         "overlong",
         "error",
-        "What to do with a document longer than ranks x tokens_per_rank: refuse it (error), cut it into several documents "
-        "(split), or keep its beginning (truncate).",
+        "What to do with a document longer than ranks x tokens_per_rank: refuse it (error), cut it into several "
+        "documents (split), or keep its beginning (truncate).",
     )
     pad_to_multiple_of: int = _setting(
         "pad_to_multiple_of",
         128,
-        "Rows of a rank are padded up to this multiple, never beyond tokens_per_rank. Set it to tokens_per_rank for one "
-        "constant shape, to 1 for (nearly) no padding.",
+        "Rows of a rank are padded up to this multiple, never beyond tokens_per_rank. Set it to tokens_per_rank for "
+        "one constant shape, to 1 for (nearly) no padding.",
     )
-    kernel: KernelName = _setting("kernel", "auto", "Attention kernel; auto takes the fastest one that can do the job.")
+    kernel: KernelName = _setting(
+        "kernel", "auto", "Attention kernel; auto takes the fastest one that can do the job."
+    )
     received_kv: ReceivedKV = _setting(
         "received_kv",
         "refetch",
-        "Keys and values received from other ranks: fetch them again in backward (refetch) or keep them in memory (keep).",
+        "Keys and values received from other ranks: fetch them again in backward (refetch) or keep them in memory "
+        "(keep).",
     )
     deterministic: bool = _setting(
-        "deterministic", False, "Bit-equal gradients from run to run; costs about a quarter of the backward kernel's speed."
+        "deterministic",
+        False,
+        "Bit-equal gradients from run to run; costs about a quarter of the backward kernel's speed.",
     )
     prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.")
     exchange_timeout_seconds: float = _setting(
@@ -170,7 +180,7 @@ def _check_type(name: str, value: Any) -> None:
 
 
 def _parse(name: str, text: str, where: str) -> Any:
-    kind, choices = _allowed(name)
+    kind, _ = _allowed(name)
     readers: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str, bool: _parse_bool}
     try:
         return readers[kind](text)
@@ -179,7 +189,6 @@ def _parse(name: str, text: str, where: str) -> Any:
 
 
 def _parse_bool(text: str) -> bool:
-    spellings = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in spellings:
+    if text.lower() not in (*YES, *NO):
         raise ValueError(text)
-    return spellings[text.lower()]
+    return text.lower() in YES

@@ -1,7 +1,7 @@
 """What attention costs: attended pairs.
 
-A query token at position p of its document attends p + 1 keys. Work is counted in such pairs, once for all heads: the same
-factor for every task, and exact integers up to documents of 2 ** 31 tokens.
+A query token at position p of its document attends p + 1 keys. Work is counted in such pairs, once for all heads: the
+same factor for every task, and exact integers up to documents of 2 ** 31 tokens.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Every error distca_hf raises on purpose.
 
-A message says what happened, where (rank, step, layer, document), which two numbers disagree, and what to do. Each class is
-also the builtin a caller would expect, so `except ValueError` keeps working.
+A message says what happened, where (rank, step, layer, document), which two numbers disagree, and what to do. Each
+class is also the builtin a caller would expect, so `except ValueError` keeps working.
 """
 
 

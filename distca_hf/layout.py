@@ -32,7 +32,9 @@ def as_int_array(values: Any, what: str) -> IntArray:
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise PackingError(f"{what} must be a list of integers, not an array of {array.dtype} with shape {array.shape}")
+        raise PackingError(
+            f"{what} must be a list of integers, not an array of {array.dtype} with shape {array.shape}"
+        )
     return array.astype(np.int64)
 
 
@@ -46,8 +48,8 @@ def check_document_tokens(values: Any, what: str = "document lengths") -> IntArr
     bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
     if len(bad):
         raise PackingError(
-            f"{what}: document {bad[0]} has {lengths[bad[0]]} tokens (and {len(bad) - 1} more like it); a document has "
-            f"1 to {MAX_DOCUMENT_TOKENS} tokens. Remove empty documents first, for example with dataset.filter."
+            f"{what}: document {bad[0]} has {lengths[bad[0]]} tokens (and {len(bad) - 1} more like it); a document "
+            f"has 1 to {MAX_DOCUMENT_TOKENS} tokens. Remove empty documents first, for example with dataset.filter."
         )
     return lengths
 
@@ -183,15 +185,17 @@ class Layout:
         if len(wrong):
             at = wrong[0]
             raise PackingError(
-                f"document {document[at]}: segment [{start[at]}, {stop[at]}) where [{expected_start[at]}, ...) is next; "
-                "segments must cover a document without gap or overlap"
+                f"document {document[at]}: segment [{start[at]}, {stop[at]}) where [{expected_start[at]}, ...) is "
+                "next; segments must cover a document without gap or overlap"
             )
         covered = np.zeros(self.num_documents, dtype=np.int64)
         np.maximum.at(covered, document, stop)
         short = np.flatnonzero(covered != self.document_tokens)
         if len(short):
             at = short[0]
-            raise PackingError(f"document {at} has {self.document_tokens[at]} tokens, its segments cover {covered[at]}")
+            raise PackingError(
+                f"document {at} has {self.document_tokens[at]} tokens, its segments cover {covered[at]}"
+            )
         full = np.flatnonzero(self.rank_rows < self.rank_tokens)
         if len(full):
             at = full[0]

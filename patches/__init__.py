@@ -1,6 +1,7 @@
 """Changes to other packages, each in a file of its own: what it changes, why no public seam exists, how it is undone.
 
-The folder is installed as `distca_hf.patches`. Public registries come first; a patch is what is left where there is none.
+The folder is installed as `distca_hf.patches`. Public registries come first; a patch is what is left where there is
+none.
 """
 
 if __name__ == "patches":

@@ -1,8 +1,9 @@
 """Registers "distca" as attention implementation and as mask implementation of Transformers.
 
-Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries; nothing is replaced.
-The mask implementation is flash-attention's: None for batches without padding, the padding mask otherwise. Without a registered one
-Transformers would pass None for a padded batch too, and padding would be attended to.
+Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries; nothing
+is replaced. The mask implementation is flash-attention's: None for batches without padding, the padding mask
+otherwise. Without a registered one Transformers would pass None for a padded batch too, and padding would be attended
+to.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

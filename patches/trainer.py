@@ -1,9 +1,9 @@
 """Lets `Trainer` resume with a loader that knows its own position.
 
-Upstream: the name `skip_first_batches` in `transformers.trainer` (imported there from Accelerate). When resuming, Trainer calls it to
-run past the batches of the interrupted epoch; Accelerate's version needs a torch `DataLoader` and its sampler. Ours passes a loader
-that has `skip_batches` on to that method and everything else on to Accelerate. There is no public seam: the call is inside
-`Trainer._run_epoch`.
+Upstream: the name `skip_first_batches` in `transformers.trainer` (imported there from Accelerate). When resuming,
+Trainer calls it to run past the batches of the interrupted epoch; Accelerate's version needs a torch `DataLoader` and
+its sampler. Ours passes a loader that has `skip_batches` on to that method and everything else on to Accelerate. There
+is no public seam: the call is inside `Trainer._run_epoch`.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Agreement: before anything is sent for a micro-batch, all ranks show each other that they are about to do the same.
 
-All-to-alls whose two sides disagree corrupt data silently (gloo) or hang (NCCL). A few integers per micro-batch, gathered while the
-batch is still being prepared, turn that into an error that names the ranks.
+All-to-alls whose two sides disagree corrupt data silently (gloo) or hang (NCCL). A few integers per micro-batch,
+gathered while the batch is still being prepared, turn that into an error that names the ranks.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,9 @@ class Agreement:
     where: str
 
     @classmethod
-    def start(
-        cls, transport: Transport, facts: Mapping[str, int], told: Mapping[str, int], where: str
-    ) -> "Agreement":
-        """Starts showing `facts` and telling `told` to all ranks; both have the same names in the same order everywhere."""
+    def start(cls, transport: Transport, facts: Mapping[str, int], told: Mapping[str, int], where: str) -> "Agreement":
+        """Starts showing `facts` and telling `told` to all ranks; both have the same names in the same order
+        everywhere."""
         return cls(facts, told, transport.gather([*facts.values(), *told.values()], where), where)
 
     def wait(self) -> dict[str, list[int]]:
@@ -52,8 +51,8 @@ class Agreement:
         if different:
             described = "; ".join(f"{name} is {_by_value(name, shown)}" for name in different)
             raise PlanMismatchError(
-                f"{self.where}: ranks disagree, nothing was sent: {described}. All ranks need the same dataset, seed, settings "
-                "and version of distca_hf, and must take the same micro-batches in the same order."
+                f"{self.where}: ranks disagree, nothing was sent: {described}. All ranks need the same dataset, "
+                "seed, settings and version of distca_hf, and must take the same micro-batches in the same order."
             )
         first = len(self.facts)
         return {name: [row[first + at] for row in rows] for at, name in enumerate(self.told)}

@@ -1,7 +1,7 @@
 """Groups: opens the process groups that core attention uses, beside those of the training framework.
 
-Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them, and integers a
-gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
+Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them, and
+integers a gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
 """
 
 from datetime import timedelta
@@ -28,8 +28,8 @@ def open_transport(device: torch.device, timeout_seconds: float) -> Transport:
     if not dist.is_available() or not dist.is_initialized():
         if launched_world_size() > 1:
             raise ConfigError(
-                f"{launched_world_size()} processes were launched, but torch.distributed is not initialised; create the "
-                "Accelerator, TrainingArguments or process group before the data loader"
+                f"{launched_world_size()} processes were launched, but torch.distributed is not initialised; create "
+                "the Accelerator, TrainingArguments or process group before the data loader"
             )
         return LocalTransport()
     if dist.get_world_size() == 1:
@@ -37,7 +37,9 @@ def open_transport(device: torch.device, timeout_seconds: float) -> Transport:
     timeout = timedelta(seconds=timeout_seconds)
     data_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     control_group = dist.new_group(backend="gloo", timeout=timeout)
-    store = dist.distributed_c10d._get_default_store()  # no public accessor; every backend's rendezvous goes through it
+    store = (
+        dist.distributed_c10d._get_default_store()
+    )  # no public accessor; every backend's rendezvous goes through it
     rollcall = RollCall(store, dist.get_rank(), dist.get_world_size())
     rollcall.announce_uncaught_errors()
     return TorchTransport(data_group, control_group, rollcall)

@@ -1,14 +1,15 @@
 """Roll call: after a failed exchange, who is still there, and what the others said before they left.
 
-A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks who else
-does; a rank that ends with an exception leaves its words there. Asked once, on the way out: it costs nothing before.
+A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks
+who else does; a rank that ends with an exception leaves its words there. Asked once, on the way out: it costs nothing
+before.
 """
 
 import sys
 import time
 from types import TracebackType
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.telemetry import get_logger
 
@@ -28,10 +29,8 @@ class RollCall:
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, patience_seconds: float = PATIENCE_SECONDS
-    ) -> None:
-        self._store = dist.PrefixStore("distca_hf/rollcall", store)
+    def __init__(self, store: Store, rank: int, world_size: int, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank
         self._world_size = world_size
         self._patience_seconds = patience_seconds

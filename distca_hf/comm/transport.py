@@ -1,8 +1,8 @@
 """Transport: rows and small integers between ranks. The only interface through which data leaves a rank.
 
-An exchange is an uneven all-to-all of rows. It is started, runs beside other work, and is waited for; every rank starts the same
-exchanges in the same order. Implementations: `LocalTransport` (one rank), `TorchTransport` (NCCL or gloo), and for tests
-`distca_hf.testing.loopback` and `distca_hf.testing.faults`.
+An exchange is an uneven all-to-all of rows. It is started, runs beside other work, and is waited for; every rank
+starts the same exchanges in the same order. Implementations: `LocalTransport` (one rank), `TorchTransport` (NCCL or
+gloo), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`.
 """
 
 from collections import deque
@@ -164,7 +164,9 @@ class TorchTransport:
         missing = self._rollcall.missing()
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
         told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
-        message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {str(error).splitlines()[0][:300]}"
+        message = (
+            f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {str(error).splitlines()[0][:300]}"
+        )
         if "timed out" in str(error).lower():
             return StepTimeoutError(f"{message}. The deadline is exchange_timeout_seconds.")
         return PeerLostError(message)

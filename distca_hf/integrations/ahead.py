@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -37,7 +37,7 @@ class Ahead(Generic[Item]):
         self._stopped = threading.Event()
         self._times = times
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Generator[Item, None, None]:
         """Items in order; an exception of the iterator is raised in its place."""
         thread = threading.Thread(target=self._run, name="distca-ahead", daemon=True)
         thread.start()

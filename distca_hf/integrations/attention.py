@@ -1,7 +1,8 @@
 """The attention function behind `attn_implementation="distca"`.
 
-Transformers calls it once per attention layer. A batch of ours carries its plan in the keyword `distca_plan`, which models pass on to
-their layers unseen; without a plan the layer attends locally, each document (or each row of the batch) alone.
+Transformers calls it once per attention layer. A batch of ours carries its plan in the keyword `distca_plan`, which
+models pass on to their layers unseen; without a plan the layer attends locally, each document (or each row of the
+batch) alone.
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
 
 
-# Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the numbers.
+# Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
+# numbers.
 HARMLESS_KEYWORDS = frozenset(
     {
         "cache_position",
@@ -62,7 +64,8 @@ def distca_attention(
         distca_plan: the plan of a batch from `plugin.dataloader`; B is 1 then.
 
     Returns:
-        `[B, T, N, V]` and None, in the dtype of the inputs; under autocast in autocast's dtype, as flash-attention does.
+        `[B, T, N, V]` and None, in the dtype of the inputs; under autocast in autocast's dtype, as flash-attention
+        does.
 
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
@@ -81,9 +84,7 @@ def distca_attention(
 
     queries, keys, longest_q, longest_k = _local_documents(query, key, position_ids, cu_seq_lens_q, max_length_q)
     _check_window(module, sliding_window, longest_k)
-    out_TNV, _ = flash_attn_local(
-        _rows(query), _rows(key), _rows(value), queries, keys, longest_q, longest_k, scale
-    )
+    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), queries, keys, longest_q, longest_k, scale)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -105,20 +106,23 @@ def _refuse(module: nn.Module, refused: dict[str, Any], dropout: float, is_causa
     layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     if "attention_mask" in refused:
         raise UnsupportedAttentionError(
-            f"{layer}: got a padding or custom attention mask of shape {tuple(refused['attention_mask'].shape)}; distca packs "
-            "documents instead of padding them: use plugin.dataloader, or batches of equally long rows without padding"
+            f"{layer}: got a padding or custom attention mask of shape {tuple(refused['attention_mask'].shape)}; "
+            "distca packs documents instead of padding them: use plugin.dataloader, or batches of equally long rows "
+            "without padding"
         )
     if dropout:
-        raise UnsupportedAttentionError(f"{layer}: attention dropout {dropout} is not computed; set it to 0 in the config")
+        raise UnsupportedAttentionError(
+            f"{layer}: attention dropout {dropout} is not computed; set it to 0 in the config"
+        )
     if refused:
         told = ", ".join(f"{name}={_short(given)}" for name, given in refused.items())
         raise UnsupportedAttentionError(
-            f"{layer}: {told} is not computed by distca, and ignoring it would change the result; load the model with another "
-            "attn_implementation"
+            f"{layer}: {told} is not computed by distca, and ignoring it would change the result; load the model "
+            "with another attn_implementation"
         )
     raise UnsupportedAttentionError(
-        f"{layer}: is not causal (is_causal={is_causal}, module.is_causal={getattr(module, 'is_causal', None)}); distca computes "
-        "causal attention only"
+        f"{layer}: is not causal (is_causal={is_causal}, module.is_causal={getattr(module, 'is_causal', None)}); "
+        "distca computes causal attention only"
     )
 
 
@@ -130,9 +134,9 @@ def _check_window(module: nn.Module, sliding_window: int | None, longest_tokens:
     """A window as long as every document changes nothing; a shorter one is not computed."""
     if sliding_window is not None and sliding_window < longest_tokens:
         raise UnsupportedAttentionError(
-            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: sliding window {sliding_window} is shorter than "
-            f"a document of {longest_tokens} tokens, and windows are not computed; split documents at the window, or disable it in "
-            "the config"
+            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: sliding window {sliding_window} "
+            f"is shorter than a document of {longest_tokens} tokens, and windows are not computed; split documents "
+            "at the window, or disable it in the config"
         )
 
 
@@ -147,8 +151,8 @@ def _one_dtype(
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     raise UnsupportedAttentionError(
-        f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: queries, keys and values are {query.dtype}, "
-        f"{key.dtype} and {value.dtype}; load the model in one dtype, or train under autocast"
+        f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: queries, keys and values are "
+        f"{query.dtype}, {key.dtype} and {value.dtype}; load the model in one dtype, or train under autocast"
     )
 
 

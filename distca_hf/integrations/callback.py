@@ -7,7 +7,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from distca_hf.integrations.loader import PlacedLoader
 
 
-class PlacementMetrics(TrainerCallback):
+class PlacementMetrics(TrainerCallback):  # type: ignore[misc]
     """Adds to every log: balance before and after placement, planning time, waiting time and truncated documents.
 
     It must come before the callbacks that report logs: they pass on what is in the dict when their turn comes.

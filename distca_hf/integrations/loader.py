@@ -68,10 +68,12 @@ class Prepared:
 class PlacedLoader:
     """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
 
-    `input_ids`, `position_ids`, `shift_labels`, `labels`: int64 `[1, rows]` on the device; `distca_plan`: the plan, opaque.
+    `input_ids`, `position_ids`, `shift_labels`, `labels`: int64 `[1, rows]` on the device; `distca_plan`: the plan,
+    opaque.
 
-    One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the next epoch, in
-    another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded already.
+    One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
+    next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
+    already.
 
     Args:
         dataset: tokenised map-style `datasets.Dataset`; see `DocumentSource`.
@@ -156,8 +158,8 @@ class PlacedLoader:
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ConfigError(
-                    f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume with the same "
-                    "dataset, seed and ranks x tokens_per_rank"
+                    f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
+                    "with the same dataset, seed and ranks x tokens_per_rank"
                 )
         self._loaded = self._position = Cursor(int(state["epoch"]), int(state["micro_batch"]))
 
@@ -166,7 +168,7 @@ class PlacedLoader:
         if begin.micro_batch > len(self):
             raise ConfigError(f"cannot begin at micro-batch {begin.micro_batch} of an epoch that has {len(self)}")
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
-        with closing(iter(Ahead(lambda: self._prepare_from(begin), self._config.prefetch, self.times))) as ahead:
+        with closing(Ahead(lambda: self._prepare_from(begin), self._config.prefetch, self.times).__iter__()) as ahead:
             while self._position.epoch == begin.epoch and self._position.micro_batch < len(self):
                 try:
                     prepared = next(ahead)
@@ -198,7 +200,9 @@ class PlacedLoader:
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self._source.document_tokens[documents]
         num_ranks, rank = self._transport.world_size, self._transport.rank
-        layout = pad_rows(place(document_tokens, num_ranks), self._config.pad_to_multiple_of, self._config.tokens_per_rank)
+        layout = pad_rows(
+            place(document_tokens, num_ranks), self._config.pad_to_multiple_of, self._config.tokens_per_rank
+        )
         plan = plan_in_place(layout)
         transfers = key_transfers(plan)
         pin = self._device.type == "cuda"

@@ -19,13 +19,16 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def enable(model: nn.Module, config: DistCAConfig, longest_document_tokens: int | None = None) -> nn.Module:
-    """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP, `accelerator.prepare`).
+    """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
+    `accelerator.prepare`).
 
-    With batches of `plugin.dataloader`, `model(**batch)` then returns a loss whose mean over ranks is the mean over all labels of the
-    global micro-batch: `num_items_in_batch` is filled in, unless the caller passes one (for an accumulation window, say).
+    With batches of `plugin.dataloader`, `model(**batch)` then returns a loss whose mean over ranks is the mean over
+    all labels of the global micro-batch: `num_items_in_batch` is filled in, unless the caller passes one (for an
+    accumulation window, say).
 
     Args:
-        model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around one.
+        model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
+            one.
         config: settings (a `DistCAPlugin` is one).
         longest_document_tokens: longest document the model will see, if known, for sliding windows.
 
@@ -61,7 +64,8 @@ class ForwardWatch:
             return None
         if not isinstance(plan, LivePlan):
             raise PlanError(
-                f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on unchanged"
+                f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
+                "unchanged"
             )
         plan.agree()
         plan.begin_pass(self._calls)
@@ -89,8 +93,8 @@ class ForwardWatch:
             return
         if plan.forward_calls < self._attention_layers:
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {plan.forward_calls} of its {self._attention_layers} attention layers came through distca in "
-                "the first forward pass; the others computed something else, and no step was taken"
+                f"{self._class_name}: {plan.forward_calls} of its {self._attention_layers} attention layers came "
+                "through distca in the first forward pass; the others computed something else, and no step was taken"
             )
         self._calls = plan.forward_calls
 

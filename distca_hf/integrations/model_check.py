@@ -1,15 +1,16 @@
-"""Model check: accepts a model whose attention, and only attention, mixes tokens in a way that is computed here; refuses others by name.
+"""Model check: accepts a model whose attention, and only attention, mixes tokens in a way that is computed here;
+refuses others by name.
 
-A placed document is cut between ranks. That is exact for causal attention and for everything that works on single tokens; a recurrent
-or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong without a word. So everything that
-is not known to be right is refused before the first step.
+A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
+tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
+without a word. So everything that is not known to be right is refused before the first step.
 """
 
 import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -31,18 +32,19 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnsupportedAttentionError: there is none.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base_model = getattr(model, "get_base_model", None)
+    inner = model if get_base_model is None else get_base_model()
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedAttentionError(
-            f"{type(inner).__name__} is no Transformers model; enable the model before it is wrapped, and load it with "
-            "from_pretrained or from_config"
+            f"{type(inner).__name__} is no Transformers model; enable the model before it is wrapped, and load it "
+            "with from_pretrained or from_config"
         )
     return inner
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Modules whose forward looks attention up in Transformers' interface, by name."""
-    return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}
+    return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}  # type: ignore[arg-type]
 
 
 def forward_accepts(model: nn.Module, keyword: str) -> bool:
@@ -96,7 +98,7 @@ def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
         yield f"layers {layers} are of type {kind!r}, which cannot be cut between ranks"
     mixers = [name for name, module in model.named_modules() if _mixes_tokens(module)]
     if mixers:
-        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens, so documents cannot be cut between ranks"
+        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens: its documents cannot be cut"
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
@@ -115,8 +117,8 @@ def _attention_settings(model: PreTrainedModel, config: Any, longest_document_to
         "attention dropout {} is not computed; set it to 0": _dropout,
         "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
         "attention is not causal (is_causal={})": lambda module: _not_causal(module),
-        f"sliding window {{}} is shorter than documents of {longest_document_tokens} tokens": lambda module: _short_window(
-            module, config, longest_document_tokens
+        f"sliding window {{}} is shorter than documents of {longest_document_tokens} tokens": lambda module: (
+            _short_window(module, config, longest_document_tokens)
         ),
     }
     layers = attention_layers(model)
@@ -146,7 +148,7 @@ def _short_window(module: nn.Module, config: Any, longest_document_tokens: int) 
 
 
 def _loss(model: PreTrainedModel) -> Iterator[str]:
-    if not _passes_shift_labels(type(model)):
+    if not _passes_shift_labels(type(model)):  # type: ignore[arg-type]
         yield (
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
             f"({type(model).__name__}.forward does not pass its keywords on to the loss)"
@@ -154,14 +156,14 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1024)
-def _uses_interface(module_class: type) -> bool:
+def _uses_interface(module_class: Hashable) -> bool:
     """Whether the class's own forward calls the attention interface."""
     source = _source(module_class)
     return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 @lru_cache(maxsize=128)
-def _passes_shift_labels(model_class: type) -> bool:
+def _passes_shift_labels(model_class: Hashable) -> bool:
     """Whether forward names `shift_labels`, or passes all its keywords on to `self.loss_function`."""
     source = _source(model_class)
     if not source:
@@ -177,7 +179,7 @@ def _is_loss_function(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and function.attr == "loss_function"
 
 
-def _source(module_class: type) -> str:
+def _source(module_class: Hashable) -> str:
     """Source of a class's forward, decorators looked through; empty if there is none."""
     forward = getattr(module_class, "forward", None)
     try:

@@ -39,7 +39,8 @@ class DistCAPlugin(DistCAConfig):
         """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
         Args:
-            dataset: map-style `datasets.Dataset` with `input_ids`; see `packing.source.DocumentSource` for other columns.
+            dataset: map-style `datasets.Dataset` with `input_ids`; see `packing.source.DocumentSource` for other
+                columns.
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works.

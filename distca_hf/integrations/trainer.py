@@ -1,4 +1,5 @@
-"""Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left alone."""
+"""Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left
+alone."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     if args.label_smoothing_factor:
-        yield f"label_smoothing_factor={args.label_smoothing_factor} uses its own loss, which ignores shift_labels; set it to 0"
+        yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; set it to 0"
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
     if args.n_gpu > 1:
@@ -71,9 +72,9 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
     if args.auto_find_batch_size:
         yield "auto_find_batch_size restarts with other batches; set tokens_per_rank instead"
     if not trainer.model_accepts_loss_kwargs:
-        yield f"{type(trainer.model).__name__} does not take num_items_in_batch, so ranks would average unequal label counts"
-    if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", "random") not in ("random", None):
-        yield "a sampling strategy has no effect on placed micro-batches; leave it at random"
+        yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
+    if getattr(args, "train_sampling_strategy", "random") != "random":
+        yield f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect on placed micro-batches"
     if trainer.data_collator is not default_data_collator and getattr(trainer.data_collator, "mlm", False):
         yield "its data collator masks tokens (mlm); placed micro-batches are for causal language models"
     for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):

@@ -44,7 +44,8 @@ class Entry:
         return None if found else f"module {self.module} is not installed"
 
 
-# In order of preference: the fastest that can do the job is taken. Dimensions and GPU generations are those of the packages.
+# In order of preference: the fastest that can do the job is taken. Dimensions and GPU generations are those of the
+# packages.
 KERNELS: dict[str, Entry] = {
     "flash4": Entry(
         "flash_attn.cute.interface",
@@ -97,7 +98,9 @@ def choose_kernel(name: KernelName, job: Job) -> Kernel:
     if name != "auto":
         reason = KERNELS[name].missing() or KERNELS[name].capabilities.refusal(job)
         if reason:
-            raise UnsupportedAttentionError(f"kernel={name!r} cannot be used: {reason}; kernel='auto' takes one that can")
+            raise UnsupportedAttentionError(
+                f"kernel={name!r} cannot be used: {reason}; kernel='auto' takes one that can"
+            )
         return KERNELS[name].make()
     reasons = []
     for candidate, entry in KERNELS.items():

@@ -1,8 +1,9 @@
-"""Fast attention on the CPU: torch's own flash kernel, once per task, or twice for a task whose prefix is longer than its queries.
+"""Fast attention on the CPU: torch's own flash kernel, once per task, or twice for a task whose prefix is longer than
+its queries.
 
-    keys    0 ........ prefix ....... end        The kernel's causal mask is aligned top-left, so it is only used where
-    queries |          | square, causal |        queries and keys are equally many; the prefix is attended without mask,
-            | no mask  |                |        and both parts are merged by their log-sum-exps.
+    keys    0 ........ prefix ....... end      The kernel's causal mask is aligned top-left, so it is only used where
+    queries | no mask  | square, causal |      queries and keys are equally many; the prefix is attended without mask,
+                                               and both parts are merged by their log-sum-exps.
 
 Shape legend in `kernels.interface`. Operators: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward.
 """
@@ -57,17 +58,16 @@ class CpuKernel:
             # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
             dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])
             lse = lse_NT[:, rows].unsqueeze(0).contiguous()
-            dq = None
-            for keys, causal in ((square, True), (prefix, False)):
-                if keys.stop == keys.start:
-                    continue
-                part_dq, dk, dv = derive(
+            parts = ((square, True), (prefix, False)) if prefix.stop > prefix.start else ((square, True),)
+            dq_parts = []
+            for keys, causal in parts:
+                dq, dk, dv = derive(
                     dout, q, _batch(k_SGH[keys]), _batch(v_SGV[keys]), out, lse, 0.0, causal, scale=scale
                 )
-                dq = part_dq if dq is None else dq + part_dq
+                dq_parts.append(dq[0].transpose(0, 1))
                 dk_SGH[keys] = dk[0].transpose(0, 1)
                 dv_SGV[keys] = dv[0].transpose(0, 1)
-            dq_TNH[rows] = dq[0].transpose(0, 1)
+            dq_TNH[rows] = dq_parts[0] if len(dq_parts) == 1 else dq_parts[0] + dq_parts[1]
 
 
 def _tasks(spans: Spans) -> Iterator[tuple[slice, slice, slice]]:
@@ -76,7 +76,11 @@ def _tasks(spans: Spans) -> Iterator[tuple[slice, slice, slice]]:
         start, stop = spans.queries[task], spans.queries[task + 1]
         key_start, key_stop = spans.keys[task], spans.keys[task + 1]
         if stop > start:
-            yield slice(start, stop), slice(key_start, key_stop - (stop - start)), slice(key_stop - (stop - start), key_stop)
+            yield (
+                slice(start, stop),
+                slice(key_start, key_stop - (stop - start)),
+                slice(key_stop - (stop - start), key_stop),
+            )
 
 
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:

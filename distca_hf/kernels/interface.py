@@ -1,7 +1,8 @@
 """The one shape all kernels have, and what each of them can do.
 
 Tensor names end in their shape:
-    T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value dimension
+    T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value
+    dimension
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import torch
 class Spans:
     """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
 
-    Masks are causal and aligned bottom-right: the last query attends to all keys of its task, and each query before it to one
-    key less.
+    Masks are causal and aligned bottom-right: the last query attends to all keys of its task, and each query before it
+    to one key less.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.

@@ -1,7 +1,9 @@
-"""Torch's own varlen flash attention (FlashAttention 2 inside torch), through the operators below `torch.nn.attention.varlen`.
+"""Torch's own varlen flash attention (FlashAttention 2 inside torch), through the operators below
+`torch.nn.attention.varlen`.
 
-Used directly, because `varlen_attn` hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
-bottom-right; log-sum-exps are `[N, T]` in fp32. Operators: `aten::_flash_attention_forward`, `aten::_flash_attention_backward`.
+Used directly, because `varlen_attn` hides its backward behind autograd, which is off inside our operator. Causal masks
+are aligned bottom-right; log-sum-exps are `[N, T]` in fp32. Operators: `aten::_flash_attention_forward`,
+`aten::_flash_attention_backward`.
 
 Shape legend in `kernels.interface`.
 """
@@ -88,7 +90,10 @@ class TorchVarlenKernel:
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Torch's kernel has no argument for determinism; it reads torch's own switch."""
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     if not wanted or before:
         yield
         return

@@ -1,4 +1,5 @@
-"""Collate: the rows of one rank as arrays, from a layout and a document source. Labels are shifted before documents are cut."""
+"""Collate: the rows of one rank as arrays, from a layout and a document source. Labels are shifted before documents
+are cut."""
 
 from dataclasses import dataclass
 

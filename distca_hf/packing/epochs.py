@@ -1,7 +1,8 @@
 """Epochs: which documents form which global micro-batch. Whole documents, shuffled, every one exactly once.
 
-Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled order; when
-the next one does not fit, smaller ones from a little further on fill the gap and the large one opens the next micro-batch.
+Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
+order; when the next one does not fit, smaller ones from a little further on fill the gap and the large one opens the
+next micro-batch.
 """
 
 from dataclasses import dataclass

@@ -1,19 +1,20 @@
 """Placement: which rank holds which tokens, so that all hold equal tokens *and* equal attention work. The accordion.
 
-Documents are cut into pieces and sorted by mean cost per token into *the line*: short documents and beginnings of documents at
-the light end, ends of long documents at the dense end. A rank takes a few dense pieces, tail first, and fills up with light
-ones:
+Documents are cut into pieces and sorted by mean cost per token into *the line*: short documents and beginnings of
+documents at the light end, ends of long documents at the dense end. A rank takes a few dense pieces, tail first, and
+fills up with light ones:
 
     light end                                                     dense end
     | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
       ^^^^^^^^^                                               ^^^^^^^^^^^^
       fill up to the rank's tokens                            take up to the rank's work
 
-Why it always works: read from the dense end, the first n tokens of the line weigh at least n times the mean, the last n at most
-that. Exchanging one token at a time moves the work of (dense prefix + light suffix) across the goal in steps of at most one
-token's context, so some mixture has exactly the rank's tokens and its work to within one token. Removing a set of mean cost
-leaves a line with the same mean: repeat for the next rank. A tail needs the keys of its whole document, the head that is left
-needs nothing, so tails are taken as large as they fit: at most two cuts per rank, and few bytes.
+Why it always works: read from the dense end, the first n tokens of the line weigh at least n times the mean, the last
+n at most that. Exchanging one token at a time moves the work of (dense prefix + light suffix) across the goal in steps
+of at most one token's context, so some mixture has exactly the rank's tokens and its work to within one token.
+Removing a set of mean cost leaves a line with the same mean: repeat for the next rank. A tail needs the keys of its
+whole document, the head that is left needs nothing, so tails are taken as large as they fit: at most two cuts per
+rank, and few bytes.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -40,7 +41,8 @@ LIGHT_REST_TOKENS = 8192
 
 
 def place(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> Layout:
-    """Places documents on ranks: tokens equal to within one, work equal to within 0.8 % (proof above, measured in 1,100 cases).
+    """Places documents on ranks: tokens equal to within one, work equal to within 0.8 % (proof above, measured in
+    1,100 cases).
 
     Args:
         document_tokens: length of each document of the global micro-batch, in tokens.
@@ -98,13 +100,14 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
 
 def _fill(line: list[Piece], tokens: int, goal: float, mean_work: float) -> tuple[list[Segment], list[Piece]]:
     """Segments for one rank of `tokens` tokens and about `goal` work, and the line that is left."""
-    line, segments, used = list(line), [], 0
+    line, used = list(line), 0
+    segments: list[Segment] = []
     while tokens and line:
         light = _LightEnd(line, tokens)
         missing = goal - used - light.work(tokens)
         if segments and missing <= NEAR * mean_work:
             break
-        fitting = _largest(len(line), lambda n: _fits(line[n - 1], tokens, goal - used, light)) - 1
+        fitting = _densest_fitting(line, tokens, goal - used, light)
         densest = fitting == len(line) - 1
         if fitting >= 0 and (segments or densest) and _gain(line[fitting], tokens, light) > NEAR / 4 * mean_work:
             take = line[fitting][3] - line[fitting][2]
@@ -128,12 +131,13 @@ def _fill(line: list[Piece], tokens: int, goal: float, mean_work: float) -> tupl
 
 def _fill_exactly(line: list[Piece], tokens: int, goal: float) -> tuple[list[Segment], list[Piece]]:
     """The guaranteed mixture: a prefix of the line's dense end and a suffix of its light end."""
-    line, segments, used = _sorted_by_cost(line), [], 0
+    line, used = _sorted_by_cost(line), 0
+    segments: list[Segment] = []
     light = _LightEnd(line, tokens)
     while line and tokens:
         _, _, start, stop = line[-1]
         most = min(tokens, stop - start)
-        take = _largest(most, lambda n: used + causal_pairs(stop - n, stop) + light.work(tokens - n) <= goal)  # noqa: B023
+        take = _largest_tail(line[-1], tokens, goal - used, light)
         if take == 0:
             break
         segments.append(_take_tail(line, len(line) - 1, take, keep_order=False))
@@ -167,10 +171,14 @@ class _LightEnd:
         return self._work[whole] + causal_pairs(start, start + tokens - self._tokens[whole])
 
 
-def _fits(piece: Piece, tokens: int, missing_work: float, light: _LightEnd) -> bool:
-    """Whether the whole piece and the lightest tokens beside it stay within the rank's tokens and work."""
-    _, _, start, stop = piece
-    return stop - start <= tokens and causal_pairs(start, stop) + light.work(tokens - stop + start) <= missing_work
+def _densest_fitting(line: list[Piece], tokens: int, missing_work: float, light: _LightEnd) -> int:
+    """Index of the densest piece that fits whole, the lightest tokens beside it; -1 if there is none."""
+
+    def fits(count: int) -> bool:
+        _, _, start, stop = line[count - 1]
+        return stop - start <= tokens and causal_pairs(start, stop) + light.work(tokens - stop + start) <= missing_work
+
+    return _largest(len(line), fits) - 1
 
 
 def _gain(piece: Piece, tokens: int, light: _LightEnd) -> int:
@@ -182,11 +190,17 @@ def _gain(piece: Piece, tokens: int, light: _LightEnd) -> int:
 def _tail(piece: Piece, tokens: int, missing_work: float, light: _LightEnd) -> int:
     """Tokens of the largest tail of the piece that fits, cut on a tile where that leaves a tail of some size."""
     _, _, start, stop = piece
-    most = min(tokens, stop - start)
-    take = _largest(most, lambda n: causal_pairs(stop - n, stop) + light.work(tokens - n) <= missing_work)
-    if 2 * TILE_TOKENS < take < most:
+    take = _largest_tail(piece, tokens, missing_work, light)
+    if 2 * TILE_TOKENS < take < min(tokens, stop - start):
         take = stop - -(-(stop - take) // TILE_TOKENS) * TILE_TOKENS
     return take
+
+
+def _largest_tail(piece: Piece, tokens: int, missing_work: float, light: _LightEnd) -> int:
+    """Tokens of the largest tail that, with the lightest tokens beside it, stays within the rank's tokens and work."""
+    _, _, start, stop = piece
+    most = min(tokens, stop - start)
+    return _largest(most, lambda n: causal_pairs(stop - n, stop) + light.work(tokens - n) <= missing_work)
 
 
 def _dense_enough(line: list[Piece], first: int, tokens: int, missing_work: float, light: _LightEnd) -> int:
@@ -213,7 +227,8 @@ def _take_tail(line: list[Piece], index: int, tokens: int, keep_order: bool = Tr
 
 def _take_light(line: list[Piece], tokens: int) -> list[Segment]:
     """Takes `tokens` tokens off the light end, head first; the last document may be cut."""
-    segments, whole = [], 0
+    segments: list[Segment] = []
+    whole = 0
     while tokens and whole < len(line):
         key, document, start, stop = line[whole]
         take = min(tokens, stop - start)
@@ -244,5 +259,6 @@ def _work(segments: list[Segment]) -> int:
 
 
 def _largest(upper: int, fits: Callable[[int], bool]) -> int:
-    """Largest n in [0, upper] for which `fits(n)`; `fits` is true up to some n and false beyond, `fits(0)` counts as true."""
+    """Largest n in [0, upper] for which `fits(n)`; `fits` is true up to some n and false beyond, `fits(0)` counts as
+    true."""
     return bisect_left(range(1, upper + 1), True, key=lambda n: not fits(n))

@@ -1,7 +1,9 @@
-"""Source: the documents of a tokenised `datasets.Dataset`. Lengths without reading tokens; tokens by slice, as they are needed.
+"""Source: the documents of a tokenised `datasets.Dataset`. Lengths without reading tokens; tokens by slice, as they
+are needed.
 
-A row is a document, unless the dataset was packed by TRL: then `seq_lengths` says which documents a row holds. A document longer
-than a global micro-batch is refused, split or truncated here, so that everything behind this file sees documents that fit.
+A row is a document, unless the dataset was packed by TRL: then `seq_lengths` says which documents a row holds. A
+document longer than a global micro-batch is refused, split or truncated here, so that everything behind this file sees
+documents that fit.
 """
 
 import hashlib
@@ -65,7 +67,9 @@ class ArrowColumn:
         chunk = int(np.searchsorted(self._first_row, stored, side="right")) - 1
         values = self._chunks[chunk][stored - int(self._first_row[chunk])].values[start:stop]
         if values.null_count:
-            raise PackingError(f"row {row}: column {self._name!r} has missing values between tokens {start} and {stop}")
+            raise PackingError(
+                f"row {row}: column {self._name!r} has missing values between tokens {start} and {stop}"
+            )
         return values.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -98,8 +102,8 @@ class Tokens:
 class DocumentSource:
     """Documents of a map-style `datasets.Dataset` with `input_ids`.
 
-    Uses, where present: `labels`; `completion_mask` and `assistant_masks` (a token is learnt if all of them say so); `length`
-    (tokens per row); `seq_lengths` (documents per row, from TRL's packing). Other columns are left alone.
+    Uses, where present: `labels`; `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
+    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing). Other columns are left alone.
 
     Args:
         dataset: the tokenised dataset.
@@ -167,7 +171,11 @@ class DocumentSource:
     def _split_rows(self, dataset: Any, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Row, first token and length of every document."""
         if "seq_lengths" not in dataset.column_names:
-            return np.arange(len(rows)), np.zeros(len(rows), dtype=np.int64), check_document_tokens(rows, "the dataset")
+            return (
+                np.arange(len(rows)),
+                np.zeros(len(rows), dtype=np.int64),
+                check_document_tokens(rows, "the dataset"),
+            )
         packed = _plain_column(dataset, "seq_lengths").combine_chunks()
         counts = pc.list_value_length(packed).fill_null(0).to_numpy().astype(np.int64)
         lengths = check_document_tokens(packed.flatten().to_numpy(zero_copy_only=False), "seq_lengths")
@@ -190,8 +198,8 @@ class DocumentSource:
         if overlong == "error":
             raise PackingError(
                 f"document {first} (row {self._row[first]}) has {tokens[first]} tokens, all ranks together hold "
-                f"{capacity_tokens} (and {len(too_long) - 1} more like it). Use more ranks or tokens_per_rank, or choose "
-                "overlong='split' or 'truncate'."
+                f"{capacity_tokens} (and {len(too_long) - 1} more like it). Use more ranks or tokens_per_rank, or "
+                "choose overlong='split' or 'truncate'."
             )
         if overlong == "truncate":
             self.documents_truncated = len(too_long)
@@ -224,8 +232,9 @@ def check_map_style(dataset: Any) -> None:
 
     if isinstance(dataset, datasets.IterableDataset):
         raise PackingError(
-            "an IterableDataset cannot be packed by placement: all document lengths must be known before the first step. "
-            "Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), and train on that."
+            "an IterableDataset cannot be packed by placement: all document lengths must be known before the first "
+            "step. Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), "
+            "and train on that."
         )
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(
@@ -272,14 +281,14 @@ def _row_lengths(dataset: Any, columns: dict[str, Column]) -> IntArray:
     if isinstance(tokens, ArrowColumn):
         if announced is not None and len(wrong := np.flatnonzero(announced != tokens.lengths)):
             raise PackingError(
-                f"row {wrong[0]}: column 'length' says {announced[wrong[0]]}, input_ids has {tokens.lengths[wrong[0]]} tokens. "
-                "Rename the column if it counts something else."
+                f"row {wrong[0]}: column 'length' says {announced[wrong[0]]}, input_ids has "
+                f"{tokens.lengths[wrong[0]]} tokens. Rename the column if it counts something else."
             )
         return tokens.lengths
     if announced is None:
         raise PackingError(
-            "the dataset makes its tokens on access (set_transform), so lengths must be in an integer column 'length'; "
-            "or tokenise it once with dataset.map"
+            "the dataset makes its tokens on access (set_transform), so lengths must be in an integer column "
+            "'length'; or tokenise it once with dataset.map"
         )
     return announced
 

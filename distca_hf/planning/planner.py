@@ -10,10 +10,15 @@ from distca_hf.planning.task import Tasks
 def plan_in_place(layout: Layout) -> Plan:
     """Every rank computes the queries it holds: the plan of a placed layout, whose ranks hold equal work already.
 
-    Only keys and values of documents that span ranks travel. Segments of one document that follow each other on one rank
-    become one task.
+    Only keys and values of documents that span ranks travel. Segments of one document that follow each other on one
+    rank become one task.
     """
-    document, start, stop, rank = layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank
+    document, start, stop, rank = (
+        layout.segment_document,
+        layout.segment_start,
+        layout.segment_stop,
+        layout.segment_rank,
+    )
     order = np.lexsort((start, document, rank))
     document, start, stop, rank = document[order], start[order], stop[order], rank[order]
     opens = np.ones(len(order), dtype=bool)

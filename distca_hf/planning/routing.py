@@ -1,7 +1,9 @@
-"""Routing: the index maps of one rank, derived from a plan. Integers only; `runtime` puts them on a device and uses them.
+"""Routing: the index maps of one rank, derived from a plan. Integers only; `runtime` puts them on a device and uses
+them.
 
-A rank computes its tasks in canonical order: first those that begin their document (all keys are their own rows), then those
-whose causal prefix starts elsewhere. For the latter, keys of the whole prefix are gathered once per document in the store:
+A rank computes its tasks in canonical order: first those that begin their document (all keys are their own rows), then
+those whose causal prefix starts elsewhere. For the latter, keys of the whole prefix are gathered once per document in
+the store:
 
     canonical rows   | d4[0:9] d7[0:3] ... | d1[5:8] d2[6:9] | padding
                        keys: the same rows   keys: the store
@@ -109,7 +111,8 @@ class Routing:
 
     @cached_property
     def shared_rows(self) -> IntArray:
-        """Canonical rows whose key gradients have more than one part: those sent elsewhere or copied into the store."""
+        """Canonical rows whose key gradients have more than one part: those sent elsewhere or copied into the
+        store."""
         return np.unique(np.concatenate([self.send_rows, self.own_rows]))
 
 
@@ -177,7 +180,9 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
         row_order=row_order,
         send_rows=_ranges(canonical_row(sent.document, sent.start), sent.tokens),
         send_counts=np.bincount(sent.destination, weights=sent.tokens, minlength=layout.num_ranks).astype(np.int64),
-        receive_counts=np.bincount(received.source, weights=received.tokens, minlength=layout.num_ranks).astype(np.int64),
+        receive_counts=np.bincount(received.source, weights=received.tokens, minlength=layout.num_ranks).astype(
+            np.int64
+        ),
         received_to_store=_ranges(store_row(received.document, received.start), received.tokens),
         own_rows=_ranges(row[stored], (stop - start)[stored]),
         own_to_store=_ranges(store_row(document[stored], start[stored]), (stop - start)[stored]),
@@ -199,13 +204,18 @@ def _row_order(plan: Plan, rank: int, task_document: IntArray, task_start: IntAr
     )
     task = begins[np.maximum(at - 1, 0)] if len(begins) else np.zeros(0, dtype=np.int64)
     computed_here = len(task) == len(document) and bool(np.all(task_document[task] == document))
-    if not computed_here or layout.rank_tokens[rank] != (plan.tasks.stop - plan.tasks.start)[plan.tasks.server == rank].sum():
+    if (
+        not computed_here
+        or layout.rank_tokens[rank] != (plan.tasks.stop - plan.tasks.start)[plan.tasks.server == rank].sum()
+    ):
         raise PlanError(
             f"rank {rank} holds {layout.rank_tokens[rank]} tokens but its tasks are not exactly their queries; "
             "this routing is for plans that compute every query where it is held"
         )
     order = np.lexsort((start, task))
-    rows = np.concatenate([_ranges(row[order], tokens[order]), np.arange(layout.rank_tokens[rank], layout.rank_rows[rank])])
+    rows = np.concatenate(
+        [_ranges(row[order], tokens[order]), np.arange(layout.rank_tokens[rank], layout.rank_rows[rank])]
+    )
     return None if np.array_equal(rows, np.arange(len(rows))) else rows
 
 
@@ -214,8 +224,8 @@ def _kernel_calls(
 ) -> tuple[KernelCall, ...]:
     """Kernel calls of tasks in canonical order.
 
-    A task against the whole stored prefix of its document shares a call with its neighbours; an earlier task of a document
-    that has several gets a call of its own, on the beginning of the same stored prefix.
+    A task against the whole stored prefix of its document shares a call with its neighbours; an earlier task of a
+    document that has several gets a call of its own, on the beginning of the same stored prefix.
     """
     calls = []
     num_own = int(np.count_nonzero(start == 0))

@@ -48,7 +48,9 @@ class Tasks:
             PlanError: names the first document or server that is wrong.
         """
         if len(self) and not (0 <= self.server.min() and self.server.max() < layout.num_ranks):
-            raise PlanError(f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}")
+            raise PlanError(
+                f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}"
+            )
         order = np.lexsort((self.start, self.document))
         document, start, stop = self.document[order], self.start[order], self.stop[order]
         first = np.ones(len(order), dtype=bool)

@@ -1,4 +1,5 @@
-"""Combine: gradients of keys and values travel home and are summed there, in max(fp32, their dtype) and in a fixed order."""
+"""Combine: gradients of keys and values travel home and are summed there, in max(fp32, their dtype) and in a fixed
+order."""
 
 import torch
 
@@ -18,8 +19,8 @@ def sum_at_home(
 ) -> None:
     """Adds to the gradients of own rows what the store and other servers contributed.
 
-    The order is fixed: own calls, own rows of the store, then the servers by rank. Within one part no row comes twice, so the sum
-    does not depend on the order in which the device adds.
+    The order is fixed: own calls, own rows of the store, then the servers by rank. Within one part no row comes twice,
+    so the sum does not depend on the order in which the device adds.
     """
     maps = plan.maps
     shared = maps.shared_rows

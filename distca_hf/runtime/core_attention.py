@@ -1,23 +1,29 @@
 """Core attention of one layer: dispatch, kernels, combine; forward and its explicit backward.
 
-    forward     keys out ─┬─ own calls ─┬─ fill store ── store calls                                      1 exchange
+    forward     keys out ─┬─ own calls ─┬─ fill store ── store calls                             1 exchange
                           └── flying ───┘
-    backward    keys out ─┬─ own calls ─┬─ fill store ── store calls ── gradients home ── sum             2 exchanges, or 1
-                          └── flying ───┘ (not when the received rows were kept)                          when rows were kept
+    backward    keys out ─┬─ own calls ─┬─ fill store ── store calls ── gradients home ── sum    2 exchanges
+                          └── flying ───┘                                                        1 if rows were kept
 
-Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan in which no
-rank sends anything makes none, on all ranks alike.
+Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
+in which no rank sends anything makes none, on all ranks alike.
 
 Shape legend in `kernels.interface`; T counts the rows of this rank, padding included.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.interface import Spans, accumulation_dtype
 from distca_hf.runtime.combine import send_home, sum_at_home
 from distca_hf.runtime.dispatch import fill_store, start_keys, unpack_rows
 from distca_hf.runtime.plans import LivePlan
+
+
+# Gradients of one kernel call: query rows, keys, values, spans, and where the gradients of keys and values go.
+Derive = Callable[[slice, torch.Tensor, torch.Tensor, Spans, torch.Tensor, torch.Tensor], None]
 
 
 def attend(
@@ -91,7 +97,9 @@ def attend_backward(
     dk_TGH[own_rows:] = 0
     dv_TGV[own_rows:] = 0
 
-    def derive(rows: slice, k: torch.Tensor, v: torch.Tensor, spans, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def derive(
+        rows: slice, k: torch.Tensor, v: torch.Tensor, spans: Spans, dk: torch.Tensor, dv: torch.Tensor
+    ) -> None:
         dout, q, out, lse, dq = dout_TNV[rows], q_TNH[rows], out_TNV[rows], lse_NT[:, rows], dq_TNH[rows]
         kernel.backward(dout, q, k, v, out, lse, spans, scale, plan.config.deterministic, dq, dk, dv)
 
@@ -101,7 +109,7 @@ def attend_backward(
             derive(rows, k_TGH[rows], v_TGV[rows], call.spans, dk_TGH[rows], dv_TGV[rows])
     if exchange is not None:
         received = exchange.wait()
-    if maps.exchanges:
+    if received is not None and maps.exchanges:
         dstore = _store_gradients(derive, k_TGH, v_TGV, received, plan)
         returned = send_home(dstore, k_TGH.dtype, plan, where)
         sum_at_home(dk_TGH, dv_TGV, dstore, returned, plan)
@@ -110,7 +118,9 @@ def attend_backward(
     return dq_TNH, dk_TGH, dv_TGV
 
 
-def _store_gradients(derive, k_TGH: torch.Tensor, v_TGV: torch.Tensor, received: torch.Tensor, plan: LivePlan) -> torch.Tensor:
+def _store_gradients(
+    derive: Derive, k_TGH: torch.Tensor, v_TGV: torch.Tensor, received: torch.Tensor, plan: LivePlan
+) -> torch.Tensor:
     """`[store rows, G * (H + V)]` gradients of the stored rows, from all calls that read them."""
     maps = plan.maps
     key_shape, value_shape = k_TGH.shape[1:], v_TGV.shape[1:]

@@ -1,9 +1,12 @@
 """Local attention: the same kernels on this rank's own rows, without a plan and without an exchange.
 
-What "distca" computes when a batch carries no plan: evaluation, generation with a KV cache, or packed batches of somebody else.
+What "distca" computes when a batch carries no plan: evaluation, generation with a KV cache, or packed batches of
+somebody else.
 
 Shape legend in `kernels.interface`.
 """
+
+from typing import Any
 
 import torch
 
@@ -88,19 +91,17 @@ def _outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, to
     return out, q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0]), dtype=accumulation_dtype(q_TNH.dtype))
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
     ctx.lengths, ctx.scale = (max_seqlen_q, max_seqlen_k), scale
 
 
-def _backward(ctx, dout, dlse):
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_local_backward(
-        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.lengths, ctx.scale
-    )
+    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.lengths, ctx.scale)
     return *gradients, None, None, None, None, None
 
 

@@ -52,7 +52,8 @@ class Maps:
 
 @dataclass(frozen=True, eq=False)
 class HostMaps:
-    """Maps before they are copied: all integers of a micro-batch in one pinned buffer, so that one copy brings them over."""
+    """Maps before they are copied: all integers of a micro-batch in one pinned buffer, so that one copy brings them
+    over."""
 
     routing: Routing
     index: torch.Tensor
@@ -96,7 +97,8 @@ class HostMaps:
             task_rows=max((call.query_stop for call in routing.calls), default=0),
             store_rows=routing.store_rows,
             exchanges=routing.exchanges,
-            store_sums=sum(call.key_stop - call.key_start for call in routing.calls if call.from_store) > routing.store_rows,
+            store_sums=sum(call.key_stop - call.key_start for call in routing.calls if call.from_store)
+            > routing.store_rows,
             send_counts=routing.send_counts.tolist(),
             receive_counts=routing.receive_counts.tolist(),
             row_order=order if reordered else None,

@@ -1,11 +1,13 @@
 """The operator: core attention as one `torch.library` operator with an explicit backward.
 
-Its name holds `flash_attn`, and its log-sum-exp is an output: selective activation checkpointing (torch's own, and TRL's by name) then
-saves both, and recomputation neither exchanges nor attends again. Its shapes depend on local rows alone, so that `torch.compile`
-traces it without a graph break.
+Its name holds `flash_attn`, and its log-sum-exp is an output: selective activation checkpointing (torch's own, and
+TRL's by name) then saves both, and recomputation neither exchanges nor attends again. Its shapes depend on local rows
+alone, so that `torch.compile` traces it without a graph break.
 
 Shape legend in `kernels.interface`.
 """
+
+from typing import Any
 
 import torch
 
@@ -80,15 +82,19 @@ def _(
     return torch.empty_like(q_TNH), torch.empty_like(k_TGH), torch.empty_like(v_TGV)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, scale, plan, keep_received = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale, ctx.plan, ctx.keep_received = scale, plan, keep_received
-    ctx.live = find_plan(plan) if isinstance(plan, int) else None  # kept alive until backward; a traced plan is a symbol
+    ctx.live = (
+        find_plan(plan) if isinstance(plan, int) else None
+    )  # kept alive until backward; a traced plan is a symbol
 
 
-def _backward(ctx, dout, dlse, dreceived):
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dreceived: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, received = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     gradients = flash_attn_backward(dout, q, k, v, out, lse, received, ctx.scale, ctx.plan, ctx.keep_received)
@@ -99,4 +105,6 @@ flash_attn.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:
-    error.add_note(f"distca: rank {live.transport.rank}, micro-batch {live.micro_batch}, {phase} call {call} of attention")
+    error.add_note(
+        f"distca: rank {live.transport.rank}, micro-batch {live.micro_batch}, {phase} call {call} of attention"
+    )

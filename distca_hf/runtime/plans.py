@@ -1,7 +1,7 @@
 """Live plans: a micro-batch's plan bound to what runs it on this rank, and the register that finds it by number.
 
-The operator carries its plan as an integer, because that is what compiled graphs, checkpointing and autograd all pass on unharmed.
-The register is the one place in the package with shared state, and it is bounded.
+The operator carries its plan as an integer, because that is what compiled graphs, checkpointing and autograd all pass
+on unharmed. The register is the one place in the package with shared state, and it is bounded.
 """
 
 import itertools
@@ -23,7 +23,8 @@ from distca_hf.runtime.maps import Maps
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Numbers about a micro-batch, the same on all ranks; work in attended pairs, bytes per byte of one token's K and V.
+    """Numbers about a micro-batch, the same on all ranks; work in attended pairs, bytes per byte of one token's K and
+    V.
 
     Attributes:
         num_documents, longest_document_tokens: documents of the global micro-batch.
@@ -117,7 +118,8 @@ class LivePlan:
 
 
 class PlanRegister:
-    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds them."""
+    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds
+    them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -144,8 +146,8 @@ class PlanRegister:
         plan = self._all.get(number)
         if plan is None:
             raise PlanError(
-                f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken before its "
-                "forward or backward ran; raise plans_in_flight"
+                f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "
+                "before its forward or backward ran; raise plans_in_flight"
             )
         return plan
 

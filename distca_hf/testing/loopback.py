@@ -75,7 +75,9 @@ class LoopbackTransport:
             arrived = [parts[self.rank] for parts in sent]
             counts = [len(part) for part in arrived]
             if counts != list(receive_counts):
-                raise AssertionError(f"rank {self.rank}, {where}: received {counts} rows, expected {list(receive_counts)}")
+                raise AssertionError(
+                    f"rank {self.rank}, {where}: received {counts} rows, expected {list(receive_counts)}"
+                )
             return torch.cat(arrived)
 
         return _Meeting(hold)
@@ -84,7 +86,9 @@ class LoopbackTransport:
         return _Meeting(lambda: self._world.meet(self.rank, list(values), where))
 
 
-def run_ranks(world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 60.0) -> list[Result]:
+def run_ranks(
+    world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 60.0
+) -> list[Result]:
     """Runs `body` once per rank, each in a thread, and returns the results by rank.
 
     Raises:

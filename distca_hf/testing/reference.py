@@ -29,7 +29,8 @@ def attend_documents(
 
 
 def rows_of_rank(layout: Layout, rank: int) -> torch.Tensor:
-    """`[rank's tokens]` index of each of the rank's tokens, when documents are laid one after the other; without padding."""
+    """`[rank's tokens]` index of each of the rank's tokens, when documents are laid one after the other; without
+    padding."""
     first = [0, *torch.from_numpy(layout.document_tokens).cumsum(0).tolist()]
     held = layout.segments_of(rank)
     parts = [
