@@ -1,8 +1,10 @@
-"""Core attention disaggregation for Hugging Face: train on packed documents of any length as if every GPU had the same
-work.
+"""Core attention disaggregation for Hugging Face: balanced training on packed documents of any length.
 
-Importing the package registers the attention implementation "distca" with Transformers.
+Importing the package makes the attention implementation "distca" known to Transformers.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from distca_hf.errors import (
     ConfigError,
@@ -14,14 +16,14 @@ from distca_hf.errors import (
     StepTimeoutError,
     UnsupportedAttentionError,
 )
-from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model import enable
-from distca_hf.integrations.plugin import DistCAPlugin
-from distca_hf.patches.attention import attention
+from distca_hf.lazy import when_imported
 from distca_hf.version import __version__
 
 
-attention.apply()
+if TYPE_CHECKING:
+    from distca_hf.integrations.loader import PlacedLoader
+    from distca_hf.integrations.model import enable
+    from distca_hf.integrations.plugin import DistCAPlugin
 
 __all__ = [
     "ConfigError",
@@ -37,3 +39,29 @@ __all__ = [
     "__version__",
     "enable",
 ]
+
+# Loaded when first used, so that planning needs no torch and the launcher runs before anything reads the environment.
+_LAZY = {
+    "DistCAPlugin": "distca_hf.integrations.plugin",
+    "PlacedLoader": "distca_hf.integrations.loader",
+    "enable": "distca_hf.integrations.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _register_attention() -> None:
+    from distca_hf.patches.attention import attention
+
+    attention.apply()
+
+
+when_imported("transformers.modeling_utils", _register_attention)

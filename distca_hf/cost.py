@@ -4,6 +4,8 @@ A query token at position p of its document attends p + 1 keys. Work is counted 
 same factor for every task, and exact integers up to documents of 2 ** 31 tokens.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +23,7 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
     return (stops * (stops + 1) - starts * (starts + 1)) // 2
 
 
-def imbalance(work: IntArray) -> float:
+def imbalance(work: Sequence[int] | IntArray) -> float:
     """Max over mean work of the ranks: 1.0 is perfect, and what an empty batch has."""
-    total = int(work.sum())
-    return float(work.max()) * len(work) / total if total else 1.0
+    total = int(sum(work))
+    return int(max(work)) * len(work) / total if total else 1.0

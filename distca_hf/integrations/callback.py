@@ -35,14 +35,14 @@ class PlacementMetrics(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(metrics)
 
     def _since_last_log(self) -> dict[str, float]:
-        times, facts = self._loader.times, list(self._loader.recent)
-        self._loader.recent.clear()
+        times = self._loader.times
         micro_batches = times.micro_batches - self._seen_micro_batches
         wait_seconds = times.wait_seconds - self._seen_wait_seconds
         plan_seconds = times.plan_seconds - self._seen_plan_seconds
         self._seen_micro_batches, self._seen_wait_seconds = times.micro_batches, times.wait_seconds
         self._seen_plan_seconds = times.plan_seconds
-        if not facts or not micro_batches:
+        facts = list(self._loader.history)[-micro_batches:] if micro_batches else []
+        if not facts:
             return {}
         return {
             "distca/imbalance_before": sum(fact.imbalance_before for fact in facts) / len(facts),

@@ -19,13 +19,12 @@ import torch
 from distca_hf.comm.agreement import READY, Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import imbalance
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.packing.collate import RankRows, collate, pad_rows
 from distca_hf.packing.epochs import Epoch, EpochPacker
 from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.packing.source import DocumentSource
+from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import key_transfers, route
 from distca_hf.runtime.maps import HostMaps
@@ -37,7 +36,7 @@ from distca_hf.version import __version__
 log = get_logger(__name__)
 
 STATE_VERSION = 1
-# Micro-batches whose facts are kept for whoever reports them.
+# Micro-batches whose facts are kept in `history` for whoever reports them.
 REMEMBERED_MICRO_BATCHES = 1024
 
 
@@ -99,7 +98,7 @@ class PlacedLoader:
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
-        self.recent: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
+        self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
         self._transport = transport
         self._device = device
@@ -135,6 +134,11 @@ class PlacedLoader:
     def documents_truncated(self) -> int:
         """Documents of an epoch that lost their end to `overlong="truncate"`."""
         return self._source.documents_truncated
+
+    def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
+        """The whole documents of one micro-batch, as they were before placement cut and ordered them."""
+        chosen = self._packer.epoch(epoch).micro_batch(micro_batch).tolist()
+        return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; a position given to `load_state_dict` goes first, once."""
@@ -207,14 +211,12 @@ class PlacedLoader:
         transfers = key_transfers(plan)
         pin = self._device.type == "cuda"
         maps = HostMaps.prepare(route(plan, rank, transfers), pin)
-        sent = transfers.tokens_between(num_ranks).sum(axis=1)
         facts = PlanFacts(
             num_documents=layout.num_documents,
             longest_document_tokens=layout.longest_document_tokens,
-            imbalance=plan.imbalance,
-            imbalance_before=imbalance(fill_in_order(document_tokens, num_ranks).rank_work),
-            key_tokens_sent=int(sent.sum()),
-            key_tokens_sent_max=int(sent.max()),
+            work=tuple(plan.work.tolist()),
+            work_before=tuple(fill_in_order(document_tokens, num_ranks).rank_work.tolist()),
+            key_tokens_sent=tuple(transfers.tokens_between(num_ranks).sum(axis=1).tolist()),
         )
         rows = collate(layout, rank, documents, self._source)
         input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)
@@ -235,7 +237,7 @@ class PlacedLoader:
         """The batch on the device, its plan registered, and its agreement under way."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
-        self.recent.append(prepared.facts)
+        self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         plan = LivePlan(
             micro_batch=number,

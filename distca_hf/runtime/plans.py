@@ -15,6 +15,7 @@ import torch
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import imbalance
 from distca_hf.errors import PlanError
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel
@@ -23,23 +24,30 @@ from distca_hf.runtime.maps import Maps
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Numbers about a micro-batch, the same on all ranks; work in attended pairs, bytes per byte of one token's K and
-    V.
+    """Numbers about a micro-batch, the same on all ranks.
 
     Attributes:
         num_documents, longest_document_tokens: documents of the global micro-batch.
-        imbalance: max/mean work over ranks, as planned.
-        imbalance_before: the same, had the documents been packed one after the other.
-        key_tokens_sent: tokens whose keys and values travel, per layer, forward, all ranks.
-        key_tokens_sent_max: the same for the rank that sends most.
+        work: attended pairs of each rank, as planned.
+        work_before: the same, had the documents been packed one after the other.
+        key_tokens_sent: tokens whose keys and values each rank sends, per layer, forward.
     """
 
     num_documents: int
     longest_document_tokens: int
-    imbalance: float
-    imbalance_before: float
-    key_tokens_sent: int
-    key_tokens_sent_max: int
+    work: tuple[int, ...]
+    work_before: tuple[int, ...]
+    key_tokens_sent: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of `work`."""
+        return imbalance(self.work)
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of `work_before`."""
+        return imbalance(self.work_before)
 
 
 @dataclass(eq=False)

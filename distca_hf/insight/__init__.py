@@ -1,0 +1,1 @@
+"""What placement brings, in numbers and pictures."""

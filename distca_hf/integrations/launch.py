@@ -1,0 +1,117 @@
+"""Launch: a recipe prepares the process, then the user's script runs unchanged.
+
+A recipe is a YAML file with up to three sections:
+
+    environment:  variables to set before torch and Transformers are imported
+    plugin:       settings of `DistCAPlugin`; the script's `DistCAPlugin()` finds them
+    script:       arguments of the script; those on the command line go first
+
+Nothing here imports torch: libraries must find the environment prepared.
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distca_hf.config import as_environment, check_settings, read_yaml
+from distca_hf.errors import ConfigError
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sections of a recipe, checked."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    plugin: dict[str, Any] = field(default_factory=dict)
+    script: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "Recipe":
+        """Reads a recipe.
+
+        Raises:
+            ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
+        """
+        sections = read_yaml(path)
+        known = ("environment", "plugin", "script")
+        unknown = sorted(set(sections) - set(known))
+        if unknown:
+            raise ConfigError(f"{path}: unknown section {unknown[0]!r}; sections are {', '.join(known)}")
+        for name, section in sections.items():
+            if section is not None and not isinstance(section, Mapping):
+                raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")
+        environment = {name: _text(value) for name, value in (sections.get("environment") or {}).items()}
+        plugin = check_settings(sections.get("plugin") or {}, str(path))
+        return cls(environment, plugin, _arguments(sections.get("script") or {}, path))
+
+    def prepare(self, environment: MutableMapping[str, str]) -> None:
+        """Sets the recipe's variables. Variables that are set already keep their value, the plugin's do not."""
+        for name, value in self.environment.items():
+            environment.setdefault(name, value)
+        environment.update(as_environment(self.plugin))
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: inside the installed package, or beside it in a checkout."""
+    for folder in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"no recipes at {PACKAGE / 'recipes'}; install the package again")
+
+
+def shipped_recipes() -> list[str]:
+    """Names of all recipes that come with the package, such as `train/quickstart`."""
+    folder = recipes_folder()
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+
+
+def find_recipe(name: str) -> Path:
+    """The file called `name`, or the shipped recipe of that name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = shipped_recipes()
+    matches = [recipe for recipe in shipped if name in (recipe, recipe.split("/")[-1])]
+    if len(matches) != 1:
+        raise ConfigError(f"{name!r} is no file and no shipped recipe; shipped are {', '.join(shipped)}")
+    return recipes_folder() / f"{matches[0]}.yaml"
+
+
+def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script as `python script arguments` would, with the recipe's arguments before those given.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    if not script.is_file():
+        raise ConfigError(f"no script at {script}")
+    recipe.prepare(os.environ)
+    sys.argv = [str(script), *recipe.script, *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _arguments(section: Mapping[str, Any], path: Path) -> list[str]:
+    """`name: value` as `--name value`; lists as several values, mappings as JSON."""
+    arguments: list[str] = []
+    for name, value in section.items():
+        if value is None:
+            raise ConfigError(f"{path}: script argument {name!r} has no value; remove it, or write the value")
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{name}", *(_text(item) for item in values)]
+    return arguments
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)

@@ -1,0 +1,57 @@
+"""Imports that wait: a function that runs when somebody else's module has been imported.
+
+`import distca_hf` must make "distca" known to Transformers, but the launcher and the command line must run before
+torch and Transformers read the environment. So the registration waits for the module that it registers with.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Calls `action` once the module `name` has been imported: now, if it was already."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Watch(name, action))
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Finds one module, the way it would be found anyway, and gives it a loader that reports when it has run."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ReportingLoader(spec.loader, self._action)
+        return spec
+
+
+class _ReportingLoader(importlib.abc.Loader):
+    """Runs another loader, then an action."""
+
+    def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
+        self._loader = loader
+        self._action = action
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._action()

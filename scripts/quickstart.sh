@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# scripts/quickstart.sh: installs into .venv and trains a small Llama on Python's own sources with two CPU processes, once
+# with distca and once with sdpa. No GPU, no downloads but the packages. Writes to quickstart_output/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh report
+.venv/bin/accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml \
+    -m distca_hf.run --recipe recipes/train/quickstart.yaml examples/quickstart.py "$@"

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# scripts/test.sh [PYTEST ARGUMENTS]: installs into .venv, then checks style and types and runs the test suite.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh test
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+exec .venv/bin/pytest "$@"
