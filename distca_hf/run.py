@@ -1,8 +1,8 @@
 """`python -m distca_hf.run --recipe RECIPE SCRIPT [ARGUMENTS]`: prepares the process from a recipe and runs a script.
 
-Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`. RECIPE is a YAML file or the name
-of a shipped recipe (`distca recipes` lists them). `--recipe` may also come after the script; all other arguments after
-the script are the script's.
+Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`. RECIPE is a YAML file or the
+name of a shipped recipe (`distca recipes` lists them). `--recipe` may also come after the script; all other arguments
+after the script are the script's.
 """
 
 import sys

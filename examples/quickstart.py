@@ -3,8 +3,9 @@
     accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml -m distca_hf.run \
         --recipe recipes/train/quickstart.yaml examples/quickstart.py
 
-The distca run is an ordinary Trainer with one line more: documents are placed so that both ranks have the same attention
-work, and may span both. The sdpa run takes the same batches, every document alone and whole. The losses must agree.
+The distca run is an ordinary Trainer with one line more: documents are placed so that both ranks have the same
+attention work, and may span both. The sdpa run takes the same batches, every document alone and whole. The losses must
+agree.
 """
 
 import time
@@ -30,8 +31,8 @@ import distca_hf
 from distca_hf.insight.report import draw_balance
 
 
-# Adam divides gradients by their size: with its default epsilon the rounding noise in gradients of rare tokens grows to
-# whole steps, and two exact ways to compute the same drift apart.
+# Adam divides gradients by their size: with its default epsilon the rounding noise in gradients of rare tokens grows
+# to whole steps, and two exact ways to compute the same drift apart.
 ADAM_EPSILON = 1e-6
 
 
@@ -143,6 +144,7 @@ def main() -> None:
     logs = [log for log in trainer.state.log_history if "loss" in log]
     if state.is_main_process:
         report(arguments, loader, logs, sdpa_losses, sent.tolist(), record.seconds, sdpa_seconds)
+    state.wait_for_everyone()  # gloo may hang if a group is destroyed while its last operation is being freed
     state.destroy_process_group()
 
 

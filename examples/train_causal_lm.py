@@ -3,8 +3,8 @@
     accelerate launch --config_file recipes/accelerate/fsdp2_8gpu.yaml -m distca_hf.run \
         --recipe recipes/train/llama3_8b_128k.yaml examples/train_causal_lm.py --dataset DATASET
 
-Without a recipe every argument of `TrainingArguments` and below can be given on the command line, and settings of distca
-as DISTCA_<FIELD>.
+Without a recipe every argument of `TrainingArguments` and below can be given on the command line, and settings of
+distca as DISTCA_<FIELD>.
 """
 
 from dataclasses import dataclass, field

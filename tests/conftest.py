@@ -1,0 +1,31 @@
+"""Fixtures and settings for all tests."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+
+# Nothing here may reach the hub, and two cores are shared by all ranks.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+settings.register_profile(
+    "ci",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests that need GPUs where there are none."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    for item in items:
+        needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+        if needed > devices:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, {devices} are here"))

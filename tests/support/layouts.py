@@ -1,0 +1,20 @@
+"""Layouts for tests: random, and as adversarial as a layout may be."""
+
+import random
+
+from distca_hf.layout import Layout
+
+
+def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) -> Layout:
+    """Documents cut anywhere, segments on any rank in any order, some ranks empty, some padded."""
+    lengths = [rng.choice([1, 1, 2, 3, rng.randint(1, longest_tokens)]) for _ in range(rng.randint(1, 8))]
+    holders = range(num_ranks - rng.choice([0, 0, 1]) or 1)
+    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for document, length in enumerate(lengths):
+        cuts = sorted(rng.sample(range(1, length), min(length - 1, rng.choice([0, 0, 1, 2, 3]))))
+        for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+            segments[rng.choice(holders)].append((document, start, stop))
+    for held in segments:
+        rng.shuffle(held)
+    rows = [sum(stop - start for _, start, stop in held) + rng.choice([0, 0, 3]) for held in segments]
+    return Layout.from_segments(lengths, segments, rows)

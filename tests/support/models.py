@@ -1,0 +1,40 @@
+"""Models small enough to train fifty steps in a second or two."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+
+VOCABULARY = 128
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "attn_implementation": None,
+}
+
+
+def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
+    """Configuration of a tiny "llama" or "qwen3"."""
+    sizes = {name: value for name, value in (SIZES | changes).items() if value is not None}
+    return Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else LlamaConfig(**sizes)
+
+
+def tiny_model(kind: str = "llama", implementation: str = "distca", **changes: Any) -> PreTrainedModel:
+    """A tiny model with random weights that are the same every time."""
+    import distca_hf  # noqa: F401  registers "distca"
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation=implementation)
+
+
+def save_tiny_model(kind: str, folder: Path) -> Path:
+    """Writes a tiny model's initial weights; every run of a comparison begins from them."""
+    tiny_model(kind, "sdpa").save_pretrained(folder)
+    return folder

@@ -1,0 +1,114 @@
+"""Core attention over a layout against exact attention of the whole documents, on one rank of any world."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig, KernelName, ReceivedKV
+from distca_hf.layout import Layout
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import key_transfers, route
+from distca_hf.runtime.maps import HostMaps
+from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.testing.reference import attend_documents, rows_of_rank
+
+
+SCALE = 0.4
+# (query heads, KV heads, head dimension, value dimension): MHA, GQA, MQA, and unequal dimensions.
+HEADS = ((4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 8, 8), (4, 2, 8, 4))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random case, the same on every rank that draws it with the same seed."""
+
+    layout: Layout
+    heads: tuple[int, int, int, int]
+    kernel: KernelName
+    received_kv: ReceivedKV
+    seed: int
+
+    @classmethod
+    def draw(cls, seed: int, layout: Layout) -> "Case":
+        rng = random.Random(seed)
+        return cls(layout, rng.choice(HEADS), rng.choice(["reference", "auto"]), rng.choice(["refetch", "keep"]), seed)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v and output gradient of all documents, one after the other, fp64."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens = int(self.layout.document_tokens.sum())
+        heads, groups, dim, value_dim = self.heads
+        shapes = ((heads, dim), (groups, dim), (groups, value_dim), (heads, value_dim))
+        q, k, v, dout = (torch.randn(tokens, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
+        return q, k, v, dout
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest differences of output and gradients, and what moved."""
+
+    out: float
+    dq: float
+    dk: float
+    dv: float
+    exchanges: int
+    exchanges_expected: int
+    bytes_sent: int
+    bytes_expected: int
+
+    @property
+    def largest(self) -> float:
+        return max(self.out, self.dq, self.dk, self.dv)
+
+
+def live_plan(layout: Layout, transport: Transport, config: DistCAConfig) -> LivePlan:
+    """A live plan as the loader would make it, without an agreement."""
+    plan = plan_in_place(layout)
+    facts = PlanFacts(layout.num_documents, layout.longest_document_tokens, (1,), (1,), (0,))
+    maps = HostMaps.prepare(route(plan, transport.rank)).to(torch.device("cpu"))
+    return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
+
+
+def compare(case: Case, transport: Transport) -> Difference:
+    """Runs one layer forward and backward on this rank and compares its rows with exact attention."""
+    q, k, v, dout = case.tensors()
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = attend_documents(*whole, case.layout.document_tokens.tolist(), SCALE)
+    expected_gradients = torch.autograd.grad(expected, whole, dout)
+
+    rank, layout = transport.rank, case.layout
+    live = live_plan(layout, transport, DistCAConfig(kernel=case.kernel, received_kv=case.received_kv))
+    rows = rows_of_rank(layout, rank)
+    padding = int(layout.padding_rows[rank])
+
+    def held(x: torch.Tensor, fill: float) -> torch.Tensor:
+        return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])
+
+    local = [held(x, 1e9).requires_grad_() for x in (q, k, v)]
+    before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
+    out, _, _ = flash_attn(*local, SCALE, live.handle, case.received_kv == "keep")
+    gradients = torch.autograd.grad(out, local, held(dout, 1e9))
+
+    assert not out[len(rows) :].any(), "padding rows must be zero"
+    assert not any(gradient[len(rows) :].any() for gradient in gradients), "padding rows must have no gradient"
+    fetches = 1 if case.received_kv == "keep" else 2
+    sent = key_transfers(plan_in_place(layout)).tokens_between(layout.num_ranks)
+    _, groups, dim, value_dim = case.heads
+    row_bytes = groups * (dim + value_dim) * 8
+    return Difference(
+        out=_largest(out[: len(rows)], expected[rows]),
+        dq=_largest(gradients[0][: len(rows)], expected_gradients[0][rows]),
+        dk=_largest(gradients[1][: len(rows)], expected_gradients[1][rows]),
+        dv=_largest(gradients[2][: len(rows)], expected_gradients[2][rows]),
+        exchanges=transport.traffic.exchanges - before[0],
+        exchanges_expected=(fetches + 1) if sent.any() else 0,
+        bytes_sent=transport.traffic.bytes_sent - before[1],
+        bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes,
+    )
+
+
+def _largest(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max()) if left.numel() else 0.0

@@ -1,0 +1,140 @@
+"""Ranks as real processes over gloo. A fork server with torch already imported starts one in about 0.1 s."""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "transformers.trainer", "datasets", "distca_hf.integrations.plugin"])
+GROUP_TIMEOUT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        exit_code: 0, or minus the signal that killed it.
+        result: what its function returned; None if it did not return.
+        output: the end of its standard output and error.
+        seconds: from its start to its end.
+    """
+
+    rank: int
+    exit_code: int
+    result: Any
+    output: str
+    seconds: float
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], folder: Path, *arguments: Any, timeout_seconds: float = 60.0
+) -> list[Any]:
+    """Runs `function(*arguments)` on every rank of a gloo group, successfully; returns the results by rank."""
+    outcomes = start_ranks(world_size, function, folder, *arguments, timeout_seconds=timeout_seconds)
+    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    if failed:
+        raise AssertionError(
+            "\n".join(
+                f"--- rank {outcome.rank} ended with {outcome.exit_code}\n{outcome.output}" for outcome in failed
+            )
+        )
+    return [outcome.result for outcome in outcomes]
+
+
+def start_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    timeout_seconds: float = 60.0,
+    meanwhile: Callable[[list[Any]], None] | None = None,
+) -> list[Outcome]:
+    """Runs ranks to their end, whatever it is; kills what is left at the deadline.
+
+    Args:
+        meanwhile: called with the processes once all are started, to do harm to them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    processes = [
+        CONTEXT.Process(target=_rank_main, args=(rank, world_size, str(folder), function, arguments), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    ended: dict[int, float] = {}
+    if meanwhile is not None:
+        meanwhile(processes)
+    while len(ended) < world_size and time.monotonic() - began < timeout_seconds:
+        for rank, process in enumerate(processes):
+            process.join(0.01)
+            if process.exitcode is not None:
+                ended.setdefault(rank, time.monotonic() - began)
+    outcomes = []
+    for rank, process in enumerate(processes):
+        if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            _log(folder, rank).open("a").write(f"\nkilled: still running after {timeout_seconds} s\n")
+        result = folder / f"result-{rank}.pt"
+        outcomes.append(
+            Outcome(
+                rank=rank,
+                exit_code=process.exitcode if process.exitcode is not None else -int(signal.SIGKILL),
+                result=torch.load(result, weights_only=False) if result.is_file() else None,
+                output=_log(folder, rank).read_text(errors="replace")[-6000:] if _log(folder, rank).is_file() else "",
+                seconds=ended.get(rank, timeout_seconds),
+            )
+        )
+    return outcomes
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Body of a rank's process: output into a file, group over a file, result into a file."""
+    log = os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1")
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+        )
+        result = function(*arguments)
+        torch.save(result, Path(folder) / f"result-{rank}.pt")
+        dist.barrier()
+        sys.stdout.flush()
+    except BaseException as error:
+        traceback.print_exc()
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of an ordinary script
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
