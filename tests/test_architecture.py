@@ -1,0 +1,144 @@
+"""The house: layers, sizes and habits that a program can check."""
+
+import ast
+import configparser
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "distca_hf"
+LARGEST_FILE_LINES = 400
+
+# What each part may import, besides itself. docs/design.md draws the same layers.
+BASE = {"errors", "config", "cost", "layout", "lazy", "telemetry", "version"}
+LAYERS: list[set[str]] = [
+    BASE,
+    {"packing", "planning"},
+    {"comm", "kernels"},
+    {"runtime"},
+    {"integrations", "patches", "insight"},
+    {"__init__", "cli", "run"},
+]
+# Parts of one layer that know nothing of each other.
+STRANGERS = [{"packing", "planning"}, {"comm", "kernels"}]
+# Below the integrations there is no Transformers; planning knows no torch; only comm knows process groups.
+FORBIDDEN = {
+    "packing": {"torch", "transformers", "accelerate", "deepspeed"},
+    "planning": {"torch", "transformers", "accelerate", "datasets", "deepspeed"},
+    "kernels": {"torch.distributed", "transformers", "accelerate", "datasets"},
+    "comm": {"transformers", "accelerate", "datasets"},
+    "runtime": {"torch.distributed", "transformers", "accelerate", "datasets"},
+}
+
+
+def _sources() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "patches").glob("*.py")])
+
+
+def _part(path: Path) -> str:
+    """Top-level part of the package that a file belongs to."""
+    if path.is_relative_to(ROOT / "patches"):
+        return "patches"
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _layer(part: str) -> int:
+    return next(level for level, parts in enumerate(LAYERS) if part in parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module a file imports, at the top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _own_imports(path: Path) -> set[str]:
+    """Parts of the package that a file imports."""
+    names = (name.split(".") for name in _imports(path) if name.split(".")[0] == "distca_hf")
+    known = set().union(*LAYERS)
+    return {parts[1] if len(parts) > 1 and parts[1] in known else "__init__" for parts in names}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in _sources() if _part(p) != "testing"], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_imports_go_down_the_layers(path: Path) -> None:
+    part = _part(path)
+    for imported in _own_imports(path) - {part}:
+        down = _layer(imported) < _layer(part)
+        beside = _layer(imported) == _layer(part) and not any({part, imported} <= pair for pair in STRANGERS)
+        assert down or beside, f"{part} (layer {_layer(part)}) imports {imported} (layer {_layer(imported)})"
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_lower_layers_do_not_know_upper_libraries(part: str) -> None:
+    for path in (PACKAGE / part).rglob("*.py"):
+        for name in _imports(path):
+            # Refusing an IterableDataset needs the class, inside the function that refuses it.
+            assert not any(name == banned or name.startswith(f"{banned}.") for banned in FORBIDDEN[part]), (path, name)
+
+
+def test_there_are_no_import_cycles() -> None:
+    modules = {f"distca_hf.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}": p for p in PACKAGE.rglob("*.py")}
+    modules |= {f"distca_hf.patches.{p.stem}": p for p in (ROOT / "patches").glob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imported = {candidate for full in _imports(path) for candidate in (full, full.rpartition(".")[0])}
+        graph[name] = {target for target in imported if target in modules and target != name}
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for target in graph[waiting.pop()] - seen:
+                seen.add(target)
+                waiting.append(target)
+        return seen
+
+    cycles = [name for name in graph if name in reach(name)]
+    # The plugin's method imports the Trainer seam when it is called, and that seam names the plugin for type checkers.
+    assert set(cycles) <= {"distca_hf.integrations.plugin", "distca_hf.integrations.trainer"}
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_small_and_free_of_bad_habits(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= LARGEST_FILE_LINES
+    assert ast.get_docstring(tree), "a file begins with what it is for"
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "no globals"
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls), "use logging"
+    assert not any(name.split(".")[0] == "pickle" for name in _imports(path)), "no pickle"
+    assert not re.search(r"all_gather_object|broadcast_object_list|gather_object", text), "no object collectives"
+    if path.name not in ("config.py", "launch.py"):
+        assert "os.environ" not in text, "the environment is read in config.py and prepared in launch.py"
+
+
+def test_every_package_is_listed_in_setup_cfg() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    listed = set(setup["options"]["packages"].split())
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    expected = {".".join(("distca_hf", *folder.relative_to(PACKAGE).parts)) for folder in folders}
+    recipes = {f"distca_hf.recipes.{folder.name}" for folder in (ROOT / "recipes").iterdir()}
+    assert listed == expected | recipes | {"distca_hf.patches", "distca_hf.recipes"}
+
+
+def test_public_functions_and_classes_are_documented() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in _sources()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not missing
