@@ -64,11 +64,13 @@ class Difference:
         return max(self.out, self.dq, self.dk, self.dv)
 
 
-def live_plan(layout: Layout, transport: Transport, config: DistCAConfig) -> LivePlan:
+def live_plan(
+    layout: Layout, transport: Transport, config: DistCAConfig, device: torch.device | str = "cpu"
+) -> LivePlan:
     """A live plan as the loader would make it, without an agreement."""
     plan = plan_in_place(layout)
     facts = PlanFacts(layout.num_documents, layout.longest_document_tokens, (1,), (1,), (0,))
-    maps = HostMaps.prepare(route(plan, transport.rank)).to(torch.device("cpu"))
+    maps = HostMaps.prepare(route(plan, transport.rank)).to(torch.device(device))
     return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
 
 

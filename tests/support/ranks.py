@@ -41,10 +41,15 @@ class Outcome:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], folder: Path, *arguments: Any, timeout_seconds: float = 60.0
+    world_size: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    timeout_seconds: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Runs `function(*arguments)` on every rank of a gloo group, successfully; returns the results by rank."""
-    outcomes = start_ranks(world_size, function, folder, *arguments, timeout_seconds=timeout_seconds)
+    """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank."""
+    outcomes = start_ranks(world_size, function, folder, *arguments, timeout_seconds=timeout_seconds, backend=backend)
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed:
         raise AssertionError(
@@ -61,6 +66,7 @@ def start_ranks(
     folder: Path,
     *arguments: Any,
     timeout_seconds: float = 60.0,
+    backend: str = "gloo",
     meanwhile: Callable[[list[Any]], None] | None = None,
 ) -> list[Outcome]:
     """Runs ranks to their end, whatever it is; kills what is left at the deadline.
@@ -71,7 +77,9 @@ def start_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     processes = [
-        CONTEXT.Process(target=_rank_main, args=(rank, world_size, str(folder), function, arguments), daemon=True)
+        CONTEXT.Process(
+            target=_rank_main, args=(rank, world_size, str(folder), backend, function, arguments), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -109,7 +117,7 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """Body of a rank's process: output into a file, group over a file, result into a file."""
     log = os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -119,10 +127,14 @@ def _rank_main(
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
-    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1")
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(f"{folder}/store", world_size),
             rank=rank,
             world_size=world_size,
