@@ -142,7 +142,8 @@ def train(options: argparse.Namespace) -> None:
         use_cache=False,
     )
     implementation = "distca" if options.mode == "distca" else options.packing_attention
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with torch.device(args.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=options.tokens_per_rank)
     capacity_tokens = plugin.tokens_per_rank * dist.get_world_size()
@@ -191,8 +192,8 @@ def summary(figures: dict[str, Any]) -> str:
     step = statistics.median(figures["seconds"][WARM_UP_STEPS:])
     tokens = figures["tokens_per_rank"] / step
     line = (
-        f"{figures['mode']:8} {figures['world']} GPUs, median step {1e3 * step:.0f} ms, {tokens:.0f} tokens/s/GPU, peak "
-        f"{figures['peak_bytes'] / 2**30:.1f} GiB, loss {figures['losses'][0]:.4f} to {figures['losses'][-1]:.4f}"
+        f"{figures['mode']:8} {figures['world']} GPUs, median step {1e3 * step:.0f} ms, {tokens:.0f} tokens/s/GPU, "
+        f"peak {figures['peak_bytes'] / 2**30:.1f} GiB, loss {figures['losses'][0]:.4f} to {figures['losses'][-1]:.4f}"
     )
     if figures["imbalance"]:
         before, placed = (statistics.mean(figures[name]) for name in ("imbalance_before", "imbalance"))

@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -50,32 +50,43 @@ class PlanFacts:
         return imbalance(self.work_before)
 
 
-@dataclass(eq=False)
 class LivePlan:
     """What a batch carries as `distca_plan`: opaque to users, everything to the operator.
 
-    Attributes:
+    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these,
+    so that the very same object arrives in every layer.
+
+    Args:
         micro_batch: number of the micro-batch, counted by the loader.
-        agreement: facts shown to all ranks when the batch was handed out; None once agreed.
+        agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
+
+    Attributes:
         told: what every rank told in the agreement.
         num_layers: attention calls of one forward pass, once known.
         forward_calls, backward_calls: calls of the operator so far.
+        handle: number by which the operator finds the plan.
     """
 
-    micro_batch: int
-    maps: Maps
-    facts: PlanFacts
-    transport: Transport
-    config: DistCAConfig
-    agreement: Agreement | None = None
-    told: dict[str, list[int]] = field(default_factory=dict)
-    num_layers: int | None = None
-    forward_calls: int = 0
-    backward_calls: int = 0
-    handle: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.handle = _register.add(self, self.config.plans_in_flight)
+    def __init__(
+        self,
+        micro_batch: int,
+        maps: Maps,
+        facts: PlanFacts,
+        transport: Transport,
+        config: DistCAConfig,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.maps = maps
+        self.facts = facts
+        self.transport = transport
+        self.config = config
+        self.agreement = agreement
+        self.told: dict[str, list[int]] = {}
+        self.num_layers: int | None = None
+        self.forward_calls = 0
+        self.backward_calls = 0
+        self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:
         """Waits until all ranks have shown that they run the same plan; once.

@@ -76,8 +76,10 @@ def start_ranks(
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    # What the fork server has imported may have looked at the GPUs, which a forked process then cannot use.
+    context = multiprocessing.get_context("spawn") if backend == "nccl" else CONTEXT
     processes = [
-        CONTEXT.Process(
+        context.Process(
             target=_rank_main, args=(rank, world_size, str(folder), backend, function, arguments), daemon=True
         )
         for rank in range(world_size)

@@ -1,0 +1,178 @@
+"""Placement of any batch: every token once, equal tokens, equal work, rows in the order of tasks, few cuts."""
+
+import math
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca_hf.layout import Layout
+from distca_hf.packing.placement import fill_in_order, place
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import route
+
+
+KINDS = ("equal", "giants and dust", "log-normal", "uniform")
+RANKS = (2, 3, 4, 5, 7, 8, 16, 24, 32, 64)
+SEEDS = st.integers(0, 2**32 - 1)
+# A rank that is filled to less than this is no normal batch.
+NORMAL_TOKENS_PER_RANK = 4096 * 0.3
+MOST_DOCUMENTS = 4000
+
+
+def draw_lengths(rng: random.Random, kind: str, tokens: int) -> list[int]:
+    """Lengths of one kind that sum to `tokens` (or a little less, when all are equal)."""
+    if kind == "equal":
+        count = rng.choice([1, 2, 3, 5, 7, 16, 64, 100])
+        return [max(1, tokens // count)] * count
+    lengths: list[int] = []
+    left = tokens
+    if kind == "giants and dust":
+        for _ in range(rng.randint(1, 3)):
+            lengths.append(max(1, int(left * rng.uniform(0.1, 0.6))))
+            left -= lengths[-1]
+        longest = max(2, tokens // 200)
+        draw = lambda: rng.randint(1, longest)  # noqa: E731
+    elif kind == "log-normal":
+        mu, sigma = math.log(max(2, tokens / rng.choice([5, 20, 100, 400]))), rng.uniform(0.1, 2)
+        draw = lambda: max(1, int(rng.lognormvariate(mu, sigma)))  # noqa: E731
+    else:
+        longest = max(2, tokens // rng.choice([2, 10, 50, 300]))
+        draw = lambda: rng.randint(1, longest)  # noqa: E731
+    while left > 0:
+        lengths.append(min(left, draw() if len(lengths) < MOST_DOCUMENTS else left))
+        left -= lengths[-1]
+    rng.shuffle(lengths)
+    return lengths
+
+
+@st.composite
+def normal_batches(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Lengths and ranks of a batch that fills its ranks to at least a third."""
+    num_ranks = draw(st.sampled_from(RANKS))
+    rng = random.Random(draw(SEEDS))
+    tokens = int(4096 * 2 ** rng.uniform(0, 5) * rng.choice([1, rng.uniform(0.35, 1)]))
+    return draw_lengths(rng, draw(st.sampled_from(KINDS)), num_ranks * tokens), num_ranks
+
+
+@st.composite
+def tiny_batches(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Lengths and ranks of a batch of up to a few thousand tokens, often fewer than ranks."""
+    num_ranks = draw(st.sampled_from((1, *RANKS)))
+    longest = draw(st.sampled_from([1, 2, 8, 60, 1000]))
+    return draw(st.lists(st.integers(1, longest), min_size=1, max_size=30)), num_ranks
+
+
+ANY_BATCH = st.one_of(normal_batches(), tiny_batches())
+
+
+def assert_every_token_is_placed_once(layout: Layout, lengths: list[int]) -> None:
+    """Checked here, not with `Layout.validate`."""
+    segments = sorted(
+        zip(
+            layout.segment_document.tolist(),
+            layout.segment_start.tolist(),
+            layout.segment_stop.tolist(),
+            strict=True,
+        )
+    )
+    at = 0
+    for document, tokens in enumerate(lengths):
+        reached = 0
+        while reached < tokens:
+            assert segments[at][:2] == (document, reached)
+            assert segments[at][2] > reached
+            reached = segments[at][2]
+            at += 1
+        assert reached == tokens
+    assert at == len(segments)
+    assert layout.document_tokens.tolist() == lengths
+    assert layout.rank_segments[0] == 0
+    assert layout.rank_segments[-1] == len(segments)
+
+
+def deviations(layout: Layout) -> np.ndarray:
+    """How far each rank's work is from the mean, in pairs."""
+    return np.abs(layout.rank_work - layout.rank_work.sum() / layout.num_ranks)
+
+
+@given(batch=ANY_BATCH)
+def test_every_token_is_placed_once_and_tokens_are_equal_within_one(batch: tuple[list[int], int]) -> None:
+    lengths, num_ranks = batch
+    layout = place(lengths, num_ranks)
+
+    assert_every_token_is_placed_once(layout, lengths)
+    assert layout.num_ranks == num_ranks
+    assert set(layout.rank_tokens.tolist()) <= {sum(lengths) // num_ranks, -(-sum(lengths) // num_ranks)}
+    assert not layout.padding_rows.any()
+
+
+@settings(max_examples=600)
+@given(batch=normal_batches())
+def test_work_of_a_normal_batch_is_equal_within_the_promised_share(batch: tuple[list[int], int]) -> None:
+    lengths, num_ranks = batch
+    assert sum(lengths) >= num_ranks * NORMAL_TOKENS_PER_RANK
+    layout = place(lengths, num_ranks)
+
+    assert deviations(layout).max() <= 0.008 * layout.rank_work.mean()
+
+
+@settings(max_examples=600)
+@given(batch=tiny_batches())
+def test_work_of_a_tiny_batch_is_equal_within_what_whole_tokens_allow(batch: tuple[list[int], int]) -> None:
+    """One token more is up to one context of work more, and work is met to within one token's context."""
+    lengths, num_ranks = batch
+    layout = place(lengths, num_ranks)
+
+    assert deviations(layout).max() <= 2 * max(lengths) + 0.008 * layout.rank_work.mean()
+
+
+@settings(max_examples=400)
+@given(batch=ANY_BATCH)
+def test_rows_of_every_placed_rank_are_in_task_order(batch: tuple[list[int], int]) -> None:
+    lengths, num_ranks = batch
+    plan = plan_in_place(place(lengths, num_ranks))
+
+    assert all(route(plan, rank).row_order is None for rank in range(num_ranks))
+
+
+@given(batch=ANY_BATCH)
+def test_at_most_two_cuts_per_rank(batch: tuple[list[int], int]) -> None:
+    """Tasks beyond one per document are cuts; neighbouring segments on one rank are none."""
+    lengths, num_ranks = batch
+    tasks = plan_in_place(place(lengths, num_ranks)).tasks
+
+    assert len(tasks) - len(lengths) <= 2 * num_ranks
+
+
+@given(batch=ANY_BATCH)
+def test_same_lengths_give_the_same_layout(batch: tuple[list[int], int]) -> None:
+    lengths, num_ranks = batch
+
+    assert plan_in_place(place(lengths, num_ranks)).fingerprint == (
+        plan_in_place(place(np.array(lengths, dtype=np.int32), num_ranks)).fingerprint
+    )
+
+
+@given(batch=ANY_BATCH)
+def test_plain_packing_fills_ranks_in_order(batch: tuple[list[int], int]) -> None:
+    lengths, num_ranks = batch
+    layout = fill_in_order(lengths, num_ranks)
+
+    assert_every_token_is_placed_once(layout, lengths)
+    assert not layout.padding_rows.any()
+    first = np.cumsum([0, *lengths])
+    starts = first[layout.segment_document] + layout.segment_start
+    assert starts.tolist() == sorted(starts.tolist())
+    total = sum(lengths)
+    assert np.cumsum(layout.rank_tokens).tolist() == [total * (rank + 1) // num_ranks for rank in range(num_ranks)]
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), num_ranks=st.integers(1, 12))
+def test_plain_packing_cuts_only_where_a_rank_is_full(lengths: list[int], num_ranks: int) -> None:
+    layout = fill_in_order(lengths, num_ranks)
+    ends = np.cumsum(layout.segment_tokens)
+    borders = {*np.cumsum(lengths).tolist(), *np.cumsum(layout.rank_tokens).tolist()} - {0}
+
+    assert ends.tolist() == sorted(borders)

@@ -1,0 +1,429 @@
+"""The attention function by itself and inside tiny models: what it refuses, and what it computes without a plan."""
+
+import copy
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCABULARY, tiny_config, tiny_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    Gemma2Config,
+    GPTBigCodeConfig,
+    GptOssConfig,
+    MistralConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import StaticCache
+
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.attention import distca_attention
+from distca_hf.testing.reference import attend_documents
+
+
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+TOKENS = 10
+# Three documents of 4, 3 and 3 tokens, one after the other.
+OFFSETS = torch.tensor([0, 4, 7, 10], dtype=torch.int32)
+PACKED_POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]])
+
+
+class Layer(nn.Module):
+    """An attention layer as far as the function looks at one."""
+
+    layer_idx = 3
+    is_causal = True
+
+
+def qkv(
+    batch: int = 1, queries: int = 5, keys: int = 5, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, H]`, query and key as non-contiguous as models hand them over."""
+    torch.manual_seed(0)
+    query = torch.randn(batch, queries, 4, 8, dtype=dtype).transpose(1, 2)
+    key, value = (torch.randn(batch, keys, 2, 8, dtype=dtype).transpose(1, 2) for _ in range(2))
+    return query, key, value
+
+
+def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """`[B, T, N, V]` by definition, each row of the batch a document whose last queries are given."""
+    rows, before = query.shape[2], key.shape[2] - query.shape[2]
+    whole = torch.nn.functional.pad(query, (0, 0, before, 0))
+    outputs = [
+        attend_documents(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), [key.shape[2]], scale)[-rows:]
+        for q, k, v in zip(whole, key, value, strict=True)
+    ]
+    return torch.stack(outputs)
+
+
+def largest(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest difference."""
+    return (left - right).abs().max().item()
+
+
+def unless_refused(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """What is computed; None where it is refused, which is as good as long as nothing wrong comes out."""
+    try:
+        return compute()
+    except (UnsupportedAttentionError, PackingError):
+        return None
+
+
+def documents_alone(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of one packed row, each document computed by itself."""
+    return torch.cat([model(ids[:, start:stop]).logits for start, stop in pairwise(OFFSETS.tolist())], 1)
+
+
+def random_ids(batch: int = 1, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def both(**changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same tiny Llama with distca and with sdpa, fp64; its weights are large enough for attention to matter."""
+    changes = {"initializer_range": 0.3} | changes
+    return tiny_model(**changes).double().eval(), tiny_model(implementation="sdpa", **changes).double().eval()
+
+
+def model_of(config: Any, implementation: str = "distca") -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+
+
+# Arguments of the function, and what the message must say besides "Layer of layer 3".
+REFUSED_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "padding mask": (
+        {"attention_mask": torch.ones(1, 5, dtype=torch.bool)},
+        ["attention mask", "(1, 5)", "plugin.dataloader"],
+    ),
+    "4-D mask": ({"attention_mask": torch.zeros(1, 1, 5, 5)}, ["attention mask", "(1, 1, 5, 5)"]),
+    "dropout": ({"dropout": 0.1}, ["dropout 0.1", "config"]),
+    "soft cap": ({"softcap": 50.0}, ["softcap=50.0", "attn_implementation"]),
+    "sinks": ({"s_aux": torch.zeros(4)}, ["s_aux=tensor(4,)"]),
+    "bias": ({"position_bias": torch.zeros(1, 4, 5, 5)}, ["position_bias=tensor(1, 4, 5, 5)"]),
+    "attention weights": ({"output_attentions": True}, ["output_attentions=True"]),
+    "unknown keyword": ({"invented": "value"}, ["invented='value'"]),
+    "two unknown keywords": ({"first": 1, "second": 2.5}, ["first=1", "second=2.5"]),
+    "unknown keyword of zero": ({"invented": 0}, ["invented=0"]),
+    "bidirectional": ({"is_causal": False}, ["is_causal=False", "causal attention only"]),
+    "short window": ({"sliding_window": 4}, ["sliding window 4", "5 tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_argument_that_is_not_computed_is_refused_with_layer_and_value(name: str) -> None:
+    arguments, told = REFUSED_ARGUMENTS[name]
+    with pytest.raises(UnsupportedAttentionError, match=r"Layer of layer 3\b") as caught:
+        distca_attention(Layer(), *qkv(), **{"attention_mask": None} | arguments)
+
+    assert all(part in str(caught.value) for part in told), str(caught.value)
+
+
+def test_layer_that_is_not_causal_is_refused() -> None:
+    layer = Layer()
+    layer.is_causal = False
+    with pytest.raises(UnsupportedAttentionError, match=r"Layer of layer 3: is not causal .*module\.is_causal=False"):
+        distca_attention(layer, *qkv(), None)
+
+
+def test_refusal_of_a_layer_without_number_still_names_its_class() -> None:
+    with pytest.raises(UnsupportedAttentionError, match=r"Linear of layer \?"):
+        distca_attention(nn.Linear(1, 1), *qkv(), None, dropout=0.5)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_mixed_dtypes_without_autocast_are_refused_with_all_three(odd: int) -> None:
+    tensors = [x.to(torch.bfloat16 if at == odd else torch.float32) for at, x in enumerate(qkv())]
+    dtypes = [str(x.dtype) for x in tensors]
+    with pytest.raises(
+        UnsupportedAttentionError,
+        match=re.escape(f"Layer of layer 3: queries, keys and values are {dtypes[0]}, {dtypes[1]} and {dtypes[2]}"),
+    ):
+        distca_attention(Layer(), *tensors, None)
+
+
+ACCEPTED_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no dropout": {"dropout": 0.0},
+    "causal": {"is_causal": True},
+    "window as long as the document": {"sliding_window": 5},
+    "no window": {"sliding_window": None},
+    "keywords without a value": {"softcap": None, "s_aux": None, "output_attentions": False},
+    "keywords that say nothing about attention": {"use_cache": True, "cache_position": torch.arange(5), "labels": 1},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED_ARGUMENTS)
+def test_argument_that_changes_nothing_is_accepted(name: str) -> None:
+    query, key, value = qkv()
+    out, weights = distca_attention(Layer(), query, key, value, None, scaling=0.3, **ACCEPTED_ARGUMENTS[name])
+
+    assert weights is None
+    assert largest(out, expected(query, key, value, 0.3)) <= 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("before", [0, 1, 7])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_row_is_a_document_of_its_own_with_earlier_keys(batch: int, before: int, queries: int) -> None:
+    query, key, value = qkv(batch, queries, queries + before)
+    out, _ = distca_attention(Layer(), query, key, value, None)
+
+    assert out.shape == (batch, queries, 4, 8)
+    assert largest(out, expected(query, key, value, 8**-0.5)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"position_ids": PACKED_POSITIONS},
+        {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 4, "max_length_k": 4},
+        {"cu_seq_lens_q": OFFSETS},
+        {"cu_seq_lens_q": OFFSETS.long()[None]},
+    ],
+    ids=["positions", "offsets and lengths", "offsets", "long offsets"],
+)
+def test_packed_documents_attend_alone(given: dict[str, Any]) -> None:
+    query, key, value = qkv(queries=TOKENS, keys=TOKENS)
+    out, _ = distca_attention(Layer(), query, key, value, None, **given)
+
+    alone = [
+        expected(*(x[:, :, start:stop] for x in (query, key, value)), 8**-0.5)
+        for start, stop in pairwise(OFFSETS.tolist())
+    ]
+    assert largest(out, torch.cat(alone, 1)) <= 1e-12
+
+
+def test_window_is_compared_with_the_longest_packed_document() -> None:
+    tensors = qkv(queries=TOKENS, keys=TOKENS)
+    distca_attention(Layer(), *tensors, None, sliding_window=4, position_ids=PACKED_POSITIONS)
+    with pytest.raises(UnsupportedAttentionError, match="sliding window 3 is shorter than a document of 4 tokens"):
+        distca_attention(Layer(), *tensors, None, sliding_window=3, position_ids=PACKED_POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "ends at 9, but there are 10"),
+        ({"cu_seq_lens_q": torch.tensor([1, 4, 10])}, "begin with 0, not 1"),
+        ({"cu_seq_lens_q": torch.tensor([0, 7, 4, 10])}, "decreases at index 2"),
+        ({"position_ids": torch.arange(9)[None]}, "9 positions for 10 tokens"),
+    ],
+)
+def test_offsets_and_positions_that_do_not_fit_the_rows_are_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(PackingError, match=told):
+        distca_attention(Layer(), *qkv(queries=TOKENS, keys=TOKENS), None, **given)
+
+
+def test_offsets_of_keys_are_not_ignored() -> None:
+    """One document of 10 keys of which the last 4 ask: right, or refused; never the first 4 keys."""
+    query, key, value = qkv(queries=4, keys=TOKENS)
+    given = {"cu_seq_lens_q": torch.tensor([0, 4]), "cu_seq_lens_k": torch.tensor([0, TOKENS])}
+    out = unless_refused(lambda: distca_attention(Layer(), query, key, value, None, **given)[0])
+
+    assert out is None or largest(out, expected(query, key, value, 8**-0.5)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_brings_all_three_into_its_dtype(dtype: torch.dtype) -> None:
+    query, key, value = qkv(dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        out, _ = distca_attention(Layer(), query, key, value.to(dtype), None)
+
+    assert out.dtype == dtype
+    assert largest(out.double(), expected(query.double(), key.double(), value.double(), 8**-0.5)) <= 0.02
+
+
+def test_without_autocast_the_output_keeps_the_dtype() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert distca_attention(Layer(), *qkv(dtype=dtype), None)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_is_refused(side: str) -> None:
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, : 3 if side == "left" else None] = mask[0, 7 if side == "right" else TOKENS :] = 0
+    with pytest.raises(UnsupportedAttentionError, match=r"LlamaAttention of layer 0: got a padding .*\(2, 10\)"):
+        tiny_model()(random_ids(2), attention_mask=mask)
+
+
+# Calls of a whole model that ask for something else than causal attention.
+REFUSED_CALLS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], str]] = {
+    "4-D mask": (
+        tiny_model,
+        {"attention_mask": torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()},
+        r"LlamaAttention of layer 0: .*\(1, 1, 10, 10\)",
+    ),
+    "attention weights": (
+        tiny_model,
+        {"output_attentions": True},
+        "LlamaAttention of layer 0: output_attentions=True",
+    ),
+    "unknown keyword": (tiny_model, {"block_table": [1]}, r"LlamaAttention of layer 0: block_table=\[1\]"),
+    "dropout in training": (
+        lambda: tiny_model(attention_dropout=0.25).train(),
+        {},
+        "LlamaAttention of layer 0: attention dropout 0.25",
+    ),
+    "soft cap": (
+        lambda: model_of(Gemma2Config(head_dim=16, sliding_window=512, **TINY)),
+        {},
+        "Gemma2Attention of layer 0: softcap=50.0",
+    ),
+    "sinks": (
+        lambda: model_of(
+            GptOssConfig(head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=512, **TINY)
+        ),
+        {},
+        r"GptOssAttention of layer 0: s_aux=tensor\(4,\)",
+    ),
+    "short window": (
+        lambda: model_of(MistralConfig(sliding_window=TOKENS - 1, **TINY)),
+        {},
+        "MistralAttention of layer 0: sliding window 9 is shorter than a document of 10 tokens",
+    ),
+    "encoder": (
+        lambda: BertLMHeadModel._from_config(
+            BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                is_decoder=False,
+            ),
+            attn_implementation="distca",
+        ).eval(),
+        {},
+        "BertSelfAttention of layer .*is not causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_model_that_asks_for_something_else_is_refused(name: str) -> None:
+    make, arguments, told = REFUSED_CALLS[name]
+    with pytest.raises(UnsupportedAttentionError, match=told):
+        make()(random_ids(), **arguments)
+
+
+def test_dropout_of_training_is_accepted_in_evaluation() -> None:
+    model, same = both(attention_dropout=0.25)
+
+    assert torch.equal(model(random_ids()).logits, same(random_ids()).logits)
+
+
+def test_plain_rows_give_the_logits_of_sdpa() -> None:
+    model, same = both()
+    ids = random_ids(batch=3)
+    for mask in (None, torch.ones_like(ids)):
+        assert largest(model(ids, attention_mask=mask).logits, same(ids).logits) <= 1e-12
+
+
+@pytest.mark.parametrize("given", ["positions", "offsets"])
+def test_packed_documents_give_the_logits_of_each_alone(given: str) -> None:
+    model, same = both()
+    ids = random_ids()
+    offsets = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 4, "max_length_k": 4}
+    packed = model(ids, position_ids=PACKED_POSITIONS, **(offsets if given == "offsets" else {})).logits
+
+    assert largest(packed, documents_alone(same, ids)) <= 1e-12
+
+
+def test_packed_rows_of_a_larger_batch_give_the_logits_of_each_document_alone() -> None:
+    """As with sdpa; or refused, but never across documents."""
+    model, same = both()
+    ids = random_ids(batch=2)
+    positions = torch.cat([PACKED_POSITIONS, torch.arange(TOKENS)[None]])
+    packed = unless_refused(lambda: model(ids, position_ids=positions, use_cache=False).logits)
+
+    assert packed is None or largest(packed[:1], documents_alone(same, ids[:1])) <= 1e-12
+    assert packed is None or largest(packed[1:], same(ids[1:]).logits) <= 1e-12
+
+
+def test_packed_positions_that_never_reach_the_layers_are_not_ignored() -> None:
+    """GPTBigCode does not pass positions on to its layers."""
+    config = GPTBigCodeConfig(
+        vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64, attn_pdrop=0.0, multi_query=True
+    )
+    model, same = (model_of(config, name).double() for name in ("distca", "sdpa"))
+    ids = random_ids()
+    try:
+        packed = model(ids, position_ids=PACKED_POSITIONS, use_cache=False).logits
+    except (UnsupportedAttentionError, PackingError):
+        return
+    assert largest(packed, documents_alone(same, ids)) <= 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gradients_without_a_plan_are_those_of_sdpa(batch: int) -> None:
+    model, same = both()
+    ids = random_ids(batch)
+    positions = PACKED_POSITIONS if batch == 1 else None
+    for net in (model, same):
+        net.train()(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+
+    for (name, ours), theirs in zip(model.named_parameters(), same.parameters(), strict=True):
+        assert largest(ours.grad, theirs.grad) <= 1e-12, name
+
+
+GENERATE: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_generation_gives_the_tokens_of_sdpa(batch: int, use_cache: bool) -> None:
+    model, same = both()
+    ids = random_ids(batch)
+    tokens = model.generate(ids, use_cache=use_cache, **GENERATE)
+
+    assert tokens.shape == (batch, TOKENS + 8)
+    assert torch.equal(tokens, same.generate(ids, use_cache=use_cache, **GENERATE))
+
+
+def test_cached_keys_give_the_logits_of_the_whole_row() -> None:
+    model, same = both()
+    ids = random_ids(batch=2)
+    start = model(ids[:, :6], use_cache=True)
+    rest = model(ids[:, 6:], past_key_values=start.past_key_values).logits
+
+    assert largest(rest, same(ids).logits[:, 6:]) <= 1e-12
+
+
+def test_generation_past_a_sliding_window_gives_the_tokens_of_sdpa() -> None:
+    """The cache keeps as many keys as the window is long, so nothing has to be left out."""
+    config = MistralConfig(sliding_window=TOKENS + 2, initializer_range=0.3, **TINY)
+    model, same = (model_of(config, name).double() for name in ("distca", "sdpa"))
+
+    assert torch.equal(model.generate(random_ids(), **GENERATE), same.generate(random_ids(), **GENERATE))
+
+
+def test_free_places_of_a_static_cache_are_not_attended_to() -> None:
+    """A static cache hands over all its places, empty ones behind the keys."""
+    model, same = both()
+    ids = random_ids()
+    tokens = unless_refused(lambda: model.generate(ids, cache_implementation="static", **GENERATE))
+
+    assert tokens is None or torch.equal(tokens, same.generate(ids, **GENERATE))
+
+
+def test_free_places_of_a_static_cache_are_not_attended_to_without_generate() -> None:
+    model, same = both()
+    ids = random_ids()
+    cache = StaticCache(config=tiny_config("llama"), max_cache_len=32)
+    logits = unless_refused(lambda: model(ids, past_key_values=cache).logits)
+
+    assert logits is None or largest(logits, same(ids).logits) <= 1e-12

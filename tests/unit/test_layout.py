@@ -1,0 +1,342 @@
+"""Layout: what it accepts, what it says when it refuses, and exact numbers at any length."""
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from support.layouts import random_layout
+
+from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
+from distca_hf.errors import PackingError
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, as_int_array, check_cu_seqlens, check_document_tokens
+
+
+def refusal(function: Any, *arguments: Any) -> str:
+    """Message of the PackingError that the call raises."""
+    with pytest.raises(PackingError) as refused:
+        function(*arguments)
+    return str(refused.value)
+
+
+def example() -> Layout:
+    """The layout drawn at the top of `layout.py`, with one row of padding on rank 0."""
+    return Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], [6, 7])
+
+
+# --- document lengths
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3, 1, 2],
+        (3, 1, 2),
+        np.array([3, 1, 2], dtype=np.int32),
+        np.array([3, 1, 2], dtype=np.uint8),
+        np.array([3, 9, 1, 9, 2])[::2],
+    ],
+    ids=["list", "tuple", "int32", "uint8", "strided"],
+)
+def test_lengths_of_any_integer_type_become_int64(values: Any) -> None:
+    lengths = check_document_tokens(values)
+
+    assert lengths.dtype == np.int64
+    assert lengths.tolist() == [3, 1, 2]
+
+
+def test_no_documents_are_an_empty_int64_array() -> None:
+    lengths = check_document_tokens([])
+
+    assert lengths.dtype == np.int64
+    assert lengths.shape == (0,)
+
+
+def test_longest_allowed_document_is_allowed() -> None:
+    assert check_document_tokens([1, MAX_DOCUMENT_TOKENS]).tolist() == [1, 2**31 - 1]
+
+
+def test_checked_lengths_do_not_share_memory_with_the_caller() -> None:
+    mine = np.array([4, 5], dtype=np.int64)
+    checked = check_document_tokens(mine)
+    mine[0] = 0
+
+    assert checked.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([3, 0, 5], ["document 1 has 0 tokens", "0 more", "1 to 2147483647", "filter"]),
+        ([3, 4, -7, 0], ["document 2 has -7 tokens", "1 more", "1 to 2147483647"]),
+        ([2**31], ["document 0 has 2147483648 tokens", "1 to 2147483647"]),
+        ([5, 2**40], ["document 1 has 1099511627776 tokens"]),
+        (np.array([5, 2**31], dtype=np.uint32), ["document 1 has 2147483648 tokens"]),
+        (np.array([5, 2**63], dtype=np.uint64), ["document 1 has 9223372036854775808 tokens"]),
+    ],
+    ids=["zero", "negative", "one too long", "far too long", "uint32", "uint64"],
+)
+def test_length_out_of_range_names_document_and_length(lengths: Any, parts: list[str]) -> None:
+    message = refusal(check_document_tokens, lengths, "the dataset")
+
+    for part in ["the dataset", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ([1.0, 2.0], "float64"),
+        ([1, 2.5], "float64"),
+        (np.array([1, 2], dtype=np.float32), "float32"),
+        ([True, False], "bool"),
+        (["1", "2"], "<U1"),
+        ([1, None], "object"),
+        ([2**70], "object"),
+        ([[1, 2], [3, 4]], "shape (2, 2)"),
+        ([[]], "shape (1, 0)"),
+        (5, "shape ()"),
+        (None, "shape ()"),
+        (np.array([1 + 0j]), "complex128"),
+        ([[1], [2, 3]], "lengths"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_integers_is_refused_by_type_and_shape(values: Any, part: str) -> None:
+    message = refusal(as_int_array, values, "lengths")
+
+    assert "lengths must be a list of integers" in message
+    assert part in message
+
+
+# --- cumulative sequence lengths
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "num_tokens", "lengths"),
+    [
+        ([0, 3, 4, 9], 9, [3, 1, 5]),
+        ([0, 9], 9, [9]),
+        ([0], 0, []),
+        ([0, 0, 4, 4, 4, 9, 9], 9, [0, 4, 0, 0, 5, 0]),
+        (np.array([0, 3, 9], dtype=np.int32), 9, [3, 6]),
+        (np.array([0, 200, 255], dtype=np.uint8), 255, [200, 55]),
+        ([0, 2**31 - 1, 2**32], 2**32, [2**31 - 1, 2**31 + 1]),
+    ],
+    ids=["plain", "one document", "nothing", "empty documents", "int32", "uint8", "beyond int32"],
+)
+def test_lengths_from_valid_cu_seqlens(cu_seqlens: Any, num_tokens: int, lengths: list[int]) -> None:
+    checked = check_cu_seqlens(cu_seqlens, num_tokens)
+
+    assert checked.dtype == np.int64
+    assert checked.tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "num_tokens", "parts"),
+    [
+        ([], 4, ["begin with 0", "nothing"]),
+        ([1, 4], 4, ["begin with 0", "1"]),
+        ([-1, 4], 4, ["begin with 0", "-1"]),
+        ([0, 3], 4, ["ends at 3", "4 tokens"]),
+        ([0, 5], 4, ["ends at 5", "4 tokens"]),
+        ([0], 4, ["ends at 0", "4 tokens"]),
+        ([0, 3, 2, 4], 4, ["decreases at index 2", "3 is followed by 2"]),
+        ([0, 6, 4], 4, ["decreases at index 2", "6 is followed by 4"]),
+        ([0, -2, 4], 4, ["decreases at index 1", "0 is followed by -2"]),
+        (np.array([0, 200, 100], dtype=np.uint8), 100, ["decreases at index 2", "200 is followed by 100"]),
+        (np.array([0, 3, 2], dtype=np.uint64), 2, ["decreases at index 2", "3 is followed by 2"]),
+        ([0.0, 4.0], 4, ["list of integers", "float64"]),
+        ([0, 2.5, 4], 4, ["list of integers", "float64"]),
+        ([[0, 4]], 4, ["list of integers", "shape (1, 2)"]),
+        (4, 4, ["list of integers", "shape ()"]),
+        (None, 4, ["list of integers", "shape ()"]),
+        ([False, True], 1, ["list of integers", "bool"]),
+    ],
+    ids=str,
+)
+def test_wrong_cu_seqlens_are_refused_by_position_and_values(
+    cu_seqlens: Any, num_tokens: int, parts: list[str]
+) -> None:
+    message = refusal(check_cu_seqlens, cu_seqlens, num_tokens)
+
+    assert "cu_seqlens" in message
+    for part in parts:
+        assert part in message
+
+
+# --- layouts that are refused
+
+
+@pytest.mark.parametrize(
+    ("documents", "segments", "rows", "parts"),
+    [
+        ([5], [[(0, 0, 2)], [(0, 3, 5)]], None, ["document 0", "[3, 5)", "[2, ...)"]),
+        ([5], [[(0, 0, 3)], [(0, 2, 5)]], None, ["document 0", "[2, 5)", "[3, ...)"]),
+        ([2, 5], [[(0, 0, 2), (1, 1, 5)]], None, ["document 1", "[1, 5)", "[0, ...)"]),
+        ([5], [[(0, 0, 5)], [(0, 0, 5)]], None, ["document 0", "[0, 5)", "[5, ...)"]),
+        ([5], [[(0, 0, 2), (0, 2, 2), (0, 2, 5)]], None, ["document 0", "[2, 2)"]),
+        ([5], [[(0, 0, 3), (0, 3, 1)]], None, ["document 0", "[3, 1)"]),
+        ([5], [[(0, -1, 5)]], None, ["document 0", "[-1, 5)", "[0, ...)"]),
+        ([5], [[(0, 0, 4)]], None, ["document 0 has 5 tokens", "cover 4"]),
+        ([5], [[(0, 0, 6)]], None, ["document 0 has 5 tokens", "cover 6"]),
+        ([5, 2], [[(0, 0, 5)]], None, ["document 1 has 2 tokens", "cover 0"]),
+        ([-2], [[]], None, ["document 0 has -2 tokens", "cover 0"]),
+        ([5], [[(0, 0, 5)], [(1, 0, 2)]], None, ["segment 1", "document 1", "there are 1"]),
+        ([5], [[(-1, 0, 5)]], None, ["segment 0", "document -1", "there are 1"]),
+        ([5], [[(0, 0, 5)]], [4], ["rank 0 has 4 rows for 5 tokens"]),
+        ([5, 3], [[(0, 0, 5)], [(1, 0, 3)]], [9, 2], ["rank 1 has 2 rows for 3 tokens"]),
+        ([5], [[(0, 0, 5)]], [5.0], ["rank_rows", "integers", "float64"]),
+        ([5.0], [[(0, 0, 5)]], None, ["document_tokens", "integers", "float64"]),
+        ([[5]], [[(0, 0, 5)]], None, ["document_tokens", "shape (1, 1)"]),
+    ],
+    ids=[
+        "gap",
+        "overlap",
+        "beginning missing",
+        "held twice",
+        "empty segment",
+        "backward segment",
+        "negative start",
+        "end missing",
+        "too long",
+        "document missing",
+        "negative document",
+        "unknown document",
+        "negative document number",
+        "too few rows",
+        "too few rows on the second rank",
+        "float rows",
+        "float document",
+        "nested documents",
+    ],
+)
+def test_wrong_layout_is_refused_with_document_or_rank_and_both_numbers(
+    documents: Any, segments: Any, rows: Any, parts: list[str]
+) -> None:
+    message = refusal(Layout.from_segments, documents, segments, rows)
+
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("rows", [[], [9], [5, 3, 0]], ids=["none", "one", "three"])
+def test_row_counts_of_another_number_of_ranks_are_refused(rows: list[int]) -> None:
+    refusal(Layout.from_segments, [5, 3], [[(0, 0, 5)], [(1, 0, 3)]], rows)
+
+
+@pytest.mark.parametrize(
+    "rank_segments",
+    [[0, 2, 3], [1, 2, 4], [0, 5, 4], [0, 2, 5], [0, 4], [0, 1, 2, 4]],
+    ids=["last left out", "first left out", "decreasing", "beyond the end", "a rank less", "a rank more"],
+)
+def test_segments_that_are_not_divided_among_the_ranks_are_refused(rank_segments: list[int]) -> None:
+    layout = dataclasses.replace(example(), rank_segments=np.array(rank_segments), rank_rows=np.array([99, 99]))
+
+    refusal(layout.validate)
+
+
+def test_segments_that_are_no_integers_are_refused() -> None:
+    refusal(Layout.from_segments, [2], [[(0, 0, 2.9)]])
+
+
+# --- derived numbers
+
+
+def test_derived_numbers_of_the_drawn_example() -> None:
+    layout = example()
+
+    assert (layout.num_ranks, layout.num_documents, layout.longest_document_tokens) == (2, 3, 8)
+    assert layout.segment_tokens.tolist() == [3, 2, 1, 6]
+    assert layout.segment_rank.tolist() == [0, 0, 1, 1]
+    assert layout.segment_row.tolist() == [0, 3, 0, 1]
+    assert layout.rank_tokens.tolist() == [5, 7]
+    assert layout.padding_rows.tolist() == [1, 0]
+    assert layout.rank_work.tolist() == [(1 + 2 + 3) + (1 + 2), 1 + (3 + 4 + 5 + 6 + 7 + 8)]
+    assert [layout.segments_of(rank) for rank in (0, 1)] == [slice(0, 2), slice(2, 4)]
+
+
+def test_without_rows_there_is_no_padding() -> None:
+    layout = Layout.from_segments([4, 2], [[(0, 0, 3)], [], [(1, 0, 2), (0, 3, 4)]])
+
+    assert layout.rank_rows.tolist() == [3, 0, 3]
+    assert not layout.padding_rows.any()
+
+
+def test_derived_numbers_equal_counting_token_by_token() -> None:
+    for seed in range(60):
+        layout = random_layout(random.Random(seed), num_ranks=1 + seed % 6)
+        at = 0
+        for rank in range(layout.num_ranks):
+            row = work = 0
+            held = layout.segments_of(rank)
+            assert held.start == at
+            for segment in range(held.start, held.stop):
+                start, stop = int(layout.segment_start[segment]), int(layout.segment_stop[segment])
+                assert layout.segment_row[segment] == row
+                assert layout.segment_rank[segment] == rank
+                row += stop - start
+                work += sum(position + 1 for position in range(start, stop))
+            at = held.stop
+            assert layout.rank_tokens[rank] == row
+            assert layout.padding_rows[rank] == layout.rank_rows[rank] - row
+            assert layout.rank_work[rank] == work
+        assert at == len(layout.segment_document)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+def test_layout_without_documents(ranks: int) -> None:
+    layout = Layout.from_segments([], [[] for _ in range(ranks)])
+
+    assert layout.longest_document_tokens == 0
+    assert layout.rank_tokens.tolist() == layout.rank_work.tolist() == [0] * ranks
+
+
+def test_all_arrays_are_int64_whatever_they_were_made_from() -> None:
+    for layout in (
+        example(),
+        Layout.from_segments(np.array([5], np.int32), [[(0, 0, 5)]], np.array([5], np.int16)),
+        Layout.from_segments([], [[], []]),
+    ):
+        for field in dataclasses.fields(layout):
+            assert getattr(layout, field.name).dtype == np.int64
+        for derived in (layout.segment_row, layout.rank_tokens, layout.padding_rows, layout.rank_work):
+            assert derived.dtype == np.int64
+
+
+@pytest.mark.parametrize("tokens", [2**20, 2**31 - 1])
+def test_numbers_of_long_documents_are_exact_integers(tokens: int) -> None:
+    half = tokens // 2
+    documents = np.array([tokens, tokens, tokens], dtype=np.int32)
+    layout = Layout.from_segments(documents, [[(0, 0, half), (1, 0, tokens)], [(2, 0, tokens), (0, half, tokens)]])
+    triangle, small = tokens * (tokens + 1) // 2, half * (half + 1) // 2
+
+    assert layout.rank_tokens.tolist() == [half + tokens, tokens + tokens - half]
+    assert layout.segment_row.tolist() == [0, half, 0, tokens]
+    assert layout.rank_work.tolist() == [small + triangle, 2 * triangle - small]
+
+
+# --- cost
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 0), (0, 1), (0, 7), (3, 3), (3, 9), (0, 2**20), (2**30, 2**31 - 1), (0, 2**31 - 1)]
+)
+def test_causal_pairs_are_exact(start: int, stop: int) -> None:
+    expected = (stop - start) * (start + 1 + stop) // 2
+
+    assert causal_pairs(start, stop) == expected
+    assert causal_pairs_of(np.array([start]), np.array([stop])).tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"), [([4, 4], 1.0), ([6, 2], 1.5), ([3, 0, 0], 3.0), ([0, 0], 1.0), ([5], 1.0), ([], 1.0)]
+)
+def test_imbalance_is_max_over_mean(work: list[int], expected: float) -> None:
+    assert imbalance(work) == expected
+    assert imbalance(np.array(work, dtype=np.int64)) == expected
+
+
+def test_imbalance_of_the_longest_documents_does_not_overflow() -> None:
+    assert imbalance(np.full(5, 2**61, dtype=np.int64)) == 1.0

@@ -1,0 +1,156 @@
+"""What `import distca_hf` imports, what it registers, and when."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import distca_hf
+from distca_hf.lazy import when_imported
+
+
+HEAVY = ("torch", "transformers", "accelerate", "datasets")
+LIST_HEAVY = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
+
+
+def run_fresh(program: str) -> str:
+    """What a program prints in a fresh interpreter, or the last line of its error."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import distca_hf",
+        "from distca_hf import ConfigError, __version__",
+        "import distca_hf.run, distca_hf.integrations.launch",
+        "import distca_hf.cli",
+        "import distca_hf.packing.placement, distca_hf.packing.epochs, distca_hf.packing.collate",
+        "import distca_hf.planning.planner, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
+    ],
+)
+def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(statement: str) -> None:
+    assert run_fresh(f"{statement}\n{LIST_HEAVY}") == "[]"
+
+
+def test_distca_is_registered_whichever_package_is_imported_first() -> None:
+    """Attention and mask, in fresh interpreters: registration hangs on the order of imports."""
+    ask = (
+        "from transformers import AttentionInterface, AttentionMaskInterface\n"
+        "print('distca' in AttentionInterface(), 'distca' in AttentionMaskInterface())"
+    )
+    orders = {
+        "distca_hf first": "import distca_hf\nimport transformers",
+        "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
+        "a user's plugin first": "from distca_hf import DistCAPlugin",
+        "the patch first": "import distca_hf.patches.attention",
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        printed = dict(zip(orders, pool.map(run_fresh, [f"{order}\n{ask}" for order in orders.values()]), strict=True))
+
+    assert printed == dict.fromkeys(orders, "True True")
+
+
+@pytest.mark.parametrize("name", distca_hf.__all__)
+def test_public_name_resolves(name: str) -> None:
+    assert getattr(distca_hf, name) is not None
+    assert name in dir(distca_hf)
+
+
+def test_lazy_names_are_public() -> None:
+    assert set(distca_hf._LAZY) <= set(distca_hf.__all__)
+
+
+def test_unknown_attribute_raises_attribute_error_with_its_name() -> None:
+    with pytest.raises(AttributeError, match="module 'distca_hf' has no attribute 'Plugin'"):
+        distca_hf.Plugin  # noqa: B018
+    assert not hasattr(distca_hf, "Plugin")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Name of a module that can be imported, and is not yet."""
+    name = f"waited_for_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text("ready = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    meta_path = list(sys.meta_path)
+    yield name
+    sys.meta_path[:] = meta_path
+    sys.modules.pop(name, None)
+
+
+def test_action_runs_once_when_the_module_is_ready(module: str) -> None:
+    seen: list[bool] = []
+    when_imported(module, lambda: seen.append(sys.modules[module].ready))
+    assert seen == []
+
+    importlib.import_module(module)
+    importlib.reload(sys.modules[module])
+
+    assert seen == [True]
+
+
+def test_action_runs_at_once_for_a_module_that_is_there(module: str) -> None:
+    importlib.import_module(module)
+    seen: list[str] = []
+    when_imported(module, lambda: seen.append(module))
+
+    assert seen == [module]
+
+
+def test_all_actions_for_one_module_run(module: str) -> None:
+    seen: list[int] = []
+    for number in (1, 2):
+        when_imported(module, lambda number=number: seen.append(number))  # type: ignore[misc]
+    importlib.import_module(module)
+
+    assert sorted(seen) == [1, 2]
+
+
+def test_module_keeps_its_own_loader_and_the_finder_goes(module: str) -> None:
+    finders = len(sys.meta_path)
+    when_imported(module, lambda: None)
+    imported = importlib.import_module(module)
+
+    assert type(imported.__loader__).__name__ == "SourceFileLoader"
+    assert imported.__spec__ is not None
+    assert imported.__spec__.loader is imported.__loader__
+    assert len(sys.meta_path) == finders
+
+
+def test_looking_for_a_module_without_importing_it_does_not_use_the_action_up(module: str) -> None:
+    """`importlib.util.find_spec` is how packages ask whether another one is there."""
+    seen: list[str] = []
+    when_imported(module, lambda: seen.append(module))
+    assert importlib.util.find_spec(module) is not None
+    importlib.import_module(module)
+
+    assert seen == [module]
+
+
+def test_action_waits_for_an_import_that_succeeds(module: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{module}.py"
+    path.write_text("raise OSError('not yet')\n")
+    seen: list[str] = []
+    when_imported(module, lambda: seen.append(module))
+    with pytest.raises(OSError, match="not yet"):
+        importlib.import_module(module)
+    path.write_text("ready = 1  # now\n")
+    importlib.invalidate_caches()
+    importlib.import_module(module)
+
+    assert seen == [module]
+
+
+def test_other_modules_are_found_as_ever(module: str) -> None:
+    when_imported(f"{module}_that_is_never_imported", lambda: None)
+
+    assert importlib.import_module(module).ready
+    assert importlib.util.find_spec("no_such_module_anywhere") is None

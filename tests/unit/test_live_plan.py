@@ -1,0 +1,83 @@
+"""The plan in a batch: the same object everywhere, found by number, let go of in time."""
+
+import gc
+
+import pytest
+import torch
+from support.parity import live_plan
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import PlanError
+from distca_hf.layout import Layout
+from distca_hf.runtime.plans import LivePlan, find_plan
+
+
+LAYOUT = Layout.from_segments([5, 3], [[(0, 0, 5), (1, 0, 3)]])
+
+
+def _plan(**settings: int) -> LivePlan:
+    return live_plan(LAYOUT, LocalTransport(), DistCAConfig(**settings))
+
+
+def test_wrappers_pass_the_same_object_on() -> None:
+    plan = _plan()
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "distca_plan": plan}
+
+    # FSDP2 and DDP prepare a model's arguments with these two.
+    (moved,) = _to_kwargs((), batch, torch.device("meta"), False)[1]
+    assert moved["distca_plan"] is plan
+    assert _apply_to_tensors(lambda tensor: tensor.to("meta"), batch)["distca_plan"] is plan
+
+
+def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
+    from accelerate.utils import send_to_device
+    from support.models import tiny_model
+    from transformers import Trainer, TrainingArguments
+
+    plan = _plan()
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args)
+
+    assert trainer._prepare_inputs({"input_ids": torch.zeros(1, 8), "distca_plan": plan})["distca_plan"] is plan
+    assert send_to_device({"distca_plan": plan}, "cpu")["distca_plan"] is plan
+
+
+def test_a_plan_is_found_as_long_as_somebody_holds_it() -> None:
+    held = _plan(plans_in_flight=1)
+    handle = held.handle
+    _plan(plans_in_flight=1)
+    assert find_plan(handle) is held
+
+    del held
+    gc.collect()
+    with pytest.raises(PlanError, match=rf"plan {handle} is gone.*plans_in_flight"):
+        find_plan(handle)
+
+
+def test_the_newest_plans_are_kept_when_nobody_else_holds_them() -> None:
+    handles = [_plan(plans_in_flight=3).handle for _ in range(5)]
+    gc.collect()
+
+    for handle in handles[:2]:
+        with pytest.raises(PlanError):
+            find_plan(handle)
+    assert [find_plan(handle).handle for handle in handles[2:]] == handles[2:]
+
+
+def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
+    plan = _plan()
+    plan.begin_pass(num_layers=2)
+    places = [plan.begin_forward(), plan.begin_forward(), plan.begin_forward(), plan.begin_backward()]
+    places += [plan.begin_forward(), plan.begin_backward()]
+
+    layers = [place.split(", ")[1] for place in places]
+    assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
+
+
+def test_wrong_number_of_rows_names_both_numbers() -> None:
+    plan = _plan()
+    q = torch.randn(7, 2, 8)
+    with pytest.raises(PlanError, match=r"7 rows.*8"):
+        torch.ops.distca.flash_attn(q, q, q, 0.3, plan.handle, False)
