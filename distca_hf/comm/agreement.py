@@ -4,6 +4,7 @@ All-to-alls whose two sides disagree corrupt data silently (gloo) or hang (NCCL)
 gathered while the batch is still being prepared, turn that into an error that names the ranks.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,16 @@ from distca_hf.comm.transport import Gather, Transport
 from distca_hf.errors import PeerLostError, PlanMismatchError
 
 
-READY = "ready"
+class Occasion(enum.IntEnum):
+    """What a rank is about to do."""
+
+    TAKE = 1  # hand out a micro-batch
+    FORWARD = 2  # run a model on it
+    UNABLE = 3  # give up, because it cannot prepare the micro-batch
+
+
+# Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
+WIDTH = 10
 
 
 @dataclass
@@ -19,47 +29,60 @@ class Agreement:
     """Facts on their way to all ranks.
 
     Attributes:
-        facts: must be the same everywhere; `ready` 0 says that a rank could not prepare its part.
+        facts: must be the same everywhere.
         told: numbers that may differ and are only passed on.
     """
 
+    occasion: Occasion
+    micro_batch: int
     facts: Mapping[str, int]
     told: Mapping[str, int]
     gather: Gather
     where: str
 
     @classmethod
-    def start(cls, transport: Transport, facts: Mapping[str, int], told: Mapping[str, int], where: str) -> "Agreement":
-        """Starts showing `facts` and telling `told` to all ranks; both have the same names in the same order
-        everywhere."""
-        return cls(facts, told, transport.gather([*facts.values(), *told.values()], where), where)
+    def start(
+        cls,
+        transport: Transport,
+        occasion: Occasion,
+        micro_batch: int,
+        facts: Mapping[str, int],
+        told: Mapping[str, int],
+    ) -> "Agreement":
+        """Starts showing `facts` and telling `told`; for one occasion both have the same names on all ranks."""
+        where = f"rank {transport.rank}, micro-batch {micro_batch}"
+        values = [occasion, micro_batch, *facts.values(), *told.values()]
+        padded = values + [0] * (WIDTH - len(values))
+        return cls(occasion, micro_batch, facts, told, transport.gather(padded, where), where)
 
     def wait(self) -> dict[str, list[int]]:
         """What every rank told.
 
         Raises:
             PeerLostError: a rank could not prepare its part.
-            PlanMismatchError: the facts differ; lists ranks by value.
+            PlanMismatchError: ranks are about to do different things; lists ranks by value.
         """
         rows = self.gather.wait()
-        shown = [dict(zip(self.facts, row, strict=False)) for row in rows]
-        failed = [rank for rank, facts in enumerate(shown) if facts.get(READY) == 0]
-        if failed:
-            ranks = ", ".join(str(rank) for rank in failed)
+        unable = [rank for rank, row in enumerate(rows) if row[0] == Occasion.UNABLE]
+        if unable:
+            ranks = ", ".join(map(str, unable))
             raise PeerLostError(f"{self.where}: rank {ranks} could not prepare its part; see the error there")
-        different = [name for name in self.facts if len({facts[name] for facts in shown}) > 1]
+        doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
+        shown = {"what they do": doing}
+        if len(set(doing)) == 1:
+            shown = {name: [str(row[2 + at]) for row in rows] for at, name in enumerate(self.facts)}
+        different = [f"{name} is {_by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
         if different:
-            described = "; ".join(f"{name} is {_by_value(name, shown)}" for name in different)
             raise PlanMismatchError(
-                f"{self.where}: ranks disagree, nothing was sent: {described}. All ranks need the same dataset, "
-                "seed, settings and version of distca_hf, and must take the same micro-batches in the same order."
+                f"{self.where}: ranks disagree, nothing was sent: {'; '.join(different)}. All ranks need the same "
+                "dataset, seed, settings and version of distca_hf, and must run the same micro-batches in one order."
             )
-        first = len(self.facts)
+        first = 2 + len(self.facts)
         return {name: [row[first + at] for row in rows] for at, name in enumerate(self.told)}
 
 
-def _by_value(name: str, shown: list[dict[str, int]]) -> str:
-    groups: dict[int, list[int]] = {}
-    for rank, facts in enumerate(shown):
-        groups.setdefault(facts[name], []).append(rank)
-    return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in groups.items())
+def _by_value(values: list[str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())

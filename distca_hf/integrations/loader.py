@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distca_hf.comm.agreement import READY, Agreement
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
@@ -177,7 +177,7 @@ class PlacedLoader:
                 try:
                     prepared = next(ahead)
                 except Exception:
-                    self._tell_not_ready()
+                    self._tell_unable()
                     raise
                 batch = self._deliver(prepared)
                 self._position = Cursor(begin.epoch, prepared.cursor.micro_batch + 1)
@@ -245,7 +245,17 @@ class PlacedLoader:
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,
-            agreement=self._start_agreement(number, prepared.fingerprint, prepared.label_tokens, ready=1),
+            agreement=Agreement.start(
+                self._transport,
+                Occasion.TAKE,
+                number,
+                {
+                    "version": zlib.crc32(__version__.encode()),
+                    "settings": self._config.settings_hash(),
+                    "fingerprint": prepared.fingerprint,
+                },
+                {"label_tokens": prepared.label_tokens},
+            ),
         )
         return {
             "input_ids": prepared.input_ids.to(self._device, non_blocking=True),
@@ -255,19 +265,10 @@ class PlacedLoader:
             "distca_plan": plan,
         }
 
-    def _start_agreement(self, number: int, fingerprint: int, label_tokens: int, ready: int) -> Agreement:
-        facts = {
-            READY: ready,
-            "version": zlib.crc32(__version__.encode()),
-            "settings": self._config.settings_hash(),
-            "micro_batch": number,
-            "fingerprint": fingerprint,
-        }
-        return Agreement.start(self._transport, facts, {"label_tokens": label_tokens}, f"micro-batch {number}")
-
-    def _tell_not_ready(self) -> None:
+    def _tell_unable(self) -> None:
         """Lets the other ranks, which go on to this micro-batch, know that this one cannot."""
-        self._start_agreement(self._number(self._position), fingerprint=0, label_tokens=0, ready=0).gather.wait()
+        number = self._number(self._position)
+        Agreement.start(self._transport, Occasion.UNABLE, number, {}, {}).gather.wait()
 
     def _number(self, cursor: Cursor) -> int:
         """Number of a micro-batch in the endless stream."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.model_check import attention_layers, check_model, forward_accepts, transformers_model
@@ -71,13 +71,14 @@ class ForwardWatch:
         plan.begin_pass(self._calls)
         plan.agreement = Agreement.start(
             plan.transport,
+            Occasion.FORWARD,
+            plan.micro_batch,
             {
                 "gradients": int(torch.is_grad_enabled()),
                 "training": int(module.training),
                 "parameter_dtype": _dtype_number(module),
             },
             {},
-            f"micro-batch {plan.micro_batch}",
         )
         added: dict[str, Any] = {}
         if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:

@@ -213,13 +213,17 @@ class DocumentSource:
                 self.tokens_truncated,
             )
             return
-        pieces = -(-tokens // capacity_tokens)
-        document = np.repeat(np.arange(len(tokens)), pieces)
-        piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._row = self._row[document]
-        self._start = self._start[document] + piece * capacity_tokens
-        self.document_tokens = np.minimum(tokens[document] - piece * capacity_tokens, capacity_tokens)
+        document, start, self.document_tokens = split_documents(tokens, capacity_tokens)
+        self._row, self._start = self._row[document], self._start[document] + start
         log.info("split %d of %d documents at %d tokens", len(too_long), len(tokens), capacity_tokens)
+
+
+def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Cuts documents into pieces of at most `most_tokens`: document, first token and length of every piece."""
+    pieces = -(-document_tokens // most_tokens)
+    document = np.repeat(np.arange(len(document_tokens)), pieces)
+    start = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most_tokens
+    return document, start, np.minimum(document_tokens[document] - start, most_tokens)
 
 
 def check_map_style(dataset: Any) -> None:

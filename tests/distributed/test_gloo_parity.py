@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from distca_hf.comm.groups import open_transport
 from support.layouts import random_layout
 from support.parity import Case, Difference, compare
 from support.ranks import run_ranks
-
-from distca_hf.comm.groups import open_transport
 
 
 CASES = 25

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.parity import live_plan
-from support.ranks import run_ranks
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
@@ -13,6 +11,8 @@ from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.reference import attend_documents, rows_of_rank
+from support.parity import live_plan
+from support.ranks import run_ranks
 
 
 pytestmark = pytest.mark.multigpu

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from support.models import save_tiny_model
 from support.ranks import run_ranks
 from support.training import Curve, Run, train, train_reference

@@ -4,10 +4,10 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layouts import random_layout
-from support.parity import Case, compare
 
 from distca_hf.testing.loopback import run_ranks
+from support.layouts import random_layout
+from support.parity import Case, compare
 
 
 @settings(max_examples=150)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layouts import random_layout
 
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_cu_seqlens
+from support.layouts import random_layout
 
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=12)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCABULARY, tiny_config, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers.cache_utils import StaticCache
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.attention import distca_attention
 from distca_hf.testing.reference import attend_documents
+from support.models import VOCABULARY, tiny_config, tiny_model
 
 
 TINY = {

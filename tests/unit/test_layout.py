@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.layouts import random_layout
 
 from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import PackingError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, as_int_array, check_cu_seqlens, check_document_tokens
+from support.layouts import random_layout
 
 
 def refusal(function: Any, *arguments: Any) -> str:

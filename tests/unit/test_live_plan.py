@@ -4,7 +4,6 @@ import gc
 
 import pytest
 import torch
-from support.parity import live_plan
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from distca_hf.comm.transport import LocalTransport
@@ -12,6 +11,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.runtime.plans import LivePlan, find_plan
+from support.parity import live_plan
 
 
 LAYOUT = Layout.from_segments([5, 3], [[(0, 0, 5), (1, 0, 3)]])
@@ -33,8 +33,9 @@ def test_wrappers_pass_the_same_object_on() -> None:
 
 def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
     from accelerate.utils import send_to_device
-    from support.models import tiny_model
     from transformers import Trainer, TrainingArguments
+
+    from support.models import tiny_model
 
     plan = _plan()
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])

@@ -1,0 +1,222 @@
+"""The entry points as users call them: launchers, examples, recipes and scripts."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from safetensors.torch import load_file
+from support.commands import REPOSITORY, SCRIPTS, run_command
+from support.data import random_dataset
+from support.models import tiny_config
+from transformers import HfArgumentParser, TrainingArguments
+
+from distca_hf import run
+from distca_hf.integrations.launch import Recipe, find_recipe
+
+
+RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
+ACCELERATE_RECIPES = sorted(REPOSITORY.glob("recipes/accelerate/*.yaml"))
+EXAMPLES = sorted(REPOSITORY.glob("examples/*.py"))
+TWO_PROCESSES = ["accelerate", "launch", "--config_file", "recipes/accelerate/cpu_2proc.yaml"]
+LAUNCHERS = {
+    "accelerate launch": TWO_PROCESSES,
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+def launch(launcher: list[str], *arguments: str | Path) -> str:
+    return run_command([SCRIPTS / launcher[0], *launcher[1:], *arguments], timeout_seconds=100.0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`examples/train_causal_lm.py` from a recipe on two processes, by each launcher; the folders it wrote to."""
+    folder = tmp_path_factory.mktemp("train")
+    random_dataset(60).save_to_disk(str(folder / "dataset"))
+    tiny_config("llama").save_pretrained(folder / "model")
+    folders = {}
+    for name, launcher in LAUNCHERS.items():
+        output = folders[name] = folder / name.split()[0]
+        recipe = folder / f"{output.name}.yaml"
+        sections = {
+            "environment": {"ACCELERATE_USE_CPU": True, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1},
+            "plugin": {"tokens_per_rank": 96},
+            "script": {
+                "model": str(folder / "model"),
+                "from_scratch": True,
+                "output_dir": str(output),
+                "use_cpu": True,
+                "max_steps": 9,
+                "learning_rate": 1.0e-3,
+                "logging_steps": 1,
+                "save_steps": 3,
+                "report_to": ["none"],
+                "per_device_train_batch_size": 1,
+            },
+        }
+        recipe.write_text(yaml.safe_dump(sections))
+        arguments = ["--recipe", recipe, "examples/train_causal_lm.py", "--dataset", folder / "dataset"]
+        launch(launcher, "-m", "distca_hf.run", *arguments, "--max_steps", "3")
+    return folders
+
+
+def logs_of(folder: Path) -> list[dict[str, Any]]:
+    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+    return [log for log in state["log_history"] if "loss" in log]
+
+
+def test_both_launchers_train_on_two_ranks_and_lose_the_same(trained: dict[str, Path]) -> None:
+    logs = {name: logs_of(folder) for name, folder in trained.items()}
+
+    for by_step in logs.values():
+        assert [log["step"] for log in by_step] == [1, 2, 3]
+        assert all(log["distca/imbalance"] < 1.02 < log["distca/imbalance_before"] for log in by_step), by_step
+    left, right = ([log["loss"] for log in by_step] for by_step in logs.values())
+    assert left == pytest.approx(right, rel=1e-6)
+    assert len(set(left)) == 3
+
+
+def test_command_line_wins_over_the_recipe_and_the_model_is_saved(trained: dict[str, Path]) -> None:
+    weights = []
+    for folder in trained.values():
+        assert not (folder / "checkpoint-6").exists()
+        arguments = torch.load(folder / "training_args.bin", weights_only=False)
+        assert (arguments.max_steps, arguments.learning_rate) == (3, 1.0e-3)
+        weights.append(load_file(folder / "model.safetensors"))
+
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-6) for name in weights[0])
+
+
+def test_accelerate_loop_prints_the_same_losses_on_one_and_two_processes() -> None:
+    printed = [
+        run_command([SCRIPTS / "python", "examples/accelerate_loop.py"], ACCELERATE_USE_CPU="true"),
+        launch(TWO_PROCESSES, "examples/accelerate_loop.py"),
+    ]
+    steps = [re.findall(r"step (\d+): loss ([\d.]+), max/mean work ([\d., ]+)", text) for text in printed]
+    one, two = ([float(loss) for _, loss, _ in by_step] for by_step in steps)
+
+    assert [int(step) for step, _, _ in steps[1]] == list(range(5))
+    assert one == pytest.approx(two, abs=2e-5)
+    assert {balance for _, _, balance in steps[0]} == {"1.000, 1.000, 1.000"}
+    assert all(float(share) < 1.02 for _, _, balance in steps[1] for share in balance.split(", "))
+
+
+def test_quickstart_compares_two_trainings_and_writes_picture_and_model(tmp_path: Path) -> None:
+    """Its documents are made here, so that no tokenizer is trained."""
+    lengths = (10, 30, 200, 700, 1500, 3000, 9000)
+    rows = [[(at * at + length) % 4096 for at in range(length)] for length in lengths for _ in range(2)]
+    Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "data" / "dataset"))
+    printed = launch(
+        TWO_PROCESSES,
+        *["-m", "distca_hf.run", "--recipe", "recipes/train/quickstart.yaml", "examples/quickstart.py"],
+        *["--output", tmp_path, "--steps", "2"],
+    )
+
+    assert "The same batches, trained twice" in printed
+    (largest,) = re.findall(r"largest loss difference\W+([\d.e+-]+)", printed)
+    assert float(largest) <= 1e-4
+    (before, placed) = re.findall(r"([\d.]+) packed in order, ([\d.]+) placed", printed)[0]
+    assert float(placed) < 1.02 < float(before)
+    assert re.search(r"documents in the dataset\W+14, of 10 to 9000 tokens", printed)
+    assert (tmp_path / "balance.png").read_bytes().startswith(b"\x89PNG")
+    assert load_file(tmp_path / "model" / "model.safetensors")
+
+
+PROCESSES = {
+    "cpu_2proc": (2, 1, DistributedType.MULTI_GPU),
+    "gpu_1": (1, 1, DistributedType.NO),
+    "fsdp2_4gpu": (4, 1, DistributedType.FSDP),
+    "fsdp2_8gpu": (8, 1, DistributedType.FSDP),
+    "fsdp2_2node_16gpu": (16, 2, DistributedType.FSDP),
+}
+
+
+def test_every_accelerate_recipe_is_in_the_table() -> None:
+    assert {path.stem for path in ACCELERATE_RECIPES} == set(PROCESSES)
+
+
+@pytest.mark.parametrize("path", ACCELERATE_RECIPES, ids=lambda path: path.stem)
+def test_accelerate_reads_its_recipe_as_it_is_meant(path: Path) -> None:
+    config = load_config_from_file(str(path))
+
+    assert (config.num_processes, config.num_machines, config.distributed_type) == PROCESSES[path.stem]
+    if config.distributed_type == DistributedType.FSDP:
+        assert config.fsdp_config["fsdp_version"] == 2
+    assert config.use_cpu == path.stem.startswith("cpu")
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("recipes/train/*.yaml")), ids=lambda path: path.stem)
+def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = Recipe.read(path)
+    _, script, rest = run._parse(launch_command_of(path).training_script_args)
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+    module = importlib.import_module(script.stem)
+    kinds: Any = module.Arguments
+    if script.stem == "train_causal_lm":
+        kinds = (module.ScriptArguments, TrainingArguments)
+        rest += ["--use_cpu", "True", "--output_dir", str(tmp_path)]
+    HfArgumentParser(kinds).parse_args_into_dataclasses([*recipe.script, *rest])
+
+    assert recipe.plugin["tokens_per_rank"] > 0
+
+
+def launch_line(path: Path) -> str:
+    """The launch command in the first paragraph of a recipe's comment."""
+    comment = path.read_text().split("\n#\n")[0]
+    (line,) = (line for line in comment.splitlines() if "accelerate launch" in line)
+    return line.removeprefix("# ")
+
+
+def launch_command_of(path: Path) -> Any:
+    """The launch line as Accelerate's own command line reads it; variables of the shell count as 0."""
+    words = shlex.split(re.sub(r"\$\w+", "0", launch_line(path)))
+    assert words[:2] == ["accelerate", "launch"]
+    return launch_command_parser().parse_args(words[2:])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_first_comment_of_a_recipe_is_its_launch_line(path: Path) -> None:
+    command = launch_command_of(path)
+    recipe, script, _ = run._parse(command.training_script_args)
+
+    assert command.module
+    assert command.training_script == "distca_hf.run"
+    assert (REPOSITORY / script).is_file()
+    assert find_recipe(str(REPOSITORY / recipe)).is_file()
+    assert (REPOSITORY / command.config_file).is_file()
+    assert path in (REPOSITORY / command.config_file, REPOSITORY / recipe), "the line must use the recipe"
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES, *sorted(REPOSITORY.glob("scripts/*"))], ids=lambda p: p.name)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    named = re.findall(r"(?:recipes|examples|scripts|docs)/[\w/]+\.(?:yaml|py|sh|sbatch|md)", path.read_text())
+
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+
+
+SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.s*")), REPOSITORY / ".ci" / "run"]
+
+
+@pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_script_is_executable_and_has_no_syntax_error(path: Path) -> None:
+    text = path.read_text()
+
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert path.suffix == ".sbatch" or os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+    assert re.search(r"^set -euo pipefail$", text, re.MULTILINE) or text.splitlines()[-1].startswith("exec ")

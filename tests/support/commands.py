@@ -1,0 +1,42 @@
+"""Commands as users type them: real processes, ended with all their children at the deadline."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+REPOSITORY = Path(__file__).parents[2]
+# Where console scripts of the interpreter that runs the tests are.
+SCRIPTS = Path(sys.executable).parent
+
+
+def run_command(
+    command: Sequence[str | Path], cwd: Path = REPOSITORY, timeout_seconds: float = 60.0, **environment: str
+) -> str:
+    """Standard output of a command that succeeds.
+
+    Raises:
+        AssertionError: it failed, or did not end in time; shows the end of its output.
+    """
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"} | environment,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_seconds)
+        ended = f"ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        ended = f"was still running after {timeout_seconds} s"
+    if process.returncode:
+        raise AssertionError(f"{' '.join(map(str, command))} {ended}\n{output[-3000:]}\n{errors[-6000:]}")
+    return output

@@ -1,0 +1,358 @@
+"""Settings: defaults, environment, YAML, which of them wins, and what is refused."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca_hf.config import (
+    ENVIRONMENT_PREFIX,
+    DistCAConfig,
+    as_environment,
+    check_settings,
+    launched_world_size,
+    read_yaml,
+    unknown_environment_settings,
+)
+from distca_hf.errors import ConfigError
+
+
+NAMES = [field.name for field in dataclasses.fields(DistCAConfig)]
+DEFAULTS = {
+    "tokens_per_rank": 8192,
+    "overlong": "error",
+    "pad_to_multiple_of": 128,
+    "kernel": "auto",
+    "received_kv": "refetch",
+    "deterministic": False,
+    "prefetch": 2,
+    "exchange_timeout_seconds": 300.0,
+    "plans_in_flight": 8,
+}
+OTHERS = {
+    "tokens_per_rank": 1234,
+    "overlong": "split",
+    "pad_to_multiple_of": 7,
+    "kernel": "reference",
+    "received_kv": "keep",
+    "deterministic": True,
+    "prefetch": 5,
+    "exchange_timeout_seconds": 12.5,
+    "plans_in_flight": 3,
+}
+CHOICES = {
+    "overlong": ("error", "split", "truncate"),
+    "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
+    "received_kv": ("refetch", "keep"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_settings_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            monkeypatch.delenv(name)
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        DistCAConfig(**settings)
+    return str(refused.value)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- where a value comes from
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(DistCAConfig()) == DEFAULTS
+
+
+def test_every_setting_has_another_value_in_these_tests() -> None:
+    assert list(DEFAULTS) == list(OTHERS) == NAMES
+    assert not any(DEFAULTS[name] == OTHERS[name] for name in NAMES)
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    for field in dataclasses.fields(DistCAConfig):
+        assert len(field.metadata["help"]) > 20
+        assert field.metadata["default"] == DEFAULTS[field.name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_can_come_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+    config = DistCAConfig()
+
+    assert dataclasses.asdict(config) == {**DEFAULTS, name: OTHERS[name]}
+    assert type(getattr(config, name)) is type(OTHERS[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_explicit_value_beats_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+
+    assert getattr(DistCAConfig(**{name: DEFAULTS[name]}), name) == DEFAULTS[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(text, True) for text in ("1", "true", "True", "TRUE", "yes", "on", "On")]
+    + [(text, False) for text in ("0", "false", "False", "no", "NO", "off")],
+)
+def test_bools_in_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_DETERMINISTIC", text)
+
+    assert DistCAConfig().deterministic is value
+
+
+@pytest.mark.parametrize(("text", "value"), [("30", 30.0), ("0.5", 0.5), ("1e3", 1000.0)])
+def test_numbers_of_seconds_in_the_environment(text: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_EXCHANGE_TIMEOUT_SECONDS", text)
+
+    assert DistCAConfig().exchange_timeout_seconds == value
+
+
+def test_environment_is_read_when_a_config_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DistCAConfig()
+    monkeypatch.setenv("DISTCA_PREFETCH", "9")
+
+    assert (before.prefetch, DistCAConfig().prefetch) == (2, 9)
+
+
+def test_settings_survive_the_way_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in as_environment(OTHERS).items():
+        monkeypatch.setenv(name, text)
+
+    assert dataclasses.asdict(DistCAConfig()) == OTHERS
+
+
+def test_whole_numbers_are_taken_for_seconds() -> None:
+    assert DistCAConfig(exchange_timeout_seconds=20).exchange_timeout_seconds == 20
+
+
+def test_settings_are_given_by_name() -> None:
+    with pytest.raises(TypeError):
+        DistCAConfig(8192)
+    with pytest.raises(TypeError):
+        DistCAConfig(tokens=8192)
+
+
+# --- refused values
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "kind"),
+    [
+        ("DISTCA_TOKENS_PER_RANK", "many", "int"),
+        ("DISTCA_TOKENS_PER_RANK", "8k", "int"),
+        ("DISTCA_TOKENS_PER_RANK", "8192.0", "int"),
+        ("DISTCA_TOKENS_PER_RANK", "", "int"),
+        ("DISTCA_PREFETCH", "1.5", "int"),
+        ("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "5 minutes", "float"),
+        ("DISTCA_DETERMINISTIC", "maybe", "bool"),
+        ("DISTCA_DETERMINISTIC", "2", "bool"),
+        ("DISTCA_DETERMINISTIC", "", "bool"),
+    ],
+)
+def test_text_that_is_no_value_is_refused_by_variable(
+    variable: str, text: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    message = refusal()
+
+    for part in (variable, repr(text), kind):
+        assert part in message
+
+
+@pytest.mark.parametrize(("name", "choices"), CHOICES.items())
+def test_all_choices_are_accepted_and_others_refused(
+    name: str, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for choice in choices:
+        assert getattr(DistCAConfig(**{name: choice}), name) == choice
+    for wrong in ("none", "", choices[0].upper(), None, 1, True):
+        message = refusal(**{name: wrong})
+        for part in (f"{name}={wrong!r}", *choices):
+            assert part in message
+    monkeypatch.setenv(f"DISTCA_{name.upper()}", "fastest")
+    assert "'fastest'" in refusal()
+
+
+@pytest.mark.parametrize("name", ["tokens_per_rank", "pad_to_multiple_of", "prefetch", "plans_in_flight"])
+def test_counts_are_at_least_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(DistCAConfig(**{name: 1}), name) == 1
+    for wrong in (0, -1, -(2**40)):
+        message = refusal(**{name: wrong})
+        assert f"{name}={wrong}" in message
+        assert "at least 1" in message
+    monkeypatch.setenv(f"DISTCA_{name.upper()}", "0")
+    assert f"{name}=0" in refusal()
+
+
+@pytest.mark.parametrize("wrong", [0, 0.0, -1, -0.5, float("nan")])
+def test_deadline_is_positive(wrong: float) -> None:
+    message = refusal(exchange_timeout_seconds=wrong)
+
+    assert "exchange_timeout_seconds=" in message
+    assert "positive" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "kinds"),
+    [
+        ("tokens_per_rank", "8192", ("int", "str")),
+        ("tokens_per_rank", 8192.0, ("int", "float")),
+        ("tokens_per_rank", None, ("int", "NoneType")),
+        ("tokens_per_rank", True, ("int", "bool")),
+        ("prefetch", [2], ("int", "list")),
+        ("exchange_timeout_seconds", "300", ("float", "str")),
+        ("exchange_timeout_seconds", True, ("float", "bool")),
+        ("deterministic", 1, ("bool", "int")),
+        ("deterministic", "yes", ("bool", "str")),
+        ("deterministic", None, ("bool", "NoneType")),
+    ],
+)
+def test_values_of_another_type_are_refused(name: str, wrong: Any, kinds: tuple[str, str]) -> None:
+    message = refusal(**{name: wrong})
+
+    assert f"{name}={wrong!r}" in message
+    assert f"must be of type {kinds[0]}, not {kinds[1]}" in message
+
+
+# --- YAML
+
+
+def test_plain_settings_in_yaml(tmp_path: Path) -> None:
+    path = written(tmp_path, "tokens_per_rank: 4096\nkernel: cpu\ndeterministic: on\n")
+
+    expected = {**DEFAULTS, "tokens_per_rank": 4096, "kernel": "cpu", "deterministic": True}
+    assert dataclasses.asdict(DistCAConfig.from_yaml(path)) == expected
+    assert dataclasses.asdict(DistCAConfig.from_yaml(str(path))) == expected
+
+
+def test_recipe_with_a_plugin_section(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: some/model\nlearning_rate: 1.0e-4\nplugin:\n  overlong: split\n  prefetch: 4\n")
+
+    assert dataclasses.asdict(DistCAConfig.from_yaml(path)) == {**DEFAULTS, "overlong": "split", "prefetch": 4}
+
+
+def test_every_setting_can_come_from_yaml(tmp_path: Path) -> None:
+    path = written(tmp_path, "\n".join(f"{name}: {value}" for name, value in OTHERS.items()))
+
+    assert dataclasses.asdict(DistCAConfig.from_yaml(path)) == OTHERS
+
+
+def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_PREFETCH", "9")
+    monkeypatch.setenv("DISTCA_PLANS_IN_FLIGHT", "9")
+    config = DistCAConfig.from_yaml(written(tmp_path, "prefetch: 3\n"))
+
+    assert (config.prefetch, config.plans_in_flight) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "tokens_per_rank", "plans_in_flight"]),
+        ("plugin:\n  prefetch: 2\n  Kernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
+        ("5: 6\n", ["settings.yaml", "unknown setting 5"]),
+        ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),
+        ("tokens_per_rank: '8192'\n", ["tokens_per_rank='8192'", "int"]),
+        ("deterministic: 'yes'\n", ["deterministic='yes'", "bool"]),
+        ("tokens_per_rank: 0\n", ["tokens_per_rank=0", "at least 1"]),
+        ("overlong: cut\n", ["overlong='cut'", "truncate"]),
+        ("kernel:\n", ["kernel=None", "auto"]),
+        ("plugin:\n", ["settings.yaml", "mapping", "NoneType"]),
+        ("plugin: [prefetch]\n", ["settings.yaml", "mapping", "list"]),
+        ("plugin: fast\n", ["settings.yaml", "mapping", "str"]),
+        ("- prefetch\n", ["settings.yaml", "mapping", "list"]),
+        ("", ["settings.yaml", "mapping", "NoneType"]),
+        ("prefetch: [1\n", ["cannot read", "settings.yaml"]),
+        ("prefetch: !!python/object/apply:os.getcwd []\n", ["cannot read", "settings.yaml"]),
+    ],
+    ids=repr,
+)
+def test_yaml_that_is_wrong_is_refused_by_file_and_key(text: str, parts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        DistCAConfig.from_yaml(written(tmp_path, text))
+
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00prefetch")
+    for path in (tmp_path / "absent.yaml", tmp_path, binary):
+        with pytest.raises(ConfigError, match="cannot read") as refused:
+            read_yaml(path)
+        assert str(path) in str(refused.value)
+
+
+def test_checked_settings_are_a_copy() -> None:
+    given = {"prefetch": 3}
+    checked = check_settings(given, "here")
+    checked["prefetch"] = 4
+
+    assert given == {"prefetch": 3}
+
+
+# --- agreement of ranks, and the launcher's environment
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hash_differs_when_any_setting_differs(name: str) -> None:
+    assert DistCAConfig(**{name: OTHERS[name]}).settings_hash() != DistCAConfig().settings_hash()
+
+
+def test_hash_tells_apart_values_that_change_places() -> None:
+    left = DistCAConfig(tokens_per_rank=5, pad_to_multiple_of=6)
+    right = DistCAConfig(tokens_per_rank=6, pad_to_multiple_of=5)
+
+    assert left.settings_hash() != right.settings_hash()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hash_is_equal_wherever_equal_settings_come_from(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explicit = DistCAConfig(**{name: OTHERS[name]}).settings_hash()
+    from_yaml = DistCAConfig.from_yaml(written(tmp_path, f"{name}: {OTHERS[name]}\n")).settings_hash()
+    monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+
+    assert explicit == from_yaml == DistCAConfig().settings_hash()
+    assert 0 <= explicit < 2**63
+
+
+def test_hash_is_equal_for_whole_seconds_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, decimal = DistCAConfig(exchange_timeout_seconds=60), DistCAConfig(exchange_timeout_seconds=60.0)
+    assert whole == decimal
+
+    monkeypatch.setenv("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "60")
+    assert whole.settings_hash() == decimal.settings_hash() == DistCAConfig().settings_hash()
+
+
+def test_unknown_environment_settings_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unknown_environment_settings() == []
+    for name in NAMES:
+        monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+    assert unknown_environment_settings() == []
+
+    for name in ("DISTCA_TOKENS", "DISTCA_KERNEL_NAME", "DISTCA_prefetch", "DISTCA_", "OTHER_KERNEL"):
+        monkeypatch.setenv(name, "1")
+    assert unknown_environment_settings() == ["DISTCA_", "DISTCA_KERNEL_NAME", "DISTCA_TOKENS", "DISTCA_prefetch"]
+
+
+def test_world_size_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launched_world_size() == 1
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert launched_world_size() == 16

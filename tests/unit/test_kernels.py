@@ -1,0 +1,467 @@
+"""Kernels that run on a CPU against exact attention in fp64, and the choice among all kernels."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.kernels import choose, reference
+from distca_hf.kernels.choose import KERNELS, Entry, choose_kernel
+from distca_hf.kernels.cpu import CpuKernel
+from distca_hf.kernels.interface import Capabilities, Job, Kernel, Spans, accumulation_dtype
+from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
+from distca_hf.kernels.torch_varlen import TorchVarlenKernel
+
+
+BOTH = pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
+SCALE = 0.37
+# Query heads, KV heads.
+HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (4, 1)}
+# Query and key rows of each task.
+TASKS = {
+    "one": [(7, 7)],
+    "several": [(5, 5), (1, 1), (9, 9)],
+    "prefixed": [(3, 8), (1, 6), (4, 4), (2, 20)],
+    "of one token": [(1, 1), (1, 1), (1, 1)],
+    "one token, long prefix": [(1, 50)],
+    "empty among others": [(0, 0), (3, 3), (0, 0), (0, 0), (2, 5), (0, 0)],
+    "empty alone": [(0, 0)],
+}
+
+
+def spans_of(tasks: list[tuple[int, int]]) -> Spans:
+    queries, keys = zip(*tasks, strict=True)
+    offsets = [torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in (queries, keys)]
+    return Spans(*offsets, max(queries), max(keys))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call in `dtype`; exact results are computed from the rounded inputs."""
+
+    tasks: list[tuple[int, int]]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        tasks: list[tuple[int, int]],
+        heads: tuple[int, int] = (4, 2),
+        dims: tuple[int, int] = (8, 8),
+        dtype: torch.dtype = torch.float64,
+    ) -> "Case":
+        generator = torch.Generator().manual_seed(len(tasks))
+        queries, keys = (sum(rows) for rows in zip(*tasks, strict=True))
+        (num_heads, groups), (dim, value_dim) = heads, dims
+        shapes = [(queries, num_heads, dim), (keys, groups, dim), (keys, groups, value_dim)]
+        shapes.append((queries, num_heads, value_dim))
+        return cls(
+            tasks, *(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+        )
+
+
+@dataclass(frozen=True)
+class Results:
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def exact(case: Case, alignment: str = "bottom-right") -> Results:
+    """By definition, task by task, in fp64; gradients from autograd."""
+    q, k, v = (x.double().requires_grad_() for x in (case.q, case.k, case.v))
+    shared = q.shape[1] // k.shape[1]
+    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
+    query = key = 0
+    for queries, keys in case.tasks:
+        rows, columns = slice(query, query + queries), slice(key, key + keys)
+        scores = torch.einsum("tnh,snh->nts", q[rows], k[columns].repeat_interleave(shared, 1)) * SCALE
+        first = keys - queries if alignment == "bottom-right" else 0
+        seen = torch.arange(keys)[None] <= first + torch.arange(queries)[:, None]
+        scores = scores.masked_fill(~seen, float("-inf"))
+        outs.append(torch.einsum("nts,snv->tnv", scores.softmax(-1), v[columns].repeat_interleave(shared, 1)))
+        lses.append(scores.logsumexp(-1))
+        query, key = query + queries, key + keys
+    out, lse = torch.cat(outs), torch.cat(lses, 1)
+    gradients = torch.autograd.grad(out, (q, k, v), case.dout.double(), materialize_grads=True)
+    return Results(out.detach(), lse.detach(), *gradients)
+
+
+def computed(kernel: Kernel, case: Case) -> Results:
+    """What a kernel writes into buffers full of NaN: a row it forgets is seen."""
+    spans, precise = spans_of(case.tasks), accumulation_dtype(case.q.dtype)
+    nan = float("nan")
+    out = torch.full_like(case.dout, nan)
+    lse = torch.full((case.q.shape[1], case.q.shape[0]), nan, dtype=precise)
+    kernel.forward(case.q, case.k, case.v, spans, SCALE, out, lse)
+    dq, dk, dv = (torch.full_like(x, nan) for x in (case.q, case.k, case.v))
+    kernel.backward(case.dout, case.q, case.k, case.v, out, lse, spans, SCALE, True, dq, dk, dv)
+    return Results(out, lse, dq, dk, dv)
+
+
+def differences(got: Results, expected: Results) -> dict[str, float]:
+    """Largest difference of each result; NaN where the kernel wrote nothing."""
+    pairs = {
+        field.name: (getattr(got, field.name).double(), getattr(expected, field.name))
+        for field in dataclasses.fields(Results)
+    }
+    assert all(left.shape == right.shape for left, right in pairs.values())
+    return {name: float((left - right).abs().max()) if left.numel() else 0.0 for name, (left, right) in pairs.items()}
+
+
+def assert_close(got: Results, expected: Results, tolerance: float = 1e-10) -> None:
+    far = {name: value for name, value in differences(got, expected).items() if not value <= tolerance}
+    assert not far
+
+
+# --- against the definition
+
+
+@BOTH
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("tasks", TASKS.values(), ids=TASKS)
+def test_outputs_and_gradients_are_exact(kernel: Kernel, heads: tuple[int, int], tasks: list[tuple[int, int]]) -> None:
+    case = Case.draw(tasks, heads)
+
+    assert_close(computed(kernel, case), exact(case))
+
+
+@BOTH
+@pytest.mark.parametrize("tasks", [[(5, 5), (BLOCK_ROWS + 3, BLOCK_ROWS + 300)], [(BLOCK_ROWS + 1,) * 2]], ids=str)
+def test_tasks_longer_than_a_block_are_exact(kernel: Kernel, tasks: list[tuple[int, int]]) -> None:
+    case = Case.draw(tasks, heads=(2, 1), dims=(4, 4))
+
+    assert_close(computed(kernel, case), exact(case))
+
+
+@pytest.mark.parametrize("block_rows", [1, 2, 5, 64])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_reference_does_not_depend_on_the_size_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], block_rows: int
+) -> None:
+    monkeypatch.setattr(reference, "BLOCK_ROWS", block_rows)
+    case = Case.draw([(10, 10), (5, 12), (1, 7), (0, 0), (11, 12)], heads, dims=(8, 6))
+
+    assert_close(computed(ReferenceKernel(), case), exact(case))
+
+
+@BOTH
+@pytest.mark.parametrize("dim", [1, 5, 16, 72, 320])
+def test_any_head_dimension(kernel: Kernel, dim: int) -> None:
+    case = Case.draw(TASKS["prefixed"], dims=(dim, dim))
+
+    assert_close(computed(kernel, case), exact(case))
+
+
+@pytest.mark.parametrize("dims", [(8, 4), (4, 12), (24, 16), (1, 3)])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_reference_takes_unequal_value_dimensions(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    case = Case.draw(TASKS["prefixed"], heads, dims)
+
+    assert_close(computed(ReferenceKernel(), case), exact(case))
+
+
+@BOTH
+@pytest.mark.parametrize("tasks", [[(3, 8)], [(1, 2)], [(4, 4), (2, 9)], [(30, 31)]], ids=str)
+def test_masks_are_aligned_bottom_right(kernel: Kernel, tasks: list[tuple[int, int]]) -> None:
+    """Equal to one alignment and far from the other: a test that both satisfy would show nothing."""
+    case = Case.draw(tasks)
+    got = computed(kernel, case)
+
+    assert_close(got, exact(case, "bottom-right"))
+    assert min(differences(got, exact(case, "top-left")).values()) > 1e-3
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "lse_tolerance"),
+    [
+        (torch.float64, 1e-10, 1e-10),
+        (torch.float32, 2e-5, 2e-6),
+        (torch.float16, 1e-2, 2e-4),
+        (torch.bfloat16, 6e-2, 2e-4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tasks", [TASKS["several"], TASKS["prefixed"], [(5, 5), (150, 380)]], ids=str)
+def test_every_dtype_is_as_exact_as_it_can_be(
+    kernel: Kernel, dtype: torch.dtype, tolerance: float, lse_tolerance: float, tasks: list[tuple[int, int]]
+) -> None:
+    """Log-sum-exps are kept in fp32 at least: they are far more exact than outputs of half precision."""
+    case = Case.draw(tasks, dtype=dtype)
+    got, expected = computed(kernel, case), exact(case)
+
+    assert_close(got, expected, tolerance)
+    assert differences(got, expected)["lse"] <= lse_tolerance
+    assert {got.out.dtype, got.dq.dtype, got.dk.dtype, got.dv.dtype} == {dtype}
+
+
+@BOTH
+def test_log_sum_exp_is_natural_and_of_scaled_scores(kernel: Kernel) -> None:
+    """Keys of zero give scores of zero: the log-sum-exp is the log of the number of keys, the output their mean."""
+    case = Case.draw([(4, 6)])
+    case.k.zero_()
+    got = computed(kernel, case)
+
+    seen = torch.tensor([3.0, 4.0, 5.0, 6.0], dtype=torch.float64)
+    assert torch.allclose(got.lse, seen.log().expand(4, 4), atol=1e-12)
+    for query in range(4):
+        mean = case.v[: 3 + query].mean(0).repeat_interleave(2, 0)
+        assert torch.allclose(got.out[query], mean, atol=1e-12)
+
+
+@BOTH
+def test_first_token_of_a_document_attends_to_itself(kernel: Kernel) -> None:
+    case = Case.draw(TASKS["of one token"])
+    got = computed(kernel, case)
+
+    assert torch.allclose(got.out, case.v.repeat_interleave(2, 1), atol=1e-12)
+    scores = torch.einsum("tnh,tnh->nt", case.q, case.k.repeat_interleave(2, 1)) * SCALE
+    assert torch.allclose(got.lse, scores, atol=1e-12)
+
+
+@BOTH
+def test_large_scores_do_not_overflow(kernel: Kernel) -> None:
+    """Scores of several hundred: their exponentials are beyond every dtype."""
+    case = Case.draw(TASKS["prefixed"], dtype=torch.float64)
+    case.q.mul_(40)
+    case.k.mul_(40)
+
+    assert_close(computed(kernel, case), exact(case), 1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("tasks", [[(0, 4)], [(3, 3), (0, 4), (2, 6)]], ids=str)
+def test_keys_that_nobody_asks_for_have_zero_gradients(kernel: Kernel, tasks: list[tuple[int, int]]) -> None:
+    case = Case.draw(tasks)
+
+    assert_close(computed(kernel, case), exact(case))
+
+
+@BOTH
+def test_views_into_larger_tensors_are_read_and_written_in_place(kernel: Kernel) -> None:
+    """As the runtime has them: keys and values side by side in one store, rows in the middle of larger tensors."""
+    case = Case.draw(TASKS["prefixed"])
+    spans = spans_of(case.tasks)
+    queries, keys = case.q.shape[0], case.k.shape[0]
+    store = torch.cat([case.k.flatten(1), case.v.flatten(1)], 1)
+    k, v = (part.unflatten(1, (2, 8)) for part in store.split(16, 1))
+    around_q = torch.full((queries + 5, 4, 8), 7.0, dtype=torch.float64)
+    around_q[3:-2] = case.q
+    outs, lses = torch.full_like(around_q, 7.0), torch.full((4, queries + 5), 7.0, dtype=torch.float64)
+    dqs, dstore = torch.full_like(around_q, 7.0), torch.full((keys, 32), float("nan"), dtype=torch.float64)
+    dk, dv = (part.unflatten(1, (2, 8)) for part in dstore.split(16, 1))
+    q, out, lse, dq = around_q[3:-2], outs[3:-2], lses[:, 3:-2], dqs[3:-2]
+
+    kernel.forward(q, k, v, spans, SCALE, out, lse)
+    kernel.backward(case.dout, q, k, v, out, lse, spans, SCALE, False, dq, dk, dv)
+
+    assert_close(Results(out, lse, dq, dk, dv), exact(case))
+    for whole in (outs, dqs, lses.T):
+        assert (whole[:3] == 7).all()
+        assert (whole[-2:] == 7).all()
+
+
+@BOTH
+@pytest.mark.parametrize("broken", ["q", "k", "v", "dout"])
+def test_nan_in_one_document_stays_there(kernel: Kernel, broken: str) -> None:
+    """All other documents are computed bit for bit as if nothing had happened."""
+    tasks = [(5, 5), (3, 9), (6, 6)]
+    rows = {"q": slice(5, 8), "dout": slice(5, 8), "k": slice(5, 14), "v": slice(5, 14)}
+    case = Case.draw(tasks)
+    sound = computed(kernel, case)
+    getattr(case, broken)[rows[broken]] = float("nan")
+    got = computed(kernel, case)
+
+    for name in ("out", "dq"):
+        outside = torch.ones(14, dtype=torch.bool)
+        outside[rows["q"]] = False
+        assert torch.equal(getattr(got, name)[outside], getattr(sound, name)[outside])
+    assert torch.equal(got.lse[:, outside], sound.lse[:, outside])
+    for name in ("dk", "dv"):
+        outside = torch.ones(20, dtype=torch.bool)
+        outside[rows["k"]] = False
+        assert torch.equal(getattr(got, name)[outside], getattr(sound, name)[outside])
+    assert got.dq[rows["q"]].isnan().any() or broken == "v"
+
+
+@BOTH
+def test_documents_do_not_depend_on_their_neighbours(kernel: Kernel) -> None:
+    """Bit-equal alone and in a call with others."""
+    together = Case.draw([(4, 4), (3, 7), (2, 2)])
+    alone = Case([(3, 7)], together.q[4:7], together.k[4:11], together.v[4:11], together.dout[4:7])
+    whole, part = computed(kernel, together), computed(kernel, alone)
+
+    assert torch.equal(whole.out[4:7], part.out)
+    assert torch.equal(whole.lse[:, 4:7], part.lse)
+    assert torch.equal(whole.dk[4:11], part.dk)
+
+
+# --- choice
+
+
+CPU_JOB = Job("cpu", None, torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64)
+GPU_JOB = Job("cuda", 9, torch.bfloat16, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64)
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No flash-attention package, whatever this machine has; kernels chosen meanwhile are forgotten."""
+    missing = {
+        name: dataclasses.replace(entry, module=entry.module and f"absent_{name}.interface")
+        for name, entry in KERNELS.items()
+    }
+    for name, entry in missing.items():
+        monkeypatch.setitem(KERNELS, name, entry)
+    choose_kernel.cache_clear()
+    yield
+    choose_kernel.cache_clear()
+
+
+def refusal(name: str, job: Job) -> str:
+    with pytest.raises(UnsupportedAttentionError) as refused:
+        choose_kernel(name, job)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_auto_takes_the_cpu_kernel_on_a_cpu(dtype: torch.dtype) -> None:
+    assert isinstance(choose_kernel("auto", dataclasses.replace(CPU_JOB, dtype=dtype)), CpuKernel)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 32), (16, 24)])
+def test_auto_falls_to_the_reference_for_unequal_dimensions_on_a_cpu(head_dim: int, value_dim: int) -> None:
+    job = dataclasses.replace(CPU_JOB, head_dim=head_dim, value_dim=value_dim)
+
+    assert isinstance(choose_kernel("auto", job), ReferenceKernel)
+
+
+def test_auto_takes_torchs_own_kernel_on_a_gpu_without_packages(nothing_installed: None) -> None:
+    assert isinstance(choose_kernel("auto", GPU_JOB), TorchVarlenKernel)
+
+
+def test_auto_takes_the_fastest_kernel_that_is_installed(
+    nothing_installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for name in ("flash2", "flash3", "flash4"):
+        entry = dataclasses.replace(KERNELS[name], module="json", make=lambda name=name: made.append(name))
+        monkeypatch.setitem(KERNELS, name, entry)
+        choose_kernel.cache_clear()
+        choose_kernel("auto", GPU_JOB)
+    choose_kernel.cache_clear()
+    choose_kernel("auto", dataclasses.replace(GPU_JOB, value_dim=32))
+
+    assert made == ["flash2", "flash3", "flash4", "flash4"]
+
+
+def test_reference_is_only_taken_on_a_gpu_when_asked_for(nothing_installed: None) -> None:
+    job = dataclasses.replace(GPU_JOB, dtype=torch.float32)
+
+    assert isinstance(choose_kernel("reference", job), ReferenceKernel)
+    message = refusal("auto", job)
+    assert "reference is exact but slow" in message
+
+
+def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_installed: None) -> None:
+    message = refusal("auto", dataclasses.replace(GPU_JOB, head_dim=512, value_dim=512))
+
+    assert "head_dim=512" in message
+    for name in KERNELS:
+        assert re.search(rf"\b{name}\b", message)
+    assert "absent_flash2.interface is not installed" in message
+    assert "torch_varlen has head dimensions up to 256, the model has 512" in message
+    assert "cpu runs on cpu, tensors are on cuda" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "parts"),
+    [
+        ("torch_varlen", {"head_dim": 512, "value_dim": 512}, ["up to 256", "512"]),
+        ("torch_varlen", {"head_dim": 64, "value_dim": 264}, ["up to 256", "264"]),
+        ("torch_varlen", {"head_dim": 60, "value_dim": 60}, ["multiples of 8", "60 and 60"]),
+        ("torch_varlen", {"head_dim": 64, "value_dim": 36}, ["multiples of 8", "64 and 36"]),
+        ("torch_varlen", {"head_dim": 64, "value_dim": 32}, ["equal key and value dimensions", "64 and 32"]),
+        ("torch_varlen", {"dtype": torch.float32}, ["torch.bfloat16, torch.float16", "torch.float32"]),
+        ("torch_varlen", {"compute_capability": 7}, ["compute capability", "8, 9", "7"]),
+        ("torch_varlen", {"device_type": "cpu", "compute_capability": None}, ["runs on cuda", "on cpu"]),
+        ("cpu", {}, ["runs on cpu", "on cuda"]),
+        ("cpu", {"device_type": "cpu", "value_dim": 32}, ["equal key and value dimensions", "64 and 32"]),
+        ("cpu", {"device_type": "cpu", "dtype": torch.int64}, ["torch.float64", "torch.int64"]),
+        ("reference", {"dtype": torch.float8_e4m3fn}, ["torch.float32", "torch.float8_e4m3fn"]),
+        ("flash4", {}, ["absent_flash4.interface is not installed"]),
+        ("flash3", {}, ["absent_flash3.interface is not installed"]),
+        ("flash2", {}, ["absent_flash2.interface is not installed"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kernel_asked_for_by_name_is_refused_with_the_reason(
+    nothing_installed: None, name: str, job: dict[str, object], parts: list[str]
+) -> None:
+    message = refusal(name, dataclasses.replace(GPU_JOB, **job))
+
+    for part in [f"kernel={name!r}", "kernel='auto'", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
+def test_heads_that_do_not_divide_are_refused(name: str) -> None:
+    message = refusal(name, dataclasses.replace(CPU_JOB, num_heads=6, num_kv_heads=4))
+
+    assert "6 query heads" in message
+    assert "4 KV heads" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"), [("flash4", (192, 128)), ("flash4", (256, 256)), ("flash3", (8, 8)), ("flash2", (256, 256))]
+)
+def test_table_lets_kernels_do_what_they_can(name: str, dims: tuple[int, int]) -> None:
+    job = dataclasses.replace(GPU_JOB, head_dim=dims[0], value_dim=dims[1])
+
+    assert KERNELS[name].capabilities.refusal(job) is None
+
+
+def test_module_without_its_package_is_missing_and_not_an_error() -> None:
+    entry = Entry("absent_package.part.interface", Capabilities(None, ()), ReferenceKernel)
+
+    assert entry.missing() == "module absent_package.part.interface is not installed"
+    assert Entry("json", Capabilities(None, ()), ReferenceKernel).missing() is None
+    assert Entry(None, Capabilities(None, ()), ReferenceKernel).missing() is None
+
+
+def test_choosing_on_a_cpu_imports_no_flash_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"imported {name}")
+
+    choose_kernel.cache_clear()
+    monkeypatch.setattr(choose.importlib, "import_module", refuse)
+    assert isinstance(choose_kernel("auto", CPU_JOB), CpuKernel)
+
+
+def test_job_is_read_from_the_tensors() -> None:
+    q, k, v = torch.zeros(9, 6, 24, dtype=torch.bfloat16), torch.zeros(11, 2, 24), torch.zeros(11, 2, 16)
+
+    assert Job.of(q, k, v) == Job("cpu", None, torch.bfloat16, 6, 2, 24, 16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_sums_are_kept_in_fp32_at_least(dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert accumulation_dtype(dtype) == expected

@@ -1,0 +1,348 @@
+"""Recipes, and how they reach a script: environment, settings and arguments. The `distca` command."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from distca_hf import run
+from distca_hf.cli import app
+from distca_hf.errors import ConfigError
+from distca_hf.integrations import launch
+from distca_hf.integrations.launch import Recipe, find_recipe, recipes_folder, shipped_recipes
+from distca_hf.kernels.choose import KERNELS
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a recipe of the given sections."""
+
+    def write(name: str = "recipe.yaml", **sections: Any) -> Path:
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(sections, sort_keys=False))
+        return path
+
+    return write
+
+
+def arguments_of(write: Write, **script: Any) -> list[str]:
+    return Recipe.read(write(script=script)).script
+
+
+def test_recipe_holds_environment_settings_and_arguments(write: Write) -> None:
+    recipe = Recipe.read(
+        write(
+            environment={"SOME_FLAG": True, "SOME_NUMBER": 3},
+            plugin={"tokens_per_rank": 64, "deterministic": True},
+            script={"output_dir": "out", "steps": 5},
+        )
+    )
+
+    assert recipe.environment == {"SOME_FLAG": "True", "SOME_NUMBER": "3"}
+    assert recipe.plugin == {"tokens_per_rank": 64, "deterministic": True}
+    assert recipe.script == ["--output_dir", "out", "--steps", "5"]
+
+
+@pytest.mark.parametrize("text", ["environment:\nplugin:\nscript:\n", "plugin: {}\n", "{}\n"])
+def test_sections_may_be_empty_or_missing(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+
+    assert Recipe.read(path) == Recipe()
+
+
+BROKEN: dict[str, tuple[str, list[str]]] = {
+    "unknown section": ("plugins: {}", ["unknown section 'plugins'", "environment, plugin, script"]),
+    "unknown setting": ("plugin: {token_per_rank: 5}", ["unknown setting 'token_per_rank'", "tokens_per_rank"]),
+    "wrong type": ("plugin: {tokens_per_rank: many}", ["tokens_per_rank='many'", "int"]),
+    "wrong choice": ("plugin: {overlong: drop}", ["overlong='drop'", "error, split, truncate"]),
+    "null setting": ("plugin: {tokens_per_rank: }", ["tokens_per_rank=None"]),
+    "null argument": ("script: {steps: }", ["'steps' has no value"]),
+    "null variable": ("environment: {CUDA_VISIBLE_DEVICES: }", ["'CUDA_VISIBLE_DEVICES' has no value"]),
+    "section that is a list": ("script: [--steps, 5]", ["section 'script' must map names to values, not list"]),
+    "section that is a text": ("environment: A=1", ["section 'environment' must map names to values, not str"]),
+    "list instead of a mapping": ("- plugin", ["must hold a mapping", "not list"]),
+    "nothing": ("", ["must hold a mapping", "not NoneType"]),
+    "no YAML": ("plugin: {", ["cannot read"]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_recipe_is_refused_with_file_and_key(tmp_path: Path, name: str) -> None:
+    text, told = BROKEN[name]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Recipe.read(path)
+
+    assert [part for part in (str(path), *told) if part not in str(caught.value)] == []
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
+        Recipe.read(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("text with spaces", ["text with spaces"]),
+        (3, ["3"]),
+        (1.0e-5, ["1e-05"]),
+        (True, ["True"]),
+        (False, ["False"]),
+        (0, ["0"]),
+        ("", [""]),
+        (["a", 1, True], ["a", "1", "True"]),
+        ({"use_reentrant": False, "depth": None}, ['{"use_reentrant": false, "depth": null}']),
+        ([{"a": 1}, {"b": 2}], ['{"a": 1}', '{"b": 2}']),
+    ],
+)
+def test_script_argument_is_written_as_a_command_line_has_it(write: Write, value: Any, expected: list[str]) -> None:
+    assert arguments_of(write, name=value) == ["--name", *expected]
+
+
+def test_script_arguments_keep_their_order(write: Write) -> None:
+    path = write()
+    path.write_text("script: {zeta: 1, alpha: 2, middle: 3}\n")
+
+    assert Recipe.read(path).script[::2] == ["--zeta", "--alpha", "--middle"]
+
+
+def test_arguments_can_be_read_back_by_transformers(write: Write, tmp_path: Path) -> None:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    arguments = arguments_of(
+        write,
+        output_dir=str(tmp_path),
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        report_to=["none"],
+        learning_rate=1.0e-5,
+        max_steps=7,
+    )
+    (read,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
+
+    assert (read.bf16, read.use_cpu, read.max_steps, read.learning_rate) == (False, True, 7, 1.0e-5)
+    assert read.gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+
+def test_variables_that_are_set_keep_their_value_but_settings_of_the_recipe_win(write: Write) -> None:
+    recipe = Recipe.read(
+        write(environment={"SET": "recipe", "FREE": "recipe"}, plugin={"tokens_per_rank": 5, "deterministic": True})
+    )
+    environment = {"SET": "shell", "DISTCA_TOKENS_PER_RANK": "1", "DISTCA_PREFETCH": "9", "OTHER": "shell"}
+    recipe.prepare(environment)
+
+    assert environment == {
+        "SET": "shell",
+        "FREE": "recipe",
+        "OTHER": "shell",
+        "DISTCA_TOKENS_PER_RANK": "5",
+        "DISTCA_DETERMINISTIC": "True",
+        "DISTCA_PREFETCH": "9",
+    }
+
+
+def test_recipe_is_found_by_path_by_name_and_by_short_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write()
+    monkeypatch.chdir(path.parent)
+
+    assert find_recipe(str(path)) == path
+    assert find_recipe("recipe.yaml") == Path("recipe.yaml")
+    for name in shipped_recipes():
+        assert find_recipe(name) == find_recipe(name.split("/")[-1]) == recipes_folder() / f"{name}.yaml"
+        assert find_recipe(name).is_file()
+
+
+def test_unknown_recipe_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="'quickstar' is no file and no shipped recipe") as caught:
+        find_recipe("quickstar")
+
+    assert all(name in str(caught.value) for name in shipped_recipes())
+
+
+def test_short_name_of_two_recipes_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("accelerate/small", "train/small", "train/large"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text("{}")
+    monkeypatch.setattr(launch, "recipes_folder", lambda: tmp_path)
+
+    assert find_recipe("large") == tmp_path / "train" / "large.yaml"
+    assert find_recipe("train/small") == tmp_path / "train" / "small.yaml"
+    with pytest.raises(ConfigError) as caught:
+        find_recipe("small")
+    assert "accelerate/small" in str(caught.value)
+    assert "train/small" in str(caught.value)
+    assert "no shipped recipe" not in str(caught.value), "there are two"
+
+
+FAILING_SCRIPT = """
+import sys
+from distca_hf import ConfigError
+if "exit" in sys.argv:
+    sys.exit(7)
+raise ConfigError("mine")
+"""
+SCRIPT = """
+import os, sys
+heavy = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
+import neighbour
+from distca_hf.config import DistCAConfig
+if __name__ == "__main__":
+    config = DistCAConfig()
+    print(sys.argv, heavy, neighbour.__name__, __file__, sys.modules["__main__"].__file__, sep="|")
+    print(os.environ["FROM_RECIPE"], os.environ["FROM_SHELL"], config.tokens_per_rank, config.deterministic, sep="|")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script with a module beside it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("")
+    (folder / "script.py").write_text(SCRIPT)
+    return folder / "script.py"
+
+
+def launched(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m distca_hf.run` with the given arguments."""
+    command = [sys.executable, "-m", "distca_hf.run", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=os.environ | environment
+    )
+
+
+def test_script_runs_as_if_python_ran_it_with_everything_prepared(write: Write, script: Path, tmp_path: Path) -> None:
+    """Arguments of the command line come last, so that they win; heavy packages are not imported yet."""
+    recipe = write(
+        environment={"FROM_RECIPE": "recipe", "FROM_SHELL": "recipe"},
+        plugin={"tokens_per_rank": 77, "deterministic": True},
+        script={"steps": 5, "flag": True},
+    )
+    done = launched("--recipe", str(recipe), "project/script.py", "--steps", "6", cwd=tmp_path, FROM_SHELL="shell")
+
+    assert done.returncode == 0, done.stderr
+    path = "project/script.py"
+    argv = [path, "--steps", "5", "--flag", "True", "--steps", "6"]
+    assert done.stdout.splitlines() == [f"{argv}|[]|neighbour|{path}|{path}", "recipe|shell|77|True"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--recipe", "R", "S", "--a", "1"],
+        ["--recipe=R", "S", "--a", "1"],
+        ["S", "--recipe", "R", "--a", "1"],
+        ["S", "--a", "1", "--recipe", "R"],
+        ["S", "--a", "1", "--recipe=R"],
+    ],
+)
+def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(run, "find_recipe", lambda name: seen.append(name))
+    monkeypatch.setattr(run.Recipe, "read", lambda path: Recipe())
+    monkeypatch.setattr(run, "run_script", lambda recipe, script, rest: seen.extend([script, rest]))
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    run.main(arguments)
+
+    assert seen == ["R", Path("S"), ["--a", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "expected one --recipe, got 0"),
+        (["script.py"], "expected one --recipe, got 0"),
+        (["script.py", "--recipe"], "expected one --recipe, got 0"),
+        (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
+        (["--recipe", "quickstart"], "expected a script, got nothing"),
+        (["--recipe", "quickstart", "--steps", "3"], "expected a script, got --steps"),
+        (["--recipe", "quickstart", "no_such_script.py"], "no script at no_such_script.py"),
+        (["--recipe", "no_such_recipe", "script.py"], "'no_such_recipe' is no file and no shipped recipe"),
+    ],
+)
+def test_wrong_command_line_ends_with_status_2_and_says_why(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(arguments)
+
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert told in lines[0]
+    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE SCRIPT")
+
+
+def test_wrong_recipe_ends_the_process_without_a_traceback(write: Write, script: Path) -> None:
+    done = launched("--recipe", str(write(plugin={"kernel": "fastest"})), str(script), cwd=script.parent)
+
+    assert done.returncode == 2
+    assert "kernel='fastest' must be one of auto" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_error_of_the_script_is_its_own(write: Write, script: Path) -> None:
+    script.write_text(FAILING_SCRIPT)
+    failed, left = (launched("--recipe", str(write()), str(script), last, cwd=script.parent) for last in ("", "exit"))
+
+    assert failed.returncode == 1
+    assert "Traceback" in failed.stderr
+    assert "ConfigError: mine" in failed.stderr
+    assert left.returncode == 7
+
+
+def test_distca_recipes_lists_names_and_prints_paths() -> None:
+    listed = CliRunner().invoke(app, ["recipes"])
+    assert listed.exit_code == 0
+    assert listed.output.split() == shipped_recipes()
+    assert "train/quickstart" in listed.output
+    assert "accelerate/cpu_2proc" in listed.output
+
+    one = CliRunner().invoke(app, ["recipes", "cpu_2proc"])
+    assert one.exit_code == 0
+    assert Path(one.output.strip()) == find_recipe("cpu_2proc")
+
+
+def test_distca_recipes_ends_with_status_2_for_an_unknown_name() -> None:
+    failed = CliRunner().invoke(app, ["recipes", "nothing"])
+
+    assert failed.exit_code == 2
+    assert "distca: 'nothing' is no file and no shipped recipe" in failed.output
+    assert isinstance(failed.exception, SystemExit)
+
+
+def test_distca_env_shows_versions_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import transformers
+
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(app, ["env"])
+
+    assert shown.exit_code == 0, shown.output
+    assert torch.__version__ in shown.output
+    assert transformers.__version__ in shown.output
+    assert all(kernel in shown.output for kernel in KERNELS)
+    assert "devices: " in shown.output
+    assert "available" in shown.output
+
+
+def test_distca_without_command_shows_help() -> None:
+    shown = CliRunner().invoke(app, [])
+
+    assert "recipes" in shown.output
+    assert "env" in shown.output

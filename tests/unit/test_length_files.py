@@ -1,0 +1,82 @@
+"""Real document lengths: equal tokens, equal work and little padding, at the sizes people train with."""
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca_hf.cost import imbalance
+from distca_hf.packing.collate import pad_rows
+from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.placement import place
+from distca_hf.packing.source import split_documents
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import key_transfers, route
+
+
+FOLDER = Path(__file__).parents[1] / "data" / "lengths"
+NAMES = ("pretrain", "prolong")
+# Micro-batches looked at per case, spread over an epoch: as many as take about half a second.
+LOOKED_AT = {2: 100, 8: 60, 64: 12}
+
+
+@cache
+def lengths_of(name: str, capacity_tokens: int) -> np.ndarray:
+    """Lengths of a file, documents longer than the capacity cut into several."""
+    lengths = np.array(json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes())), dtype=np.int64)
+    _, _, split = split_documents(lengths, capacity_tokens)
+    assert split.max() <= capacity_tokens
+    assert split.sum() == lengths.sum()
+    return split
+
+
+@pytest.mark.parametrize("tokens_per_rank", [32 * 1024, 128 * 1024])
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_hold_equal_tokens_and_compute_equal_work(name: str, num_ranks: int, tokens_per_rank: int) -> None:
+    """Work is counted from the kernel calls that the ranks make."""
+    lengths = lengths_of(name, num_ranks * tokens_per_rank)
+    epoch = EpochPacker(lengths, num_ranks * tokens_per_rank).epoch(0)
+    chosen = np.linspace(0, epoch.num_micro_batches - 1, min(LOOKED_AT[num_ranks], epoch.num_micro_batches))
+    for micro_batch in chosen.astype(int).tolist():
+        documents = lengths[epoch.micro_batch(micro_batch)]
+        plan = plan_in_place(place(documents, num_ranks))
+        transfers = key_transfers(plan)
+        work = [sum(call.pairs for call in route(plan, rank, transfers).calls) for rank in range(num_ranks)]
+
+        tokens = plan.layout.rank_tokens
+        assert tokens.max() - tokens.min() <= 1
+        assert tokens.max() <= tokens_per_rank
+        assert sum(work) == int((documents * (documents + 1) // 2).sum())
+        assert work == plan.work.tolist()
+        assert imbalance(work) <= 1.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_of_an_epoch_is_under_one_percent(name: str) -> None:
+    num_ranks, tokens_per_rank = 8, 32 * 1024
+    lengths = lengths_of(name, num_ranks * tokens_per_rank)
+    epoch = EpochPacker(lengths, num_ranks * tokens_per_rank).epoch(0)
+    rows = tokens = 0
+    for micro_batch in range(epoch.num_micro_batches):
+        layout = pad_rows(place(lengths[epoch.micro_batch(micro_batch)], num_ranks), 128, tokens_per_rank)
+        assert len(set(layout.rank_rows.tolist())) == 1
+        assert layout.rank_rows[0] <= tokens_per_rank
+        rows += int(layout.rank_rows.sum())
+        tokens += int(layout.rank_tokens.sum())
+
+    assert tokens == lengths.sum()
+    assert rows <= 1.01 * tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_are_filled(name: str) -> None:
+    """Tokens alone would need this many micro-batches; whole documents need hardly more."""
+    for num_ranks, tokens_per_rank in ((2, 32 * 1024), (8, 32 * 1024), (64, 128 * 1024)):
+        capacity = num_ranks * tokens_per_rank
+        lengths = lengths_of(name, capacity)
+
+        assert EpochPacker(lengths, capacity).num_micro_batches <= 1.002 * (-(-lengths.sum() // capacity)) + 1

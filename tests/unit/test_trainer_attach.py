@@ -1,0 +1,510 @@
+"""Attaching to an unmodified Trainer: what is refused, changed and logged, where training ends and resumes."""
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.trainer
+from accelerate import Accelerator
+from accelerate import skip_first_batches as accelerate_skip_first_batches
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+import distca_hf
+from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionError
+from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.patches.attention import attention
+from distca_hf.patches.trainer import trainer_resume
+from support.data import random_dataset
+from support.models import VOCABULARY, tiny_model
+
+
+METRICS = {
+    "distca/imbalance_before",
+    "distca/imbalance",
+    "distca/plan_ms",
+    "distca/loader_wait_ms",
+    "distca/documents_truncated",
+}
+SMALL = {"num_hidden_layers": 1}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Trainer]:
+    """Makes a Trainer of a tiny model; arguments of `TrainingArguments` by name, the rest in `trainer`."""
+
+    def make(
+        dataset: Any = "random", model: Any = None, trainer: dict[str, Any] | None = None, **arguments: Any
+    ) -> Trainer:
+        defaults: dict[str, Any] = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 4,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        return Trainer(
+            model=tiny_model(**SMALL) if model is None else model,
+            args=TrainingArguments(**defaults | arguments),
+            train_dataset=random_dataset(40) if isinstance(dataset, str) else dataset,
+            **trainer or {},
+        )
+
+    return make
+
+
+def attach(trainer: Trainer, **settings: Any) -> PlacedLoader:
+    plugin = distca_hf.DistCAPlugin(**{"tokens_per_rank": 192} | settings)
+    plugin.attach(trainer)
+    return trainer.get_train_dataloader()
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def record_batches(trainer: Trainer) -> list[dict[str, Any]]:
+    """Arguments of every forward pass in training, as they reach the model."""
+    seen: list[dict[str, Any]] = []
+
+    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            seen.append(kwargs)
+
+    trainer.model.register_forward_pre_hook(record, with_kwargs=True)
+    return seen
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[MASK]", "[UNK]"])}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]"
+    )
+
+
+def model_that_takes_no_count() -> torch.nn.Module:
+    """A model that Trainer does not give the number of labels."""
+    model = tiny_model(**SMALL)
+    model.accepts_loss_kwargs = False
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "label smoothing": (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    "own loss": (
+        lambda: {"trainer": {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}},
+        "compute_loss_func",
+    ),
+    "batch size search": (lambda: {"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "grouping by length": (
+        lambda: {"train_sampling_strategy": "group_by_length"},
+        "train_sampling_strategy='group_by_length'",
+    ),
+    "masking collator": (
+        lambda: {"trainer": {"data_collator": DataCollatorForLanguageModeling(tokenizer(), mlm=True)}},
+        r"masks tokens \(mlm\)",
+    ),
+    "no dataset": (lambda: {"dataset": None}, "no train_dataset"),
+    "model that takes no count": (
+        lambda: {"model": model_that_takes_no_count()},
+        "LlamaForCausalLM takes no num_items_in_batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_setting_that_would_make_the_loss_wrong_is_refused_by_name(name: str, make: Callable[..., Trainer]) -> None:
+    arguments, told = REFUSED[name]
+    trainer = make(**arguments())
+    with pytest.raises(ConfigError, match=f"this Trainer cannot be attached to: .*{told}"):
+        attach(trainer)
+
+    assert "get_train_dataloader" not in vars(trainer), "a refused Trainer must be left as it was"
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_data_parallelism_in_one_process_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match="DataParallel over 2 GPUs in one process"):
+        attach(trainer)
+
+
+@pytest.mark.parametrize("kind", ["cp", "sp", "tp"])
+def test_ranks_that_share_documents_already_are_refused(kind: str, make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    setattr(trainer, f"get_{kind}_size", lambda: 2)
+    with pytest.raises(ConfigError, match=f"{kind}_size=2"):
+        attach(trainer)
+
+
+def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.5.*auto_find_batch_size"):
+        attach(make(label_smoothing_factor=0.5, auto_find_batch_size=True))
+
+
+def test_model_and_dataset_are_checked_too(make: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigError, match="attn_implementation='sdpa'"):
+        attach(make(model=tiny_model(implementation="sdpa", **SMALL)))
+    with pytest.raises(UnsupportedAttentionError, match=r"attention dropout 0\.3"):
+        attach(make(model=tiny_model(attention_dropout=0.3, **SMALL)))
+    with pytest.raises(PackingError, match="193 tokens"):
+        attach(make(Dataset.from_dict({"input_ids": [[1] * 193]})))
+
+
+def test_padding_collators_that_trainer_itself_chooses_are_accepted(make: Callable[..., Trainer]) -> None:
+    collators = [
+        default_data_collator,
+        DataCollatorWithPadding(tokenizer()),
+        DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    ]
+    for collator in collators:
+        attach(make(trainer={"data_collator": collator}))
+
+
+def test_collator_of_the_users_own_is_not_ignored_without_a_word(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would have chosen what is learnt."""
+
+    def learn_only_long_rows(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        raise AssertionError("not called")
+
+    trainer = make(trainer={"data_collator": learn_only_long_rows})
+    try:
+        attach(trainer)
+    except ConfigError as error:
+        caplog.handler.emit(logging.makeLogRecord({"msg": str(error)}))
+
+    assert "collator" in caplog.text
+
+
+def test_counting_labels_over_all_ranks_is_switched_on_with_a_warning(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(average_tokens_across_devices=False)
+    attach(trainer)
+
+    assert trainer.args.average_tokens_across_devices
+    assert "average_tokens_across_devices is switched on" in caplog.text
+
+
+def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
+    attach(make())
+    assert "per_device_train_batch_size" not in caplog.text
+
+    trainer = make(per_device_train_batch_size=8)
+    attach(trainer)
+    assert "per_device_train_batch_size=8 has no effect: a micro-batch is up to 192 tokens" in caplog.text
+    assert trainer.args.train_batch_size == 1
+
+
+def test_loader_is_the_trainers_and_goes_through_accelerate_untouched(make: Callable[..., Trainer]) -> None:
+    trainer = make(seed=11, data_seed=5)
+    loader = attach(trainer)
+
+    assert isinstance(loader, PlacedLoader)
+    assert trainer.get_train_dataloader() is loader
+    assert trainer.accelerator.prepare(loader) is loader
+    assert Accelerator(cpu=True).prepare(loader) is loader
+    assert loader.state_dict()["seed"] == 5
+    assert loader.dataset is trainer.train_dataset
+    assert Trainer.get_train_dataloader is type(trainer).get_train_dataloader
+
+
+class WhatReportersSee(TrainerCallback):
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_metrics_are_in_the_history_and_reach_the_reporters(make: Callable[..., Trainer]) -> None:
+    reporter = WhatReportersSee()
+    trainer = make(trainer={"callbacks": [reporter]}, logging_steps=2)
+    loader = attach(trainer)
+    trainer.train()
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+
+    assert [log["step"] for log in steps] == [2, 4]
+    assert [{name for name in log if name.startswith("distca/")} for log in steps] == [METRICS, METRICS]
+    assert [{name for name in log if name.startswith("distca/")} for log in reporter.logs] == [METRICS, METRICS, set()]
+    assert all(log["distca/imbalance"] == log["distca/imbalance_before"] == 1.0 for log in steps)
+    assert all(log["distca/plan_ms"] > 0 for log in steps)
+    assert sum(2 * log["distca/plan_ms"] for log in steps) == pytest.approx(1e3 * loader.times.plan_seconds)
+
+
+def test_metrics_report_truncated_documents(make: Callable[..., Trainer]) -> None:
+    trainer = make(Dataset.from_dict({"input_ids": [[1] * 300, [2] * 20, [3] * 200]}), max_steps=1)
+    attach(trainer, overlong="truncate")
+    trainer.train()
+
+    assert trainer.state.log_history[0]["distca/documents_truncated"] == 2.0
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("end", [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 2}])
+def test_training_ends_where_it_should(make: Callable[..., Trainer], accumulation: int, end: dict[str, int]) -> None:
+    trainer = make(gradient_accumulation_steps=accumulation, **end)
+    loader, seen = attach(trainer), record_batches(trainer)
+    per_epoch = -(-len(loader) // accumulation)
+    steps = end["max_steps"] if end["max_steps"] > 0 else 2 * per_epoch
+    trainer.train()
+
+    assert len(loader) % 3, "an epoch must end with a short window"
+    assert trainer.state.global_step == trainer.state.max_steps == steps == len(losses(trainer))
+    epochs, rest = divmod(steps, per_epoch)
+    assert len(seen) == epochs * len(loader) + rest * accumulation
+    assert trainer.state.epoch == pytest.approx(epochs + rest * accumulation / len(loader))
+
+
+def test_micro_batches_are_those_of_the_loader_epoch_after_epoch(make: Callable[..., Trainer]) -> None:
+    dataset = random_dataset(20)
+    trainer = make(dataset, max_steps=-1, num_train_epochs=3, seed=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    loader = distca_hf.DistCAPlugin(tokens_per_rank=192).dataloader(dataset, seed=3)
+    expected = [batch["input_ids"] for _ in range(3) for batch in loader]
+
+    assert all(torch.equal(kwargs["input_ids"], ids) for kwargs, ids in zip(seen, expected, strict=True))
+
+
+def test_training_again_begins_with_the_first_epoch(make: Callable[..., Trainer]) -> None:
+    trainer = make(max_steps=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    trainer.train()
+
+    assert [
+        torch.equal(left["input_ids"], right["input_ids"]) for left, right in zip(seen, seen[3:], strict=False)
+    ] == [True] * 3
+
+
+def test_progress_bar_counts_the_optimizer_steps(make: Callable[..., Trainer]) -> None:
+    totals = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (progress,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
+            totals.append(progress.training_bar.total)
+
+    trainer = make(
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        disable_tqdm=False,
+        trainer={"callbacks": [Look()]},
+    )
+    loader = attach(trainer)
+    trainer.train()
+
+    assert totals == [2 * -(-len(loader) // 2)] * len(totals)
+    assert len(totals) == totals[0]
+
+
+def uneven_labels() -> Dataset:
+    """Documents of which some are learnt wholly, some in part and some not at all."""
+    dataset = random_dataset(60)
+    masks = [[int(at % 5 >= row % 6) for at in range(len(ids))] for row, ids in enumerate(dataset["input_ids"])]
+    return dataset.add_column("completion_mask", masks)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_label_of_a_window_counts_once(make: Callable[..., Trainer], accumulation: int) -> None:
+    trainer = make(uneven_labels(), gradient_accumulation_steps=accumulation, max_steps=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    labels = [int((kwargs["shift_labels"] != -100).sum()) for kwargs in seen]
+    windows = [labels[at : at + accumulation] for at in range(0, len(labels), accumulation)]
+
+    assert len(set(labels)) > 1
+    assert [int(kwargs["num_items_in_batch"]) for kwargs in seen] == [
+        sum(window) for window in windows for _ in range(accumulation)
+    ]
+
+
+def test_loss_of_a_window_is_the_mean_over_its_labels(make: Callable[..., Trainer]) -> None:
+    trainer = make(uneven_labels(), gradient_accumulation_steps=3, max_steps=1)
+    loader = attach(trainer)
+    model = copy.deepcopy(trainer.model).eval()
+    model.set_attn_implementation("sdpa")
+    total, labels = 0.0, 0
+    for at in range(3):
+        for document in loader.documents(0, at):
+            count = int((document.shift_labels != -100).sum())
+            ids, targets = (torch.from_numpy(x)[None] for x in (document.input_ids, document.labels))
+            if count:
+                total += model(input_ids=ids, labels=targets, num_items_in_batch=1, use_cache=False).loss.item()
+            labels += count
+    trainer.train()
+
+    assert losses(trainer) == pytest.approx([total / labels], rel=1e-5)
+
+
+def test_evaluation_during_training_is_the_trainers_own(make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]]})
+    rows = rows.add_column("labels", rows["input_ids"])
+    trainer = make(
+        trainer={"eval_dataset": rows}, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, max_steps=2
+    )
+    attach(trainer)
+    trainer.train()
+    (evaluated,) = (log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
+    plain = tiny_model(implementation="sdpa", **SMALL).eval()
+    plain.load_state_dict(trainer.model.state_dict())
+    ids = torch.tensor(rows["input_ids"])
+    batches = [plain(ids[:2], labels=ids[:2]).loss.item()] * 2 + [plain(ids[2:], labels=ids[2:]).loss.item()]
+
+    assert evaluated == pytest.approx(sum(batches) / 3, rel=1e-4)
+
+
+# Optimizer steps after the end of the first epoch.
+PLACES = {"in the first epoch": -1, "at the end of an epoch": 0, "in a later epoch": 1}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_resumed_run_has_the_losses_of_the_uninterrupted_one(
+    make: Callable[..., Trainer], tmp_path: Path, place: str, accumulation: int
+) -> None:
+    dataset = random_dataset(16, lengths=(60, 100, 150))
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": -1, "num_train_epochs": 3}
+    whole = make(dataset, save_strategy="steps", save_steps=1, **settings)
+    loader = attach(whole)
+    whole.train()
+    per_epoch = -(-len(loader) // accumulation)
+    step = per_epoch + PLACES[place]
+    assert per_epoch > 2
+
+    resumed = make(dataset, **settings)
+    attach(resumed)
+    seen = record_batches(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+
+    assert resumed.state.global_step == whole.state.global_step == 3 * per_epoch
+    assert seen, "the resumed run must have trained"
+    assert losses(resumed) == losses(whole)
+    for (name, left), right in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
+    make: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainer counts steps: with micro-batches of another size the same step is another place in the data."""
+    whole = make(save_strategy="steps", save_steps=1, max_steps=3)
+    attach(whole)
+    whole.train()
+    resumed = make(max_steps=5)
+    attach(resumed, tokens_per_rank=400)
+    caplog.clear()
+    try:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    except ConfigError as error:
+        caplog.handler.emit(logging.makeLogRecord({"msg": str(error)}))
+
+    assert "tokens_per_rank" in caplog.text or "capacity_tokens" in caplog.text
+
+
+READ_WITHOUT_DISTCA = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+assert "distca_hf" not in sys.modules
+torch.save(model(torch.arange(3, 40)[None]).logits.detach(), sys.argv[2])
+print(model.config._attn_implementation)
+"""
+
+
+def test_saved_model_opens_where_distca_is_not(make: Callable[..., Trainer], tmp_path: Path) -> None:
+    trainer = make(max_steps=2)
+    attach(trainer)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    done = subprocess.run(
+        [sys.executable, "-c", READ_WITHOUT_DISTCA, str(tmp_path / "model"), str(tmp_path / "logits.pt")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["sdpa"]
+    assert "distca" not in (tmp_path / "model" / "config.json").read_text()
+    logits = trainer.model.eval()(torch.arange(3, 40)[None]).logits
+    assert (torch.load(tmp_path / "logits.pt") - logits).abs().max().item() <= 1e-5
+    assert logits.shape[-1] == VOCABULARY
+
+
+def test_resume_patch_is_applied_by_attach_and_can_be_undone(make: Callable[..., Trainer]) -> None:
+    trainer_resume.revert()
+    assert transformers.trainer.skip_first_batches is accelerate_skip_first_batches
+    attach(make())
+    ours = transformers.trainer.skip_first_batches
+    assert ours is not accelerate_skip_first_batches
+
+    trainer_resume.apply()
+    assert transformers.trainer.skip_first_batches is ours, "applied twice, undone once"
+    trainer_resume.revert()
+    assert transformers.trainer.skip_first_batches is accelerate_skip_first_batches
+
+
+def test_resume_patch_leaves_other_loaders_to_accelerate(make: Callable[..., Trainer]) -> None:
+    trainer_resume.apply()
+    loader = attach(make())
+    skipped = transformers.trainer.skip_first_batches(DataLoader([1, 2, 3], batch_size=1), 2)
+
+    assert [batch.tolist() for batch in skipped] == [[3]]
+    assert transformers.trainer.skip_first_batches(loader, 2) is loader
+    assert len(list(loader)) == len(loader) - 2
+
+
+def test_attention_patch_registers_attention_and_mask_and_can_be_undone() -> None:
+    try:
+        attention.revert()
+        assert "distca" not in AttentionInterface()
+        assert "distca" not in AttentionMaskInterface()
+        with pytest.raises(ValueError, match="distca"):
+            tiny_model()
+        attention.revert()
+    finally:
+        attention.apply()
+    assert "distca" in AttentionInterface()
+    assert "distca" in AttentionMaskInterface()
+
+
+@pytest.mark.parametrize("patch", [trainer_resume, attention], ids=lambda patch: patch.name)
+def test_patch_says_what_it_changes_and_why(patch: Any) -> None:
+    assert patch.upstream.startswith("transformers.")
+    assert patch.reason
+    assert patch.tested == tuple(sorted(patch.tested, key=lambda version: [int(part) for part in version.split(".")]))
