@@ -17,14 +17,16 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
-from support.commands import REPOSITORY, SCRIPTS, run_command
-from support.data import random_dataset
-from support.models import tiny_config
 from transformers import HfArgumentParser, TrainingArguments
 
 from distca_hf import run
 from distca_hf.integrations.launch import Recipe, find_recipe
+from support.commands import REPOSITORY, SCRIPTS, run_command
+from support.data import random_dataset
+from support.models import tiny_config
 
+
+pytestmark = pytest.mark.timeout(300)  # starting a process costs seconds: each imports torch and Transformers
 
 RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
 ACCELERATE_RECIPES = sorted(REPOSITORY.glob("recipes/accelerate/*.yaml"))
@@ -166,10 +168,11 @@ def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
     _, script, rest = run._parse(launch_command_of(path).training_script_args)
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
     module = importlib.import_module(script.stem)
-    kinds: Any = module.Arguments
     if script.stem == "train_causal_lm":
-        kinds = (module.ScriptArguments, TrainingArguments)
+        kinds: Any = (module.ScriptArguments, TrainingArguments)
         rest += ["--use_cpu", "True", "--output_dir", str(tmp_path)]
+    else:
+        kinds = module.Arguments
     HfArgumentParser(kinds).parse_args_into_dataclasses([*recipe.script, *rest])
 
     assert recipe.plugin["tokens_per_rank"] > 0

@@ -142,6 +142,14 @@ def test_when_an_order_needs_more_micro_batches_the_first_groups_come_in_a_new_o
     assert kept
 
 
+def test_order_that_fits_into_fewer_micro_batches_is_spread_over_all_of_them() -> None:
+    packer = EpochPacker(lengths_of([2, 5, 6, 5]), 10, seed=2)
+    first, second = (micro_batches(packer.epoch(number)) for number in (0, 1))
+
+    assert len(first) == len(second) == 3
+    assert {frozenset(documents) for documents in first} != {frozenset(documents) for documents in second}
+
+
 def test_unshuffled_documents_come_in_order_where_nothing_is_moved() -> None:
     packer = EpochPacker(lengths_of([25] * 40), 100, shuffle=False)
 

@@ -80,3 +80,17 @@ def test_micro_batches_are_filled(name: str) -> None:
         lengths = lengths_of(name, capacity)
 
         assert EpochPacker(lengths, capacity).num_micro_batches <= 1.002 * (-(-lengths.sum() // capacity)) + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_ranks", "tokens_per_rank"), [(1, 128 * 1024), (2, 32 * 1024), (8, 32 * 1024)])
+def test_micro_batches_hold_nearly_equal_tokens(name: str, num_ranks: int, tokens_per_rank: int) -> None:
+    """Also the last ones of an epoch, for which few documents are left to choose from."""
+    lengths = lengths_of(name, num_ranks * tokens_per_rank)
+    packer = EpochPacker(lengths, num_ranks * tokens_per_rank)
+    for number in (0, 1):
+        epoch = packer.epoch(number)
+        tokens = np.add.reduceat(lengths[epoch.documents], epoch.offsets[:-1])
+
+        assert tokens.min() >= 0.8 * tokens.mean()
+        assert np.quantile(tokens, 0.05) >= 0.98 * tokens.mean()

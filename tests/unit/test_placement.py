@@ -223,7 +223,8 @@ def test_layout_does_not_depend_on_the_process() -> None:
     program = (
         "import random; from distca_hf.packing.placement import place; rng = random.Random(9)\n"
         "for ranks in (2, 7, 64):\n"
-        "    layout = place([int(rng.lognormvariate(7, 1.5)) + 1 for _ in range(300)], ranks)\n"
+        "    lengths = [rng.choice([64, 500, 500, 9000, int(rng.lognormvariate(7, 1.5)) + 1]) for _ in range(300)]\n"
+        "    layout = place(lengths, ranks)\n"
         "    print([layout.segment_document.tolist(), layout.segment_start.tolist(), layout.segment_stop.tolist(),"
         " layout.rank_segments.tolist(), layout.rank_rows.tolist()])"
     )

@@ -1,0 +1,87 @@
+"""The operator under activation checkpointing and `torch.compile`: same numbers, and saved attention runs once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import distca_hf
+from support.data import random_dataset
+from support.models import tiny_model
+
+
+NUM_LAYERS = 3
+TOKENS = 192
+
+
+def _save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _plain(model: nn.Module) -> None:
+    pass
+
+
+def _non_reentrant(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _reentrant(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def _selective(model: nn.Module) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _save_attention)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
+def _steps(checkpoint: Callable[[nn.Module], None], compiled: bool, received_kv: str = "refetch") -> tuple[list, list]:
+    """Losses with gradient norms, and forward calls of attention, of three steps."""
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, received_kv=received_kv)
+    distca_hf.enable(model, plugin)
+    checkpoint(model)
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    numbers, calls = [], []
+    for _, batch in zip(range(3), plugin.dataloader(random_dataset()), strict=False):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        numbers.append((loss.item(), norm.item()))
+        calls.append((batch["distca_plan"].forward_calls, batch["distca_plan"].backward_calls))
+    return numbers, calls
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[float, float]]:
+    return _steps(_plain, compiled=False)[0]
+
+
+@pytest.mark.parametrize("received_kv", ["refetch", "keep"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("checkpoint", "forward_calls"),
+    [(_plain, NUM_LAYERS), (_non_reentrant, 2 * NUM_LAYERS), (_reentrant, 2 * NUM_LAYERS), (_selective, NUM_LAYERS)],
+    ids=["plain", "non_reentrant", "reentrant", "selective"],
+)
+def test_numbers_are_equal_and_saved_attention_runs_once(
+    checkpoint: Callable[[nn.Module], None],
+    forward_calls: int,
+    compiled: bool,
+    received_kv: str,
+    expected: list[tuple[float, float]],
+) -> None:
+    torch._dynamo.reset()
+    numbers, calls = _steps(checkpoint, compiled, received_kv)
+
+    for (loss, norm), (expected_loss, expected_norm) in zip(numbers, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=1e-6)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert calls == [(forward_calls, NUM_LAYERS)] * 3

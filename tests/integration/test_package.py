@@ -1,0 +1,154 @@
+"""The wheel: two top-level folders are installed inside the package, and everything is found from there."""
+
+import configparser
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from distca_hf.integrations.launch import shipped_recipes
+from support.commands import REPOSITORY, run_command
+
+
+# Folders of the checkout, by the place they are installed to.
+INSTALLED = {"distca_hf": "distca_hf", "distca_hf/patches": "patches", "distca_hf/recipes": "recipes"}
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def shipped_files() -> dict[str, Path]:
+    """Files that must be in the wheel, by their place in it."""
+    files = {}
+    for place, folder in INSTALLED.items():
+        for path in (REPOSITORY / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".typed") and "__pycache__" not in path.parts:
+                files[f"{place}/{path.relative_to(REPOSITORY / folder).as_posix()}"] = path
+    return files
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy: building writes into the folder it builds from."""
+    copy, wheels = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheels")
+    listed = run_command(["git", "ls-files", "--cached", "--others", "--exclude-standard", *INSTALLED.values(), ":/*"])
+    folders = {*INSTALLED.values(), "tests"}
+    for name in listed.splitlines():
+        path = REPOSITORY / name
+        if path.is_file() and (path.parent == REPOSITORY or Path(name).parts[0] in folders):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy / name)
+    run_command([*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, "."], cwd=copy)
+    (built,) = wheels.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the installed wheel and nothing else."""
+    target = tmp_path_factory.mktemp("site")
+    run_command([*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel])
+    return target
+
+
+def run_installed(site: Path, folder: Path, program: str, *arguments: str) -> str:
+    """What a program prints that sees the installed wheel, far from the checkout."""
+    return run_command([sys.executable, "-c", program, *arguments], cwd=folder, PYTHONPATH=str(site))
+
+
+def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    contents = {name for name in names if ".dist-info/" not in name}
+
+    assert contents == set(shipped_files())
+    assert {
+        "distca_hf/py.typed",
+        "distca_hf/patches/trainer.py",
+        "distca_hf/recipes/train/quickstart.yaml",
+    } <= contents
+    assert {name.split("/")[0] for name in names} == {"distca_hf", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}
+
+
+def test_files_in_the_wheel_are_those_of_the_checkout(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+
+    assert [name for name, path in shipped_files().items() if archive.read(name) != path.read_bytes()] == []
+
+
+def test_wheel_says_what_the_project_says(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    metadata, entry_points = (
+        next(archive.read(name).decode() for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
+        for file in ("METADATA", "entry_points.txt")
+    )
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+    assert "distca = distca_hf.cli:main" in entry_points
+    assert wheel.name.startswith("distca_hf-") and wheel.name.endswith("-py3-none-any.whl")
+    assert all(f"Provides-Extra: {extra}" in metadata for extra in project["optional-dependencies"])
+    assert metadata.count("Requires-Dist: ") == sum(
+        len(names) for names in (project["dependencies"], *project["optional-dependencies"].values())
+    )
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
+
+
+def test_list_of_packages_is_that_of_the_tree() -> None:
+    config = configparser.ConfigParser()
+    config.read(REPOSITORY / "setup.cfg")
+    listed = config["options"]["packages"].split()
+    folders = {str(Path(name).parent).replace("/", ".") for name in shipped_files()}
+
+    assert listed == sorted(listed)
+    assert set(listed) == folders
+
+
+def test_patches_are_no_top_level_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import patches"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "ImportError: this folder is installed as distca_hf.patches" in done.stderr
+
+
+def test_installed_package_finds_its_recipes(site: Path, tmp_path: Path) -> None:
+    program = """
+import distca_hf
+from distca_hf.integrations.launch import Recipe, find_recipe, recipes_folder, shipped_recipes
+print(distca_hf.__file__)
+print(recipes_folder())
+print(*shipped_recipes())
+print(Recipe.read(find_recipe("quickstart")).plugin["overlong"])
+"""
+    where, recipes, names, overlong = run_installed(site, tmp_path, program).splitlines()
+
+    assert where == str(site / "distca_hf" / "__init__.py")
+    assert recipes == str(site / "distca_hf" / "recipes")
+    assert names.split() == shipped_recipes()
+    assert overlong == "split"
+
+
+def test_installed_command_prints_the_path_of_a_recipe(site: Path, tmp_path: Path) -> None:
+    printed = run_installed(site, tmp_path, "from distca_hf.cli import main; main()", "recipes", "cpu_2proc")
+
+    assert printed.strip() == str(site / "distca_hf" / "recipes" / "accelerate" / "cpu_2proc.yaml")
+
+
+def test_installed_package_registers_with_its_own_patches(site: Path, tmp_path: Path) -> None:
+    program = """
+import distca_hf, transformers
+print("distca" in transformers.AttentionInterface(), distca_hf.DistCAPlugin().tokens_per_rank)
+import distca_hf.patches.trainer as patch
+print(patch.__file__)
+"""
+    registered, patch = run_installed(site, tmp_path, program).splitlines()
+
+    assert registered == "True 8192"
+    assert patch == str(site / "distca_hf" / "patches" / "trainer.py")
