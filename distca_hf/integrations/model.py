@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.groups import default_device
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.model_check import attention_layers, check_model, forward_accepts, transformers_model
@@ -40,7 +41,7 @@ def enable(model: nn.Module, config: DistCAConfig, longest_document_tokens: int 
         ConfigError: the model was not loaded for distca.
     """
     longest = longest_document_tokens if longest_document_tokens is not None else config.tokens_per_rank
-    check_model(model, longest)
+    check_model(model, longest, config.kernel, default_device())
     if not hasattr(model, WATCH):
         setattr(model, WATCH, ForwardWatch(model))
     return model

@@ -14,10 +14,14 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.interface import Job
 
 
 IMPLEMENTATION = "distca"
@@ -52,12 +56,18 @@ def forward_accepts(model: nn.Module, keyword: str) -> bool:
     return keyword in inspect.signature(model.forward).parameters
 
 
-def check_model(model: nn.Module, longest_document_tokens: int) -> None:
+def check_model(
+    model: nn.Module,
+    longest_document_tokens: int,
+    kernel: KernelName = "auto",
+    device: torch.device | str = "cpu",
+) -> None:
     """Accepts a model, or says why not.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
         longest_document_tokens: sliding windows at least this long change nothing.
+        kernel: the kernel to use, on `device`.
 
     Raises:
         ConfigError: the model was loaded with another attention implementation.
@@ -76,6 +86,7 @@ def check_model(model: nn.Module, longest_document_tokens: int) -> None:
         *_token_mixers(inner, config),
         *_attention_settings(inner, config, longest_document_tokens),
         *_loss(inner),
+        *_kernel(config, inner.dtype, kernel, torch.device(device)),
     ]
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: " + "; ".join(reasons))
@@ -153,6 +164,27 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
             f"({type(model).__name__}.forward does not pass its keywords on to the loss)"
         )
+
+
+def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.device) -> Iterator[str]:
+    """Why no kernel can do the model's heads. On a GPU weights in fp32 are taken to be computed with in bf16."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention: keys carry two parts
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    job = Job(
+        device_type=device.type,
+        compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
+        dtype=torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=head_dim,
+        value_dim=getattr(config, "v_head_dim", None) or head_dim,
+    )
+    try:
+        choose_kernel(kernel, job)
+    except UnsupportedAttentionError as error:
+        yield str(error)
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,169 @@
+"""Agreement, roll call and transports among ranks that are threads."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from distca_hf.comm.agreement import WIDTH, Agreement, Occasion
+from distca_hf.comm.groups import open_transport
+from distca_hf.comm.rollcall import RollCall
+from distca_hf.comm.transport import REMEMBERED_EXCHANGES, LocalTransport
+from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
+from distca_hf.testing.faults import Fault, FaultTransport, fail, stall
+from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+
+
+def _agree(transport: LoopbackTransport, **changes: int) -> dict[str, list[int]]:
+    facts = {"fingerprint": 5, "settings": 7} | changes
+    told = {"label_tokens": 10 * (transport.rank + 1)}
+    return Agreement.start(transport, Occasion.TAKE, 3, facts, told).wait()
+
+
+def test_equal_facts_agree_and_what_is_told_arrives() -> None:
+    assert run_ranks(3, _agree) == [{"label_tokens": [10, 20, 30]}] * 3
+
+
+@pytest.mark.parametrize("fact", ["fingerprint", "settings"])
+def test_every_rank_names_the_fact_its_values_and_ranks(fact: str) -> None:
+    def body(transport: LoopbackTransport) -> str:
+        with pytest.raises(PlanMismatchError) as caught:
+            _agree(transport, **({fact: 99} if transport.rank == 2 else {}))
+        return str(caught.value)
+
+    usual = {"fingerprint": 5, "settings": 7}[fact]
+    for rank, message in enumerate(run_ranks(4, body)):
+        assert f"rank {rank}, micro-batch 3" in message
+        assert f"{fact} is {usual} on rank 0, 1, 3, 99 on rank 2" in message
+
+
+def test_ranks_at_different_places_meet_in_an_error() -> None:
+    def body(transport: LoopbackTransport) -> str:
+        occasion, facts = (Occasion.FORWARD, {"gradients": 1}) if transport.rank else (Occasion.TAKE, {"settings": 7})
+        with pytest.raises(PlanMismatchError) as caught:
+            Agreement.start(transport, occasion, transport.rank, facts, {}).wait()
+        return str(caught.value)
+
+    for message in run_ranks(2, body):
+        assert "what they do is take micro-batch 0 on rank 0, forward micro-batch 1 on rank 1" in message
+
+
+def test_a_rank_that_is_unable_is_named() -> None:
+    def body(transport: LoopbackTransport) -> str:
+        occasion = Occasion.UNABLE if transport.rank == 1 else Occasion.TAKE
+        with pytest.raises(PeerLostError) as caught:
+            Agreement.start(transport, occasion, 0, {}, {}).wait()
+        return str(caught.value)
+
+    assert all("rank 1 could not prepare its part" in message for message in run_ranks(3, body))
+
+
+def test_all_agreements_are_equally_wide() -> None:
+    widths = []
+
+    class Counting(LocalTransport):
+        def gather(self, values, where):
+            widths.append(len(values))
+            return super().gather(values, where)
+
+    transport = Counting()
+    Agreement.start(transport, Occasion.TAKE, 0, {"a": 1, "b": 2, "c": 3}, {"d": 4}).wait()
+    Agreement.start(transport, Occasion.UNABLE, 0, {}, {}).gather.wait()
+    assert widths == [WIDTH, WIDTH]
+
+
+def test_roll_call_tells_who_left_who_is_silent_and_nothing_about_who_answers() -> None:
+    store = HashStore()
+    calls = [RollCall(store, rank, 4, patience_seconds=0.5) for rank in range(4)]
+    calls[1].leave("ValueError: no tokens left")
+    answering = threading.Thread(target=calls[2].missing)
+    answering.start()
+
+    missing = calls[0].missing()
+    answering.join()
+
+    assert missing[1] == "left: ValueError: no tokens left"
+    assert "does not answer after 0.5 s" in missing[3]
+    assert set(missing) == {1, 3}
+
+
+def test_roll_call_does_not_wait_when_everybody_is_accounted_for() -> None:
+    store = HashStore()
+    calls = [RollCall(store, rank, 2, patience_seconds=30.0) for rank in range(2)]
+    calls[1].leave("RuntimeError: gone")
+    began = time.monotonic()
+
+    assert list(calls[0].missing()) == [1]
+    assert time.monotonic() - began < 5.0
+
+
+def test_roll_call_without_a_store_says_so() -> None:
+    class GoneStore(HashStore):
+        def set(self, key, value):
+            raise RuntimeError("Broken pipe")
+
+    call = RollCall(HashStore(), 1, 2)
+    call._store = GoneStore()
+    call.leave("anything")
+
+    assert "store is gone (Broken pipe)" in call.missing()[0]
+
+
+def test_one_rank_sends_to_itself() -> None:
+    transport = LocalTransport()
+    rows = torch.arange(6.0).reshape(3, 2)
+
+    assert torch.equal(transport.exchange(rows, [3], [3], "here").wait(), rows)
+    assert transport.gather([1, 2], "here").wait() == [[1, 2]]
+    assert (transport.traffic.exchanges, transport.traffic.bytes_sent) == (1, 0)
+
+
+def test_traffic_counts_bytes_to_others_and_remembers_the_last_exchanges() -> None:
+    def body(transport: LoopbackTransport) -> tuple[int, int, list[str]]:
+        for number in range(REMEMBERED_EXCHANGES + 5):
+            rows = torch.zeros(3, 4, dtype=torch.float64)
+            transport.exchange(rows, [1, 2], [1, 1] if transport.rank == 0 else [2, 2], f"exchange {number}").wait()
+        return transport.traffic.exchanges, transport.traffic.bytes_sent, list(transport.traffic.recent)
+
+    # Rank 0 keeps one row and sends two; rank 1 sends one and keeps two.
+    (exchanges, sent, recent), (_, sent_by_1, _) = run_ranks(2, body)
+    assert exchanges == REMEMBERED_EXCHANGES + 5
+    assert (sent, sent_by_1) == (2 * 4 * 8 * exchanges, 1 * 4 * 8 * exchanges)
+    assert recent[-1] == f"exchange {exchanges - 1}"
+    assert len(recent) == REMEMBERED_EXCHANGES
+
+
+def test_faults_happen_at_their_exchange_and_the_rest_passes() -> None:
+    transport = FaultTransport(LocalTransport(), [Fault(1, fail(OSError("cable"))), Fault(2, stall(0.05))])
+    rows = torch.zeros(1, 1)
+    transport.exchange(rows, [1], [1], "first").wait()
+    with pytest.raises(OSError, match="cable"):
+        transport.exchange(rows, [1], [1], "second")
+    began = time.monotonic()
+    transport.exchange(rows, [1], [1], "third").wait()
+
+    assert time.monotonic() - began >= 0.05
+    assert transport.traffic.exchanges == 2
+
+
+def test_a_rank_that_fails_frees_the_others() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        if transport.rank == 1:
+            raise ArithmeticError("first cause")
+        transport.gather([1], "waiting").wait()
+
+    with pytest.raises(ArithmeticError, match="first cause"):
+        run_ranks(3, body)
+
+
+def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert isinstance(open_transport(torch.device("cpu"), 1.0), LocalTransport)
+
+
+def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 processes were launched"):
+        open_transport(torch.device("cpu"), 1.0)
