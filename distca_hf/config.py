@@ -96,6 +96,7 @@ class DistCAConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {smallest}")
         if not self.exchange_timeout_seconds > 0:
             raise ConfigError(f"exchange_timeout_seconds={self.exchange_timeout_seconds} must be positive")
+        self.exchange_timeout_seconds = float(self.exchange_timeout_seconds)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -121,7 +122,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")

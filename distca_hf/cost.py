@@ -25,5 +25,5 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 
 def imbalance(work: Sequence[int] | IntArray) -> float:
     """Max over mean work of the ranks: 1.0 is perfect, and what an empty batch has."""
-    total = int(sum(work))
+    total = sum(int(value) for value in work)
     return int(max(work)) * len(work) / total if total else 1.0

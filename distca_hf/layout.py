@@ -20,6 +20,7 @@ from distca_hf.errors import PackingError
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+MAX_INTEGER = 2**63 - 1
 
 
 def as_int_array(values: Any, what: str) -> IntArray:
@@ -28,13 +29,19 @@ def as_int_array(values: Any, what: str) -> IntArray:
     Raises:
         PackingError: not one-dimensional, not integers.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise PackingError(f"{what} must be a list of integers, not a nested list of unequal lengths") from error
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PackingError(
             f"{what} must be a list of integers, not an array of {array.dtype} with shape {array.shape}"
         )
+    if array.size and int(array.max()) > MAX_INTEGER:
+        at = int(np.argmax(array))
+        raise PackingError(f"{what}: entry {at} is {array[at]}, more than {MAX_INTEGER}")
     return array.astype(np.int64)
 
 
@@ -104,7 +111,8 @@ class Layout:
         Raises:
             PackingError: the segments do not cover every document exactly once.
         """
-        flat = np.array([segment for rank in segments for segment in rank], dtype=np.int64).reshape(-1, 3)
+        numbers = [number for rank in segments for segment in rank for number in segment]
+        flat = as_int_array(numbers, "segments").reshape(-1, 3)
         counts = np.array([len(rank) for rank in segments], dtype=np.int64)
         rank_segments = np.concatenate([[0], np.cumsum(counts)])
         tokens = np.array([sum(stop - start for _, start, stop in rank) for rank in segments], dtype=np.int64)
@@ -173,6 +181,16 @@ class Layout:
         Raises:
             PackingError: names the first document or rank that is wrong.
         """
+        borders, num_segments = self.rank_segments, len(self.segment_document)
+        if (
+            len(borders) != self.num_ranks + 1
+            or borders[0] != 0
+            or borders[-1] != num_segments
+            or np.any(np.diff(borders) < 0)
+        ):
+            raise PackingError(
+                f"rank_segments {borders.tolist()} do not divide {num_segments} segments among {self.num_ranks} ranks"
+            )
         outside = np.flatnonzero((self.segment_document < 0) | (self.segment_document >= self.num_documents))
         if len(outside):
             name = self.segment_document[outside[0]]

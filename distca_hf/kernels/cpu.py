@@ -30,6 +30,8 @@ class CpuKernel:
     ) -> None:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         for rows, prefix, square in _tasks(spans):
+            if rows.stop == rows.start:
+                continue
             q = _batch(q_TNH[rows])
             out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, True, scale=scale)
             if prefix.stop > prefix.start:
@@ -55,6 +57,9 @@ class CpuKernel:
     ) -> None:
         derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         for rows, prefix, square in _tasks(spans):
+            if rows.stop == rows.start:  # keys that nobody asks for
+                dk_SGH[prefix], dv_SGV[prefix] = 0, 0
+                continue
             # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
             dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])
             lse = lse_NT[:, rows].unsqueeze(0).contiguous()
@@ -71,16 +76,12 @@ class CpuKernel:
 
 
 def _tasks(spans: Spans) -> Iterator[tuple[slice, slice, slice]]:
-    """Query rows, key rows before the causal square, and key rows of the square; empty tasks are left out."""
+    """Query rows, key rows before the causal square, and key rows of the square."""
     for task in range(len(spans.queries) - 1):
         start, stop = spans.queries[task], spans.queries[task + 1]
         key_start, key_stop = spans.keys[task], spans.keys[task + 1]
-        if stop > start:
-            yield (
-                slice(start, stop),
-                slice(key_start, key_stop - (stop - start)),
-                slice(key_stop - (stop - start), key_stop),
-            )
+        border = key_stop - (stop - start)
+        yield slice(start, stop), slice(key_start, border), slice(border, key_stop)
 
 
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:

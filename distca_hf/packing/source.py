@@ -7,10 +7,9 @@ documents that fit.
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,74 +19,13 @@ from distca_hf.config import OverlongPolicy
 from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import check_document_tokens
+from distca_hf.packing.columns import MASK_COLUMNS, open_columns, read_column
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
 
 IGNORED_LABEL = -100
-MASK_COLUMNS = ("completion_mask", "assistant_masks")
-
-
-class Column(Protocol):
-    """One column of token lists."""
-
-    def read(self, row: int, start: int, stop: int) -> IntArray:
-        """Values [start, stop) of a row, as int64."""
-        ...
-
-
-class ArrowColumn:
-    """A list column read straight from Arrow memory (usually a memory-mapped file).
-
-    Raises:
-        PackingError: the column is not a list of integers per row.
-    """
-
-    def __init__(self, name: str, column: pa.ChunkedArray, row_of: IntArray | None) -> None:
-        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        if not any(check(column.type) for check in is_list) or not (
-            pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
-        ):
-            raise PackingError(f"column {name!r} must hold a list of integers per row, not {column.type}")
-        self._name = name
-        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._row_of = row_of
-        self._first_row = np.cumsum([0] + [len(chunk) for chunk in self._chunks])
-
-    @cached_property
-    def lengths(self) -> IntArray:
-        """`[rows]` list lengths, from the offsets alone; a missing list counts 0."""
-        counted = [pc.list_value_length(chunk).fill_null(0).to_numpy() for chunk in self._chunks]
-        lengths = np.concatenate(counted).astype(np.int64) if counted else np.zeros(0, dtype=np.int64)
-        return lengths if self._row_of is None else lengths[self._row_of]
-
-    def read(self, row: int, start: int, stop: int) -> IntArray:
-        stored = row if self._row_of is None else int(self._row_of[row])
-        chunk = int(np.searchsorted(self._first_row, stored, side="right")) - 1
-        values = self._chunks[chunk][stored - int(self._first_row[chunk])].values[start:stop]
-        if values.null_count:
-            raise PackingError(
-                f"row {row}: column {self._name!r} has missing values between tokens {start} and {stop}"
-            )
-        return values.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-class ItemColumn:
-    """A column of a dataset that makes its rows on access (`set_transform`): the whole row is made for each read."""
-
-    def __init__(self, name: str, dataset: Any) -> None:
-        self._name = name
-        self._dataset = dataset
-
-    def read(self, row: int, start: int, stop: int) -> IntArray:
-        values = np.asarray(self._dataset[row][self._name])
-        if values.ndim != 1 or values.dtype.kind not in "iub" or len(values) < stop:
-            raise PackingError(
-                f"row {row}: column {self._name!r} gave an array of {values.dtype} with shape {values.shape}; "
-                f"at least {stop} integers were announced"
-            )
-        return values[start:stop].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -120,11 +58,8 @@ class DocumentSource:
 
     def __init__(self, dataset: Any, capacity_tokens: int, overlong: OverlongPolicy = "error") -> None:
         check_map_style(dataset)
-        columns = _open_columns(dataset)
-        self._columns = columns
-        self._masks = [name for name in MASK_COLUMNS if name in columns]
-        rows = _row_lengths(dataset, columns)
-        _check_equal_lengths(columns, rows)
+        self._columns, rows = open_columns(dataset)
+        self._masks = [name for name in MASK_COLUMNS if name in self._columns]
         self.documents_truncated = 0
         self.tokens_truncated = 0
         self._row, self._start, self.document_tokens = self._split_rows(dataset, rows)
@@ -176,7 +111,9 @@ class DocumentSource:
                 np.zeros(len(rows), dtype=np.int64),
                 check_document_tokens(rows, "the dataset"),
             )
-        packed = _plain_column(dataset, "seq_lengths").combine_chunks()
+        packed = read_column(dataset, "seq_lengths").combine_chunks()
+        if not (pa.types.is_list(packed.type) or pa.types.is_large_list(packed.type)):
+            raise PackingError(f"column 'seq_lengths' must hold a list of document lengths per row, not {packed.type}")
         counts = pc.list_value_length(packed).fill_null(0).to_numpy().astype(np.int64)
         lengths = check_document_tokens(packed.flatten().to_numpy(zero_copy_only=False), "seq_lengths")
         row = np.repeat(np.arange(len(rows)), counts)
@@ -247,61 +184,3 @@ def check_map_style(dataset: Any) -> None:
         )
     if "input_ids" not in dataset.column_names and dataset.format["type"] != "custom":
         raise PackingError(f"the dataset has no column 'input_ids', only {dataset.column_names}; tokenise it first")
-
-
-def _open_columns(dataset: Any) -> dict[str, Column]:
-    names = ("input_ids", "labels", *MASK_COLUMNS)
-    if dataset.format["type"] == "custom":
-        made = dataset[0] if len(dataset) else {}
-        if "input_ids" not in made:
-            raise PackingError(f"the dataset's transform gives no 'input_ids', only {list(made)}")
-        return {name: ItemColumn(name, dataset) for name in names if name in made}
-    present = (name for name in names if name in dataset.column_names)
-    row_of = _row_indices(dataset)
-    return {name: ArrowColumn(name, dataset.data.column(name), row_of) for name in present}
-
-
-def _row_indices(dataset: Any) -> IntArray | None:
-    """Stored row of each row, for a dataset that was shuffled or selected from."""
-    indices = dataset._indices  # no public accessor; `flatten_indices` would copy all tokens
-    return None if indices is None else indices.column(0).to_numpy().astype(np.int64)
-
-
-def _plain_column(dataset: Any, name: str) -> pa.ChunkedArray:
-    """A column in the dataset's order."""
-    column = dataset.data.column(name)
-    indices = _row_indices(dataset)
-    return column if indices is None else column.take(pa.array(indices))
-
-
-def _row_lengths(dataset: Any, columns: dict[str, Column]) -> IntArray:
-    """Tokens of every row, from Arrow offsets or the column `length`; if both are there they must agree."""
-    tokens = columns["input_ids"]
-    announced = None
-    if "length" in dataset.column_names:
-        column = _plain_column(dataset, "length")
-        if pa.types.is_integer(column.type) and column.null_count == 0:
-            announced = column.to_numpy().astype(np.int64)
-    if isinstance(tokens, ArrowColumn):
-        if announced is not None and len(wrong := np.flatnonzero(announced != tokens.lengths)):
-            raise PackingError(
-                f"row {wrong[0]}: column 'length' says {announced[wrong[0]]}, input_ids has "
-                f"{tokens.lengths[wrong[0]]} tokens. Rename the column if it counts something else."
-            )
-        return tokens.lengths
-    if announced is None:
-        raise PackingError(
-            "the dataset makes its tokens on access (set_transform), so lengths must be in an integer column "
-            "'length'; or tokenise it once with dataset.map"
-        )
-    return announced
-
-
-def _check_equal_lengths(columns: dict[str, Column], rows: IntArray) -> None:
-    """Labels and masks must be as long as their tokens."""
-    others: Iterable[tuple[str, Column]] = ((name, column) for name, column in columns.items() if name != "input_ids")
-    for name, column in others:
-        if isinstance(column, ArrowColumn) and len(wrong := np.flatnonzero(column.lengths != rows)):
-            raise PackingError(
-                f"row {wrong[0]}: column {name!r} has {column.lengths[wrong[0]]} values for {rows[wrong[0]]} tokens"
-            )

@@ -155,7 +155,7 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
     document, start, stop = tasks.document[mine], tasks.start[mine], tasks.stop[mine]
     row = np.cumsum(stop - start) - (stop - start)
 
-    row_order = _row_order(plan, rank, document, start)
+    row_order = _row_order(plan, rank, document, start, stop)
     sent = transfers.select(transfers.source == rank)
     received = transfers.select(transfers.destination == rank)
 
@@ -192,30 +192,28 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
     )
 
 
-def _row_order(plan: Plan, rank: int, task_document: IntArray, task_start: IntArray) -> IntArray | None:
+def _row_order(
+    plan: Plan, rank: int, task_document: IntArray, task_start: IntArray, task_stop: IntArray
+) -> IntArray | None:
     """Layout row of each canonical row of `rank`; None if they are the same."""
     layout = plan.layout
     held = layout.segments_of(rank)
-    document, start = layout.segment_document[held], layout.segment_start[held]
+    document, start, stop = layout.segment_document[held], layout.segment_start[held], layout.segment_stop[held]
     tokens, row = layout.segment_tokens[held], layout.segment_row[held]
     begins = np.lexsort((task_start, task_document))
-    at = np.searchsorted(
-        _position_keys(task_document[begins], task_start[begins]), _position_keys(document, start), side="right"
+    positions = _position_keys(task_document[begins], task_start[begins])
+    at = np.searchsorted(positions, _position_keys(document, start), side="right") - 1
+    task = begins[np.maximum(at, 0)] if len(begins) else np.zeros(0, dtype=np.int64)
+    computed_here = len(task) == len(document) and bool(
+        np.all((task_document[task] == document) & (task_start[task] <= start) & (stop <= task_stop[task]))
     )
-    task = begins[np.maximum(at - 1, 0)] if len(begins) else np.zeros(0, dtype=np.int64)
-    computed_here = len(task) == len(document) and bool(np.all(task_document[task] == document))
-    if (
-        not computed_here
-        or layout.rank_tokens[rank] != (plan.tasks.stop - plan.tasks.start)[plan.tasks.server == rank].sum()
-    ):
+    if not computed_here or tokens.sum() != (task_stop - task_start).sum():
         raise PlanError(
-            f"rank {rank} holds {layout.rank_tokens[rank]} tokens but its tasks are not exactly their queries; "
-            "this routing is for plans that compute every query where it is held"
+            f"rank {rank} holds {tokens.sum()} tokens in {len(document)} segments, but its {len(task_document)} tasks "
+            "are not exactly their queries; this routing is for plans that compute every query where it is held"
         )
     order = np.lexsort((start, task))
-    rows = np.concatenate(
-        [_ranges(row[order], tokens[order]), np.arange(layout.rank_tokens[rank], layout.rank_rows[rank])]
-    )
+    rows = np.concatenate([_ranges(row[order], tokens[order]), np.arange(tokens.sum(), layout.rank_rows[rank])])
     return None if np.array_equal(rows, np.arange(len(rows))) else rows
 
 

@@ -51,6 +51,10 @@ class Tasks:
             raise PlanError(
                 f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}"
             )
+        outside = np.flatnonzero((self.document < 0) | (self.document >= layout.num_documents))
+        if len(outside):
+            name = self.document[outside[0]]
+            raise PlanError(f"task {outside[0]} is of document {name}; there are {layout.num_documents}")
         order = np.lexsort((self.start, self.document))
         document, start, stop = self.document[order], self.start[order], self.stop[order]
         first = np.ones(len(order), dtype=bool)

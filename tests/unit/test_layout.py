@@ -73,7 +73,7 @@ def test_checked_lengths_do_not_share_memory_with_the_caller() -> None:
         ([2**31], ["document 0 has 2147483648 tokens", "1 to 2147483647"]),
         ([5, 2**40], ["document 1 has 1099511627776 tokens"]),
         (np.array([5, 2**31], dtype=np.uint32), ["document 1 has 2147483648 tokens"]),
-        (np.array([5, 2**63], dtype=np.uint64), ["document 1 has 9223372036854775808 tokens"]),
+        (np.array([5, 2**63], dtype=np.uint64), ["entry 1 is 9223372036854775808"]),
     ],
     ids=["zero", "negative", "one too long", "far too long", "uint32", "uint64"],
 )

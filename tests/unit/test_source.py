@@ -11,8 +11,9 @@ import pytest
 from datasets import Dataset, Features, LargeList, List, Value
 
 from distca_hf.errors import PackingError
-from distca_hf.packing import source as source_module
-from distca_hf.packing.source import ArrowColumn, DocumentSource, check_map_style
+from distca_hf.packing import columns as columns_module
+from distca_hf.packing.columns import ArrowColumn
+from distca_hf.packing.source import DocumentSource, check_map_style
 
 
 CAPACITY = 100
@@ -380,7 +381,7 @@ def test_transform_without_tokens_is_refused() -> None:
 def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read() -> None:
     source = DocumentSource(made_on_access([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], length=[2, 5]), CAPACITY)
 
-    with pytest.raises(PackingError, match=r"row 1: column 'input_ids' .*\(2,\); at least 5 integers were announced"):
+    with pytest.raises(PackingError, match=r"row 1: column 'input_ids' .*\(2,\); 5 integers were announced"):
         source.read(1, 0, 5)
 
 
@@ -601,7 +602,7 @@ class CountingColumn(ArrowColumn):
 
 
 def counting_source(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> DocumentSource:
-    monkeypatch.setattr(source_module, "ArrowColumn", CountingColumn)
+    monkeypatch.setattr(columns_module, "ArrowColumn", CountingColumn)
     return DocumentSource(dataset, CAPACITY)
 
 
