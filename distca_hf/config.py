@@ -141,7 +141,10 @@ def check_settings(values: object, where: str) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where}: unknown setting {name!r}; known settings: {', '.join(known)}")
-        _check_type(name, value)
+        try:
+            _check_type(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     return {str(name): value for name, value in values.items()}
 
 

@@ -6,7 +6,6 @@ torch and Transformers read the environment. So the registration waits for the m
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,7 +20,8 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds one module, the way it would be found anyway, and gives it a loader that reports when it has run."""
+    """Finds one module the way the finders behind it do, and gives it a loader that runs the action. It stays until an
+    import has succeeded: others may only ask whether the module is there."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
@@ -32,11 +32,17 @@ class _Watch(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ReportingLoader(spec.loader, self._action)
+            spec.loader = _ReportingLoader(spec.loader, self._imported)
         return spec
+
+    def _imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action()
 
 
 class _ReportingLoader(importlib.abc.Loader):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 import distca_hf
 
@@ -30,6 +30,7 @@ def main() -> None:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     script, args = parser.parse_args_into_dataclasses()
 
+    set_seed(args.seed)  # random weights must be the same on every rank
     load = {"attn_implementation": "distca", "dtype": getattr(torch, script.dtype)}
     if script.from_scratch:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(script.model), **load)

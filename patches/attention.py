@@ -1,15 +1,12 @@
 """Registers "distca" as attention implementation and as mask implementation of Transformers.
 
 Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries; nothing
-is replaced. The mask implementation is flash-attention's: None for batches without padding, the padding mask
-otherwise. Without a registered one Transformers would pass None for a padded batch too, and padding would be attended
-to.
+is replaced. Without a mask implementation Transformers would pass None for a padded batch too, and padding would be
+attended to.
+
+Imports are inside the functions: this module may be imported while Transformers' own are half imported.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
-
-from distca_hf.integrations.attention import distca_attention
 from distca_hf.patches import Patch
 
 
@@ -17,11 +14,18 @@ NAME = "distca"
 
 
 def _apply() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from distca_hf.integrations.attention import distca_attention
+    from distca_hf.integrations.mask import document_mask
+
     AttentionInterface.register(NAME, distca_attention)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, document_mask)
 
 
 def _revert() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
 

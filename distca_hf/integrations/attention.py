@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.mask import PackedRows, offsets_of
 from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
@@ -25,6 +26,8 @@ HARMLESS_KEYWORDS = frozenset(
         "ignore_index",
         "labels",
         "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
@@ -43,7 +46,7 @@ def distca_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | PackedRows | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -51,8 +54,6 @@ def distca_attention(
     position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
     distca_plan: LivePlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -60,7 +61,7 @@ def distca_attention(
 
     Args:
         query, key, value: `[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, V]`; made contiguous per token if they are not.
-        attention_mask: None; anything else would be padding or a mask of the user's own.
+        attention_mask: None, or what `document_mask` found; anything else is padding or a mask of the user's own.
         distca_plan: the plan of a batch from `plugin.dataloader`; B is 1 then.
 
     Returns:
@@ -70,7 +71,8 @@ def distca_attention(
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
-    refused = _asked_for(attention_mask=attention_mask, **kwargs)
+    packed = attention_mask if isinstance(attention_mask, PackedRows) else None
+    refused = _asked_for(attention_mask=None if packed is not None else attention_mask, **kwargs)
     if refused or dropout or is_causal is False or getattr(module, "is_causal", True) is False:
         _refuse(module, refused, dropout, is_causal)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -82,7 +84,11 @@ def distca_attention(
         out_TNV, _, _ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, keep_received)
         return out_TNV.unsqueeze(0), None
 
-    queries, keys, longest_q, longest_k = _local_documents(query, key, position_ids, cu_seq_lens_q, max_length_q)
+    queries, keys, longest_q, longest_k = (
+        _offset_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
+        if cu_seq_lens_q is not None
+        else _local_documents(query, key, position_ids, packed)
+    )
     _check_window(module, sliding_window, longest_k)
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), queries, keys, longest_q, longest_k, scale)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -156,30 +162,39 @@ def _one_dtype(
     )
 
 
+def _offset_documents(
+    query: torch.Tensor, key: torch.Tensor, cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Offsets and longest lengths of queries and keys, as somebody else packed them."""
+    offsets, longest = [], []
+    for given, x in ((cu_seq_lens_q, query), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, key)):
+        offsets.append(given.to(device=x.device, dtype=torch.int32).flatten())
+        lengths = check_cu_seqlens(offsets[-1].cpu().numpy(), x.shape[0] * x.shape[2])
+        longest.append(int(lengths.max(initial=0)))
+    if len(offsets[0]) != len(offsets[1]):
+        raise PackingError(
+            f"cu_seq_lens_q holds {len(offsets[0]) - 1} documents, cu_seq_lens_k {len(offsets[1]) - 1}; give the same "
+            "documents for queries and keys"
+        )
+    return offsets[0], offsets[1], longest[0], longest[1]
+
+
 def _local_documents(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-    max_length_q: int | None,
+    query: torch.Tensor, key: torch.Tensor, position_ids: torch.Tensor | None, packed: PackedRows | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Offsets and longest lengths of queries and keys: packed documents, or one document per row of the batch."""
     batch, _, rows, _ = query.shape
     key_rows = key.shape[2]
     device = query.device
-    if cu_seq_lens_q is not None:
-        offsets = cu_seq_lens_q.to(device=device, dtype=torch.int32).flatten()
-        lengths = check_cu_seqlens(offsets.cpu().numpy(), batch * rows)
-        longest = int(lengths.max(initial=0))
+    if packed is not None:
+        offsets, longest = packed.documents
         return offsets, offsets, longest, longest
-    if batch == 1 and rows == key_rows and rows > 1 and position_ids is not None and position_ids.ndim == 2:
+    if rows == key_rows and rows > 1 and position_ids is not None and position_ids.ndim == 2:
         if position_ids.shape[-1] != rows:
             raise PackingError(f"position_ids has {position_ids.shape[-1]} positions for {rows} tokens")
-        begins = torch.ones(rows, dtype=torch.bool, device=device)
-        begins[1:] = position_ids[0, 1:] != position_ids[0, :-1] + 1
-        starts = begins.nonzero().flatten()
-        offsets = torch.cat([starts, starts.new_tensor([rows])]).to(torch.int32)
-        longest = int(offsets.diff().max())
+        begins = torch.ones((batch, rows), dtype=torch.bool, device=device)
+        begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        offsets, longest = offsets_of(begins)
         return offsets, offsets, longest, longest
     queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
     keys = torch.arange(0, (batch + 1) * key_rows, key_rows, dtype=torch.int32, device=device)

@@ -1,10 +1,14 @@
-"""Callback: what placement brought, in the trainer's logs."""
+"""Callback: what placement brought, in the trainer's logs; the loader's position, in its checkpoints."""
 
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distca_hf.integrations.loader import PlacedLoader
+
+
+# Where `TrainerState` keeps the loader's position: in the states of callbacks, which it writes into checkpoints.
+LOADER_STATE = "distca_loader"
 
 
 class PlacementMetrics(TrainerCallback):  # type: ignore[misc]
@@ -18,6 +22,23 @@ class PlacementMetrics(TrainerCallback):  # type: ignore[misc]
         self._seen_wait_seconds = 0.0
         self._seen_plan_seconds = 0.0
         self._seen_micro_batches = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuses to resume where the step of the checkpoint is another place in the data.
+
+        Raises:
+            ConfigError: dataset, seed or micro-batches are not those of the checkpoint; names both values.
+        """
+        saved = state.stateful_callbacks.get(LOADER_STATE)
+        if state.global_step > 0 and saved is not None and not args.ignore_data_skip:
+            self._loader.check_state(saved)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
 
     def on_log(
         self,

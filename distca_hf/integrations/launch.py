@@ -48,9 +48,11 @@ class Recipe:
         for name, section in sections.items():
             if section is not None and not isinstance(section, Mapping):
                 raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")
+        for name in ("environment", "script"):
+            _check_values(sections.get(name) or {}, f"{path}: {name}")
         environment = {name: _text(value) for name, value in (sections.get("environment") or {}).items()}
         plugin = check_settings(sections.get("plugin") or {}, str(path))
-        return cls(environment, plugin, _arguments(sections.get("script") or {}, path))
+        return cls(environment, plugin, _arguments(sections.get("script") or {}))
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
         """Sets the recipe's variables. Variables that are set already keep their value, the plugin's do not."""
@@ -77,13 +79,15 @@ def find_recipe(name: str) -> Path:
     """The file called `name`, or the shipped recipe of that name.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is neither, or there are several of that name.
     """
     if Path(name).is_file():
         return Path(name)
     shipped = shipped_recipes()
     matches = [recipe for recipe in shipped if name in (recipe, recipe.split("/")[-1])]
-    if len(matches) != 1:
+    if len(matches) > 1:
+        raise ConfigError(f"{name!r} may be {' or '.join(matches)}; write the folder, too")
+    if not matches:
         raise ConfigError(f"{name!r} is no file and no shipped recipe; shipped are {', '.join(shipped)}")
     return recipes_folder() / f"{matches[0]}.yaml"
 
@@ -102,12 +106,16 @@ def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _arguments(section: Mapping[str, Any], path: Path) -> list[str]:
+def _check_values(section: Mapping[str, Any], where: str) -> None:
+    for name, value in section.items():
+        if value is None:
+            raise ConfigError(f"{where} {name!r} has no value; remove it, or write the value")
+
+
+def _arguments(section: Mapping[str, Any]) -> list[str]:
     """`name: value` as `--name value`; lists as several values, mappings as JSON."""
     arguments: list[str] = []
     for name, value in section.items():
-        if value is None:
-            raise ConfigError(f"{path}: script argument {name!r} has no value; remove it, or write the value")
         values = value if isinstance(value, list) else [value]
         arguments += [f"--{name}", *(_text(item) for item in values)]
     return arguments

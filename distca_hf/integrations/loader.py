@@ -159,13 +159,17 @@ class PlacedLoader:
         Raises:
             ConfigError: the state is of another dataset, seed or batch size; names both values.
         """
+        self.check_state(state)
+        self._loaded = self._position = Cursor(int(state["epoch"]), int(state["micro_batch"]))
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuses a saved position that means other micro-batches here, as `load_state_dict` does."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ConfigError(
                     f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
                     "with the same dataset, seed and ranks x tokens_per_rank"
                 )
-        self._loaded = self._position = Cursor(int(state["epoch"]), int(state["micro_batch"]))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         begin = self._next if self._loaded is None else self._loaded
@@ -181,6 +185,8 @@ class PlacedLoader:
                     raise
                 batch = self._deliver(prepared)
                 self._position = Cursor(begin.epoch, prepared.cursor.micro_batch + 1)
+                if self._position.micro_batch == len(self):  # known now: nobody has to ask for one batch more
+                    self._next = Cursor(begin.epoch + 1)
                 yield batch
         self._next = self._position = Cursor(begin.epoch + 1)
         log.info(

@@ -83,11 +83,14 @@ def check_model(
         )
     reasons = [
         *_structure(inner, config),
+        *_adapters(model),
         *_token_mixers(inner, config),
+        *_positions(inner),
         *_attention_settings(inner, config, longest_document_tokens),
         *_loss(inner),
-        *_kernel(config, inner.dtype, kernel, torch.device(device)),
     ]
+    if attention_layers(inner):
+        reasons += _kernel(config, inner.dtype, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: " + "; ".join(reasons))
 
@@ -101,13 +104,21 @@ def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
 
 
+def _adapters(model: nn.Module) -> Iterator[str]:
+    """PEFT methods that add tokens of their own: no plan knows of them."""
+    method: Any = getattr(model, "active_peft_config", None)
+    if method is not None and getattr(method, "is_prompt_learning", False):
+        yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
+
+
 def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
     """Layers other than attention that mix tokens."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
         layers = [index for index, name in enumerate(kinds) if name == kind]
         yield f"layers {layers} are of type {kind!r}, which cannot be cut between ranks"
-    mixers = [name for name, module in model.named_modules() if _mixes_tokens(module)]
+    parts = ((name, module) for name, module in model.named_modules() if not isinstance(module, PreTrainedModel))
+    mixers = [name for name, module in parts if _mixes_tokens(module)]
     if mixers:
         yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens: its documents cannot be cut"
 
@@ -115,6 +126,18 @@ def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
 def _mixes_tokens(module: nn.Module) -> bool:
     convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
     return convolves or RECURRENT_CLASS.search(type(module).__name__) is not None
+
+
+def _positions(model: PreTrainedModel) -> Iterator[str]:
+    """Embeddings that count positions their own way: the positions inside documents that a batch holds would be others
+    than the model was trained with."""
+    for name, module in model.named_modules():
+        if "create_position_ids_from_input_ids" in _source(type(module)):  # type: ignore[arg-type]
+            yield (
+                f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
+                "from 0 in each document"
+            )
+            return
 
 
 def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:
@@ -196,15 +219,22 @@ def _uses_interface(module_class: Hashable) -> bool:
 
 @lru_cache(maxsize=128)
 def _passes_shift_labels(model_class: Hashable) -> bool:
-    """Whether forward names `shift_labels`, or passes all its keywords on to `self.loss_function`."""
+    """Whether forward takes `shift_labels`, or passes all its keywords on to `self.loss_function`."""
     source = _source(model_class)
     if not source:
         return False
-    if "shift_labels" in source:
-        return True
     tree = ast.parse(textwrap.dedent(source))
+    if any(_asks_for_shift_labels(node) for node in ast.walk(tree)):
+        return True
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_loss_function(node.func)]
     return any(keyword.arg is None for call in calls for keyword in call.keywords)
+
+
+def _asks_for_shift_labels(node: ast.AST) -> bool:
+    """A parameter of that name, or the name as a key of keywords; a variable of that name is how models shift labels
+    themselves."""
+    name = node.arg if isinstance(node, ast.arg) else node.value if isinstance(node, ast.Constant) else None
+    return name == "shift_labels"
 
 
 def _is_loss_function(function: ast.expr) -> bool:

@@ -4,7 +4,7 @@ alone."""
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from transformers import Trainer, default_data_collator
+from transformers import Trainer
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.callback import PlacementMetrics
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
+
+# Packages whose collators (those that do not mask) only pad or pack, which is done here another way.
+PADDING_COLLATORS = ("transformers", "trl")
 
 
 def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
@@ -75,8 +78,14 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
     if getattr(args, "train_sampling_strategy", "random") != "random":
         yield f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect on placed micro-batches"
-    if trainer.data_collator is not default_data_collator and getattr(trainer.data_collator, "mlm", False):
+    collator = trainer.data_collator
+    if getattr(collator, "mlm", False):
         yield "its data collator masks tokens (mlm); placed micro-batches are for causal language models"
+    elif collator.__module__.split(".")[0] not in PADDING_COLLATORS:
+        yield (
+            f"its data collator {getattr(collator, '__name__', type(collator).__name__)} would not be called: batches "
+            "are made here. Let the dataset hold what it makes (input_ids, labels or completion_mask)"
+        )
     for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
         if size > 1:
             yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"

@@ -217,6 +217,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         GPT2Config(add_cross_attention=True, **GPT2),
         ["is_causal=False", "transformer.h.0.crossattention"],
     ),
+    "ALiBi": (LlamaConfig(alibi=True, **GROUPED), ["alibi=True"]),
     "Llama with dropout": (
         LlamaConfig(attention_dropout=0.1, **GROUPED),
         ["attention dropout 0.1", "model.layers.0.self_attn"],
@@ -465,6 +466,14 @@ def test_model_one_of_whose_layers_attends_otherwise_is_refused_after_the_first_
     other = copy.deepcopy(model.config)
     other._attn_implementation = "sdpa"
     model.model.layers[1].self_attn.config = other
+    with pytest.raises(UnsupportedAttentionError, match=r"scaled_dot_product_attention .* no step was taken"):
+        model(**first_batch())
+
+
+def test_layer_that_attends_otherwise_without_a_mask_is_refused_after_the_first_forward() -> None:
+    model = enabled()
+    layer = model.model.layers[1].self_attn
+    layer.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(UnsupportedAttentionError, match=r"LlamaForCausalLM: 2 of its 3 attention layers .* no step"):
         model(**first_batch())
 

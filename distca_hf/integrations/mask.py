@@ -1,0 +1,101 @@
+"""The mask function behind "distca": instead of building a mask, it finds out which documents there are.
+
+Transformers calls it once per forward pass (and kind of layer), with everything the mask would depend on. What cannot
+be said as causal documents is refused here or, with the layer's name, in the attention function.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+
+from distca_hf.errors import UnsupportedAttentionError
+
+
+MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+
+class PackedRows:
+    """Stands in for the attention mask of a batch whose rows hold several documents. Nothing is computed until a layer
+    asks: with a plan none does."""
+
+    def __init__(self, mask_function: MaskFunction, batch_size: int, rows: int, device: torch.device) -> None:
+        self._mask_function = mask_function
+        self._shape = batch_size, rows
+        self._device = device
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Torch calls this when something computes with the mask: a layer that does not attend through distca."""
+        raise UnsupportedAttentionError(
+            f"a layer computed {getattr(function, '__name__', function)} with the mask of a packed batch instead of "
+            "attending through distca; it would see tokens of other documents, and no step was taken"
+        )
+
+    @cached_property
+    def documents(self) -> tuple[torch.Tensor, int]:
+        """Offsets of the documents, rows of the batch one after the other (int32), and the longest length.
+
+        Raises:
+            UnsupportedAttentionError: some token attends to a later one.
+        """
+        batch_size, rows = self._shape
+        row = torch.arange(batch_size, device=self._device)[:, None]
+        query = torch.arange(1, rows, device=self._device)[None, :]
+        if self._mask_function(row, 0, query - 1, query).any():
+            raise UnsupportedAttentionError(
+                "the model's mask lets some tokens attend to later ones; distca computes causal attention only"
+            )
+        goes_on = self._mask_function(row, 0, query, query - 1).expand(batch_size, rows - 1)
+        begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
+        return offsets_of(begins)
+
+
+def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Offsets (int32) and longest length of documents, from bool `[B, T]` that is True where one begins."""
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
+    return offsets, int(offsets.diff().max())
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | PackedRows | None:
+    """What layers get as their attention mask; `transformers.AttentionMaskInterface` gives the arguments.
+
+    Returns:
+        None if every row is one causal document; `PackedRows` if positions restart inside of rows; the padding mask if
+        there is padding, which the attention function then refuses.
+
+    Raises:
+        UnsupportedAttentionError: a cache with free places, or a mask of the model's own.
+    """
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+        if attention_mask.shape[1] != kv_length or not attention_mask.all():
+            return attention_mask
+    if use_vmap:
+        raise UnsupportedAttentionError(
+            "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
+            "does not compute; load it with another attn_implementation"
+        )
+    if kv_offset + kv_length > q_offset + q_length:
+        raise UnsupportedAttentionError(
+            f"the cache hands over {kv_length} places of keys, of which {int(q_offset) + q_length - kv_offset} are "
+            'filled; static caches are not computed, use the default cache (cache_implementation="dynamic")'
+        )
+    packed = not allow_is_causal_skip and q_length == kv_length and q_length > 1 and mask_function is not None
+    if packed and not torch.compiler.is_compiling():
+        return PackedRows(mask_function, batch_size, q_length, torch.device(device))  # type: ignore[arg-type]
+    return None
