@@ -39,7 +39,7 @@ def main() -> None:
 
     trainer = Trainer(model=model, args=args, train_dataset=Dataset.load_from_disk(script.dataset))
     distca_hf.DistCAPlugin().attach(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded, the model is wanted whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
