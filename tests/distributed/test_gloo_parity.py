@@ -1,6 +1,7 @@
 """Core attention over random layouts on real gloo ranks."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,13 @@ def _compare_many(first_seed: int, num_ranks: int) -> list[Difference]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_outputs_and_gradients_equal_unsplit_attention(num_ranks: int, tmp_path: Path) -> None:
+def test_outputs_and_gradients_equal_unsplit_attention(
+    num_ranks: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     by_rank = run_ranks(num_ranks, _compare_many, tmp_path, 1000 * num_ranks, num_ranks)
 
     differences = [difference for rank in by_rank for difference in rank]
+    record_property("largest difference", max(difference.largest for difference in differences))
     assert max(difference.largest for difference in differences) <= 1e-10
     assert all(difference.exchanges == difference.exchanges_expected for difference in differences)
     assert all(difference.bytes_sent == difference.bytes_expected for difference in differences)

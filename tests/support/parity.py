@@ -113,4 +113,4 @@ def compare(case: Case, transport: Transport) -> Difference:
 
 
 def _largest(left: torch.Tensor, right: torch.Tensor) -> float:
-    return float((left - right).abs().max()) if left.numel() else 0.0
+    return float((left - right).detach().abs().max()) if left.numel() else 0.0
