@@ -8,6 +8,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray, imbalance
 from distca_hf.layout import Layout
+from distca_hf.planning.pieces import Pieces
 from distca_hf.planning.task import Tasks
 
 
@@ -41,6 +42,23 @@ class Plan:
     def imbalance(self) -> float:
         """Max over mean of `work`."""
         return imbalance(self.work)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Layout and tasks cut at each other's borders."""
+        return Pieces.cut(self.layout, self.tasks)
+
+    @cached_property
+    def moves_queries(self) -> bool:
+        """Whether any query is computed elsewhere than it is held."""
+        return bool(self.pieces.moved.any())
+
+    @cached_property
+    def reads_store(self) -> np.ndarray:
+        """`[tasks]` whether the keys of a task are gathered first: not all of them are its own rows."""
+        moved = np.zeros(len(self.tasks), dtype=bool)
+        moved[self.pieces.task[self.pieces.moved]] = True
+        return moved | (self.tasks.start > 0)
 
     @cached_property
     def fingerprint(self) -> int:

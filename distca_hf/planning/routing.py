@@ -1,14 +1,17 @@
 """Routing: the index maps of one rank, derived from a plan. Integers only; `runtime` puts them on a device and uses
 them.
 
-A rank computes its tasks in canonical order: first those that begin their document (all keys are their own rows), then
-those whose causal prefix starts elsewhere. For the latter, keys of the whole prefix are gathered once per document in
-the store:
+A rank computes its tasks in canonical order: first those that begin their document and are held here (all keys are
+their own rows), then those whose keys are, in part, elsewhere. For the latter, keys of the whole prefix are gathered
+once per document in the store:
 
     canonical rows   | d4[0:9] d7[0:3] ... | d1[5:8] d2[6:9] | padding
                        keys: the same rows   keys: the store
     store rows       | d1[0:8]           | d2[0:9]          |
                        received | own      received | own      in the order of the document
+
+Keys and values of a rank are in canonical order, too: those of the first kind of tasks, then all others. If no query
+moves, both orders are the same. Otherwise queries that are computed elsewhere travel there, and their outputs back.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from distca_hf.cost import IntArray
-from distca_hf.errors import PlanError
+from distca_hf.planning.pieces import Pieces, position_keys
 from distca_hf.planning.plan import Plan
 
 
@@ -82,19 +85,43 @@ class KernelCall:
 
 
 @dataclass(frozen=True, eq=False)
+class QueryMoves:
+    """Queries that one rank sends, receives and keeps.
+
+    Attributes:
+        num_rows: canonical query rows, padding included.
+        local_rows, local_to_query: `[local]` layout rows that are computed here (or are padding), and the canonical
+            query rows they become.
+        send_rows: `[sent]` layout rows computed elsewhere, grouped by server.
+        send_counts, receive_counts: `[ranks]` rows sent to and received from each rank.
+        received_to_query: `[received]` canonical query row of each received row.
+    """
+
+    num_rows: int
+    local_rows: IntArray
+    local_to_query: IntArray
+    send_rows: IntArray
+    send_counts: IntArray
+    receive_counts: IntArray
+    received_to_query: IntArray
+
+
+@dataclass(frozen=True, eq=False)
 class Routing:
     """What one rank sends, receives and computes, in every layer.
 
     Attributes:
         num_rows: rows the rank holds, padding included.
-        row_order: `[num_rows]` layout row of each canonical row, or None if both orders are the same.
+        row_order: `[num_rows]` layout row of each canonical row of keys and values, and of queries unless these move;
+            None if both orders are the same.
         send_rows: `[sent]` canonical rows to send, grouped by destination.
         send_counts, receive_counts: `[ranks]` rows sent to and received from each rank.
         received_to_store: `[received]` store row of each received row.
         own_rows, own_to_store: `[own]` canonical rows that are copied into the store, and where to.
         store_rows: rows of the store.
         calls: kernel calls; those on own rows first.
-        exchanges: whether any rank sends anything; the same on all ranks, and if false none of them exchanges.
+        exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
+        queries: queries that move; None if no rank moves any, the same on all ranks.
     """
 
     num_rows: int
@@ -108,6 +135,7 @@ class Routing:
     store_rows: int
     calls: tuple[KernelCall, ...]
     exchanges: bool
+    queries: QueryMoves | None = None
 
     @cached_property
     def shared_rows(self) -> IntArray:
@@ -118,24 +146,23 @@ class Routing:
 
 def key_transfers(plan: Plan) -> KeyTransfers:
     """Keys that every server is missing for its tasks, from the ranks that hold them; each token once per server."""
-    layout, tasks = plan.layout, plan.tasks
-    prefixed = np.flatnonzero(tasks.start > 0)
-    server, document, prefix = tasks.server[prefixed], tasks.document[prefixed], tasks.stop[prefixed]
+    tasks = plan.tasks
+    reads = plan.reads_store
+    server, document, prefix = tasks.server[reads], tasks.document[reads], tasks.stop[reads]
     order = np.lexsort((prefix, document, server))
     server, document, prefix = server[order], document[order], prefix[order]
     longest = np.ones(len(order), dtype=bool)
     longest[:-1] = (server[1:] != server[:-1]) | (document[1:] != document[:-1])
     server, document, prefix = server[longest], document[longest], prefix[longest]
 
-    # Join each need (server, document, prefix) with all segments of the document.
-    spanning = np.flatnonzero(np.isin(layout.segment_document, document))
-    spanning = spanning[np.argsort(layout.segment_document[spanning], kind="stable")]
-    first = np.searchsorted(layout.segment_document[spanning], document, side="left")
-    last = np.searchsorted(layout.segment_document[spanning], document, side="right")
+    # Join each need (server, document, prefix) with all pieces of the document.
+    pieces = plan.pieces
+    first = np.searchsorted(pieces.document, document, side="left")
+    last = np.searchsorted(pieces.document, document, side="right")
     need = np.repeat(np.arange(len(document)), last - first)
-    segment = spanning[_ranges(first, last - first)]
-    source, destination = layout.segment_rank[segment], server[need]
-    start, stop = layout.segment_start[segment], np.minimum(layout.segment_stop[segment], prefix[need])
+    piece = _ranges(first, last - first)
+    source, destination = pieces.home[piece], server[need]
+    start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
     travels = (source != destination) & (start < stop)
     source, destination, start, stop = source[travels], destination[travels], start[travels], stop[travels]
     document = document[need][travels]
@@ -144,89 +171,100 @@ def key_transfers(plan: Plan) -> KeyTransfers:
 
 
 def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routing:
-    """The routing of `rank`. `transfers` may be given if it was computed already.
-
-    Raises:
-        PlanError: the plan lets a rank compute queries it does not hold.
-    """
+    """The routing of `rank`. `transfers` may be given if it was computed already."""
     layout, tasks = plan.layout, plan.tasks
     transfers = key_transfers(plan) if transfers is None else transfers
     mine = np.flatnonzero(tasks.server == rank)
+    mine = mine[np.lexsort((tasks.start[mine], tasks.document[mine], plan.reads_store[mine]))]
     document, start, stop = tasks.document[mine], tasks.start[mine], tasks.stop[mine]
-    row = np.cumsum(stop - start) - (stop - start)
+    reads_store = plan.reads_store[mine]
+    query_row = np.zeros(len(tasks), dtype=np.int64)
+    query_row[mine] = np.cumsum(stop - start) - (stop - start)
 
-    row_order = _row_order(plan, rank, document, start, stop)
+    held = plan.pieces.select(np.flatnonzero(plan.pieces.home == rank))
+    own_keys = ~plan.reads_store[held.task]
+    held = held.select(np.argsort(~own_keys, kind="stable"))
+    key_row = np.cumsum(held.tokens) - held.tokens
     sent = transfers.select(transfers.source == rank)
     received = transfers.select(transfers.destination == rank)
 
-    held = np.lexsort((start, document))
-    positions = _position_keys(document[held], start[held])
+    found = np.lexsort((held.start, held.document))
+    positions = position_keys(held.document[found], held.start[found])
 
     def canonical_row(documents: IntArray, tokens: IntArray) -> IntArray:
-        task = held[np.searchsorted(positions, _position_keys(documents, tokens), side="right") - 1]
-        return row[task] + tokens - start[task]
+        piece = found[np.searchsorted(positions, position_keys(documents, tokens), side="right") - 1]
+        return key_row[piece] + tokens - held.start[piece]
 
-    in_store = np.unique(document[start > 0])
+    in_store, of_task = np.unique(document[reads_store], return_inverse=True)
     prefix = np.zeros(len(in_store), dtype=np.int64)
-    stored = np.flatnonzero(np.isin(document, in_store))
-    np.maximum.at(prefix, np.searchsorted(in_store, document[stored]), stop[stored])
+    np.maximum.at(prefix, of_task, stop[reads_store])
     offset = np.cumsum(prefix) - prefix
 
     def store_row(documents: IntArray, tokens: IntArray) -> IntArray:
         return offset[np.searchsorted(in_store, documents)] + tokens
 
+    kept = np.flatnonzero(np.isin(held.document, in_store))
+    kept = kept[held.start[kept] < prefix[np.searchsorted(in_store, held.document[kept])]]
+    kept_tokens = np.minimum(held.stop[kept], prefix[np.searchsorted(in_store, held.document[kept])]) - held.start[kept]
+
     return Routing(
         num_rows=int(layout.rank_rows[rank]),
-        row_order=row_order,
+        row_order=_row_order(plan, rank, held),
         send_rows=_ranges(canonical_row(sent.document, sent.start), sent.tokens),
-        send_counts=np.bincount(sent.destination, weights=sent.tokens, minlength=layout.num_ranks).astype(np.int64),
-        receive_counts=np.bincount(received.source, weights=received.tokens, minlength=layout.num_ranks).astype(
-            np.int64
-        ),
+        send_counts=_counts(sent.destination, sent.tokens, layout.num_ranks),
+        receive_counts=_counts(received.source, received.tokens, layout.num_ranks),
         received_to_store=_ranges(store_row(received.document, received.start), received.tokens),
-        own_rows=_ranges(row[stored], (stop - start)[stored]),
-        own_to_store=_ranges(store_row(document[stored], start[stored]), (stop - start)[stored]),
+        own_rows=_ranges(key_row[kept], kept_tokens),
+        own_to_store=_ranges(store_row(held.document[kept], held.start[kept]), kept_tokens),
         store_rows=int(prefix.sum()),
-        calls=_kernel_calls(document, start, stop, row, store_row),
+        calls=_kernel_calls(document, start, stop, query_row[mine], int(np.count_nonzero(~reads_store)), store_row),
         exchanges=len(transfers) > 0,
+        queries=_query_moves(plan, rank, query_row) if plan.moves_queries else None,
     )
 
 
-def _row_order(
-    plan: Plan, rank: int, task_document: IntArray, task_start: IntArray, task_stop: IntArray
-) -> IntArray | None:
-    """Layout row of each canonical row of `rank`; None if they are the same."""
-    layout = plan.layout
-    held = layout.segments_of(rank)
-    document, start, stop = layout.segment_document[held], layout.segment_start[held], layout.segment_stop[held]
-    tokens, row = layout.segment_tokens[held], layout.segment_row[held]
-    begins = np.lexsort((task_start, task_document))
-    positions = _position_keys(task_document[begins], task_start[begins])
-    at = np.searchsorted(positions, _position_keys(document, start), side="right") - 1
-    task = begins[np.maximum(at, 0)] if len(begins) else np.zeros(0, dtype=np.int64)
-    computed_here = len(task) == len(document) and bool(
-        np.all((task_document[task] == document) & (task_start[task] <= start) & (stop <= task_stop[task]))
-    )
-    if not computed_here or tokens.sum() != (task_stop - task_start).sum():
-        raise PlanError(
-            f"rank {rank} holds {tokens.sum()} tokens in {len(document)} segments, but its {len(task_document)} tasks "
-            "are not exactly their queries; this routing is for plans that compute every query where it is held"
-        )
-    order = np.lexsort((start, task))
-    rows = np.concatenate([_ranges(row[order], tokens[order]), np.arange(tokens.sum(), layout.rank_rows[rank])])
+def _row_order(plan: Plan, rank: int, held: Pieces) -> IntArray | None:
+    """Layout row of each canonical row of `rank`, whose pieces are given in canonical order; None if they are the
+    same."""
+    padding = np.arange(plan.layout.rank_tokens[rank], plan.layout.rank_rows[rank])
+    rows = np.concatenate([_ranges(held.row, held.tokens), padding])
     return None if np.array_equal(rows, np.arange(len(rows))) else rows
 
 
+def _query_moves(plan: Plan, rank: int, query_row: IntArray) -> QueryMoves:
+    """Queries of one rank; `query_row` is the first canonical query row of each task it computes."""
+    layout, tasks, pieces = plan.layout, plan.tasks, plan.pieces
+
+    def query_rows(chosen: Pieces) -> IntArray:
+        return _ranges(query_row[chosen.task] + chosen.start - tasks.start[chosen.task], chosen.tokens)
+
+    local = pieces.select((pieces.home == rank) & (pieces.server == rank))
+    sent = pieces.select((pieces.home == rank) & (pieces.server != rank))
+    sent = sent.select(np.argsort(sent.server, kind="stable"))
+    received = pieces.select((pieces.home != rank) & (pieces.server == rank))
+    received = received.select(np.argsort(received.home, kind="stable"))
+    num_queries = int(local.tokens.sum() + received.tokens.sum())
+    padding = np.arange(layout.rank_rows[rank] - layout.rank_tokens[rank])
+    return QueryMoves(
+        num_rows=num_queries + len(padding),
+        local_rows=np.concatenate([_ranges(local.row, local.tokens), layout.rank_tokens[rank] + padding]),
+        local_to_query=np.concatenate([query_rows(local), num_queries + padding]),
+        send_rows=_ranges(sent.row, sent.tokens),
+        send_counts=_counts(sent.server, sent.tokens, layout.num_ranks),
+        receive_counts=_counts(received.home, received.tokens, layout.num_ranks),
+        received_to_query=query_rows(received),
+    )
+
+
 def _kernel_calls(
-    document: IntArray, start: IntArray, stop: IntArray, row: IntArray, store_row: StoreRow
+    document: IntArray, start: IntArray, stop: IntArray, row: IntArray, num_own: int, store_row: StoreRow
 ) -> tuple[KernelCall, ...]:
-    """Kernel calls of tasks in canonical order.
+    """Kernel calls of tasks in canonical order, of which the first `num_own` read their own rows.
 
     A task against the whole stored prefix of its document shares a call with its neighbours; an earlier task of a
     document that has several gets a call of its own, on the beginning of the same stored prefix.
     """
     calls = []
-    num_own = int(np.count_nonzero(start == 0))
     if num_own:
         offsets = np.concatenate([row[:num_own], [row[num_own - 1] + stop[num_own - 1]]])
         calls.append(KernelCall(0, int(offsets[-1]), 0, int(offsets[-1]), False, offsets, offsets))
@@ -247,9 +285,9 @@ def _offsets(lengths: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _position_keys(documents: IntArray, tokens: IntArray) -> IntArray:
-    """One sortable integer for each (document, position); documents are shorter than 2 ** 31 tokens."""
-    return (documents << 31) + tokens
+def _counts(ranks: IntArray, tokens: IntArray, num_ranks: int) -> IntArray:
+    """`[ranks]` tokens of each rank."""
+    return np.bincount(ranks, weights=tokens, minlength=num_ranks).astype(np.int64)
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -1,5 +1,6 @@
 """Maps: a routing as tensors on the device, made once per micro-batch and used by every layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
-from distca_hf.planning.routing import KernelCall, Routing
+from distca_hf.planning.routing import KernelCall, QueryMoves, Routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +22,27 @@ class DeviceCall:
 
 
 @dataclass(frozen=True, eq=False)
+class QueryMaps:
+    """Index tensors (int64) of queries that move; names as in `QueryMoves`."""
+
+    num_rows: int
+    send_counts: list[int]
+    receive_counts: list[int]
+    local_rows: torch.Tensor
+    local_to_query: torch.Tensor
+    send_rows: torch.Tensor
+    received_to_query: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Maps:
     """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
 
     Attributes:
         canonical_of: `[rows]` canonical row of each layout row: the inverse of `row_order`.
         send_in_shared, own_in_shared: where `send_rows` and `own_rows` are in `shared_rows`.
-        task_rows: rows that are in a task; those behind are padding.
+        task_rows: query rows that are in a task; those behind are padding.
+        queries: queries that move, or None if on no rank any does.
         store_sums: several calls read the same stored keys, so their gradients must be added.
     """
 
@@ -48,6 +63,7 @@ class Maps:
     send_in_shared: torch.Tensor
     own_in_shared: torch.Tensor
     calls: tuple[DeviceCall, ...]
+    queries: QueryMaps | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +80,9 @@ class HostMaps:
     def prepare(cls, routing: Routing, pin: bool = False) -> "HostMaps":
         """Gathers a routing's integers; safe in a background thread."""
         shared = routing.shared_rows
-        order = routing.row_order
+        nothing = np.zeros(0, dtype=np.int64)
+        order = nothing if routing.row_order is None else routing.row_order
+        moves = routing.queries
         arrays = [
             routing.send_rows,
             routing.received_to_store,
@@ -73,8 +91,12 @@ class HostMaps:
             shared,
             np.searchsorted(shared, routing.send_rows),
             np.searchsorted(shared, routing.own_rows),
-            np.zeros(0, dtype=np.int64) if order is None else order,
-            np.zeros(0, dtype=np.int64) if order is None else np.argsort(order),
+            order,
+            np.argsort(order),
+            nothing if moves is None else moves.local_rows,
+            nothing if moves is None else moves.local_to_query,
+            nothing if moves is None else moves.send_rows,
+            nothing if moves is None else moves.received_to_query,
         ]
         offsets = [offset for call in routing.calls for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
         return cls(
@@ -87,7 +109,7 @@ class HostMaps:
     def to(self, device: torch.device) -> Maps:
         """Maps on the device: two copies that the host does not wait for."""
         routing = self.routing
-        send, received, own, own_to, shared, send_in, own_in, order, canonical = self.index.to(
+        send, received, own, own_to, shared, send_in, own_in, order, canonical, *moves = self.index.to(
             device, non_blocking=True
         ).split(self.index_sizes)
         offsets = self.offsets.to(device, non_blocking=True)
@@ -111,7 +133,14 @@ class HostMaps:
             send_in_shared=send_in,
             own_in_shared=own_in,
             calls=_device_calls(routing.calls, offsets),
+            queries=_query_maps(routing.queries, moves),
         )
+
+
+def _query_maps(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryMaps | None:
+    if moves is None:
+        return None
+    return QueryMaps(moves.num_rows, moves.send_counts.tolist(), moves.receive_counts.tolist(), *index)
 
 
 def _device_calls(calls: tuple[KernelCall, ...], offsets: torch.Tensor) -> tuple[DeviceCall, ...]:

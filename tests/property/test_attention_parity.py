@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.testing.loopback import run_ranks
-from support.layouts import random_layout
+from support.layouts import random_layout, random_plan
 from support.parity import Case, compare
 
 
@@ -14,6 +14,19 @@ from support.parity import Case, compare
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]))
 def test_outputs_and_gradients_equal_unsplit_attention(seed: int, num_ranks: int) -> None:
     case = Case.draw(seed, random_layout(random.Random(seed), num_ranks))
+
+    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
+        assert difference.largest <= 1e-10
+        assert difference.exchanges == difference.exchanges_expected
+        assert difference.bytes_sent == difference.bytes_expected
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**32 - 1), num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]))
+def test_queries_computed_anywhere_give_the_same(seed: int, num_ranks: int) -> None:
+    rng = random.Random(seed)
+    layout = random_layout(rng, num_ranks)
+    case = Case.draw(seed, layout, random_plan(rng, layout))
 
     for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
         assert difference.largest <= 1e-10

@@ -2,7 +2,11 @@
 
 import random
 
+import numpy as np
+
 from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.task import Tasks
 
 
 def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) -> Layout:
@@ -18,3 +22,16 @@ def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) 
         rng.shuffle(held)
     rows = [sum(stop - start for _, start, stop in held) + rng.choice([0, 0, 3]) for held in segments]
     return Layout.from_segments(lengths, segments, rows)
+
+
+def random_plan(rng: random.Random, layout: Layout) -> Plan:
+    """Tasks cut anywhere, without regard to segments, on any server."""
+    tasks = []
+    servers = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
+    for document, length in enumerate(layout.document_tokens.tolist()):
+        cuts = sorted(rng.sample(range(1, length), min(length - 1, rng.choice([0, 1, 2, 4]))))
+        for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+            tasks.append((document, start, stop, rng.choice(servers)))
+    plan = Plan(layout, Tasks.sort(*np.array(tasks, dtype=np.int64).T.copy()))
+    plan.validate()
+    return plan

@@ -8,6 +8,7 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, ReceivedKV
 from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import key_transfers, route
 from distca_hf.runtime.maps import HostMaps
@@ -30,11 +31,19 @@ class Case:
     kernel: KernelName
     received_kv: ReceivedKV
     seed: int
+    plan: Plan
 
     @classmethod
-    def draw(cls, seed: int, layout: Layout) -> "Case":
+    def draw(cls, seed: int, layout: Layout, plan: Plan | None = None) -> "Case":
         rng = random.Random(seed)
-        return cls(layout, rng.choice(HEADS), rng.choice(["reference", "auto"]), rng.choice(["refetch", "keep"]), seed)
+        return cls(
+            layout,
+            rng.choice(HEADS),
+            rng.choice(["reference", "auto"]),
+            rng.choice(["refetch", "keep"]),
+            seed,
+            plan_in_place(layout) if plan is None else plan,
+        )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v and output gradient of all documents, one after the other, fp64."""
@@ -65,10 +74,14 @@ class Difference:
 
 
 def live_plan(
-    layout: Layout, transport: Transport, config: DistCAConfig, device: torch.device | str = "cpu"
+    layout: Layout,
+    transport: Transport,
+    config: DistCAConfig,
+    device: torch.device | str = "cpu",
+    plan: Plan | None = None,
 ) -> LivePlan:
-    """A live plan as the loader would make it, without an agreement."""
-    plan = plan_in_place(layout)
+    """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
+    plan = plan_in_place(layout) if plan is None else plan
     facts = PlanFacts(layout.num_documents, layout.longest_document_tokens, (1,), (1,), (0,))
     maps = HostMaps.prepare(route(plan, transport.rank)).to(torch.device(device))
     return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
@@ -82,7 +95,8 @@ def compare(case: Case, transport: Transport) -> Difference:
     expected_gradients = torch.autograd.grad(expected, whole, dout)
 
     rank, layout = transport.rank, case.layout
-    live = live_plan(layout, transport, DistCAConfig(kernel=case.kernel, received_kv=case.received_kv))
+    config = DistCAConfig(kernel=case.kernel, received_kv=case.received_kv)
+    live = live_plan(layout, transport, config, plan=case.plan)
     rows = rows_of_rank(layout, rank)
     padding = int(layout.padding_rows[rank])
 
@@ -97,18 +111,21 @@ def compare(case: Case, transport: Transport) -> Difference:
     assert not out[len(rows) :].any(), "padding rows must be zero"
     assert not any(gradient[len(rows) :].any() for gradient in gradients), "padding rows must have no gradient"
     fetches = 1 if case.received_kv == "keep" else 2
-    sent = key_transfers(plan_in_place(layout)).tokens_between(layout.num_ranks)
-    _, groups, dim, value_dim = case.heads
+    sent = key_transfers(case.plan).tokens_between(layout.num_ranks)
+    heads, groups, dim, value_dim = case.heads
     row_bytes = groups * (dim + value_dim) * 8
+    moved = case.plan.pieces.select(case.plan.pieces.moved)
+    left, came = (int(moved.tokens[by == rank].sum()) for by in (moved.home, moved.server))
+    query_bytes = left * (2 * dim + 2 * value_dim + 1) + came * (dim + value_dim + 1)
     return Difference(
         out=_largest(out[: len(rows)], expected[rows]),
         dq=_largest(gradients[0][: len(rows)], expected_gradients[0][rows]),
         dk=_largest(gradients[1][: len(rows)], expected_gradients[1][rows]),
         dv=_largest(gradients[2][: len(rows)], expected_gradients[2][rows]),
         exchanges=transport.traffic.exchanges - before[0],
-        exchanges_expected=(fetches + 1) if sent.any() else 0,
+        exchanges_expected=((fetches + 1) if sent.any() else 0) + (4 if len(moved.tokens) else 0),
         bytes_sent=transport.traffic.bytes_sent - before[1],
-        bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes,
+        bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes + 8 * heads * query_bytes,
     )
 
 
