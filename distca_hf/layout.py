@@ -127,6 +127,25 @@ class Layout:
         layout.validate()
         return layout
 
+    @classmethod
+    def from_packs(cls, packs: Sequence[Sequence[int] | IntArray]) -> "Layout":
+        """Layout of whole documents: each rank's document lengths in row order, as somebody else packed them. A rank
+        without tokens has one row of padding, because models cannot run on none.
+
+        Raises:
+            PackingError: a length is out of range.
+        """
+        lengths = [check_document_tokens(pack, f"the pack of rank {rank}") for rank, pack in enumerate(packs)]
+        document_tokens = np.concatenate([*lengths, np.zeros(0, dtype=np.int64)])
+        return cls(
+            document_tokens=document_tokens,
+            segment_document=np.arange(len(document_tokens)),
+            segment_start=np.zeros(len(document_tokens), dtype=np.int64),
+            segment_stop=document_tokens,
+            rank_segments=np.cumsum([0, *map(len, lengths)]),
+            rank_rows=np.array([max(1, int(pack.sum())) for pack in lengths], dtype=np.int64),
+        )
+
     @property
     def num_ranks(self) -> int:
         return len(self.rank_rows)

@@ -4,6 +4,10 @@ import logging
 from dataclasses import dataclass
 
 
+# Micro-batches whose facts are kept for whoever reports them.
+REMEMBERED_MICRO_BATCHES = 1024
+
+
 def get_logger(name: str) -> logging.Logger:
     """A logger below `distca_hf`; handlers and levels belong to the application."""
     return logging.getLogger(name if name.startswith("distca_hf") else f"distca_hf.{name}")

@@ -17,6 +17,7 @@ class Occasion(enum.IntEnum):
 
     TAKE = 1  # hand out a micro-batch
     FORWARD = 2  # run a model on it
+    PLAN = 4  # plan a batch that somebody else packed
     UNABLE = 3  # give up, because it cannot prepare the micro-batch
 
 

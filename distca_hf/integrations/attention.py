@@ -62,7 +62,7 @@ def distca_attention(
     Args:
         query, key, value: `[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, V]`; made contiguous per token if they are not.
         attention_mask: None, or what `document_mask` found; anything else is padding or a mask of the user's own.
-        distca_plan: the plan of a batch from `plugin.dataloader`; B is 1 then.
+        distca_plan: the plan of the batch.
 
     Returns:
         `[B, T, N, V]` and None, in the dtype of the inputs; under autocast in autocast's dtype, as flash-attention
@@ -82,7 +82,7 @@ def distca_attention(
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         keep_received = distca_plan.config.received_kv == "keep"
         out_TNV, _, _ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, keep_received)
-        return out_TNV.unsqueeze(0), None
+        return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
     queries, keys, longest_q, longest_k = (
         _offset_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)

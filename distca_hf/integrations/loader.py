@@ -29,15 +29,13 @@ from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import key_transfers, route
 from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.plans import LivePlan, PlanFacts
-from distca_hf.telemetry import LoaderTimes, get_logger
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
 
 STATE_VERSION = 1
-# Micro-batches whose facts are kept in `history` for whoever reports them.
-REMEMBERED_MICRO_BATCHES = 1024
 
 
 @dataclass(frozen=True)
@@ -217,13 +215,7 @@ class PlacedLoader:
         transfers = key_transfers(plan)
         pin = self._device.type == "cuda"
         maps = HostMaps.prepare(route(plan, rank, transfers), pin)
-        facts = PlanFacts(
-            num_documents=layout.num_documents,
-            longest_document_tokens=layout.longest_document_tokens,
-            work=tuple(plan.work.tolist()),
-            work_before=tuple(fill_in_order(document_tokens, num_ranks).rank_work.tolist()),
-            key_tokens_sent=tuple(transfers.tokens_between(num_ranks).sum(axis=1).tolist()),
-        )
+        facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, num_ranks).rank_work)
         rows = collate(layout, rank, documents, self._source)
         input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)
         return Prepared(
@@ -251,6 +243,7 @@ class PlacedLoader:
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,
+            fingerprint=prepared.fingerprint,
             agreement=Agreement.start(
                 self._transport,
                 Occasion.TAKE,

@@ -1,17 +1,26 @@
-"""Enabling a model: checked before the first step, watched during it, and told what only the plan knows."""
+"""Enabling a model: checked before the first step, watched during it, and told what only the plan knows.
 
-from typing import Any
+Batches of `plugin.dataloader` bring their plan along. Any other batch that an enabled model trains on is planned here,
+right before its forward pass.
+"""
+
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.groups import default_device
-from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.model_check import attention_layers, check_model, forward_accepts, transformers_model
+from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
 
+
+if TYPE_CHECKING:
+    from distca_hf.integrations.plugin import DistCAPlugin
 
 # Attribute of an enabled model that holds its watch.
 WATCH = "_distca_watch"
@@ -19,18 +28,19 @@ WATCH = "_distca_watch"
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def enable(model: nn.Module, config: DistCAConfig, longest_document_tokens: int | None = None) -> nn.Module:
+def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: int | None = None) -> nn.Module:
     """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
     `accelerator.prepare`).
 
-    With batches of `plugin.dataloader`, `model(**batch)` then returns a loss whose mean over ranks is the mean over
+    Any packed batch can be trained on: the ranks plan it together, and attention tasks move between them. With batches
+    of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over
     all labels of the global micro-batch: `num_items_in_batch` is filled in, unless the caller passes one (for an
     accumulation window, say).
 
     Args:
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
             one.
-        config: settings (a `DistCAPlugin` is one).
+        plugin: settings, and the transport between ranks.
         longest_document_tokens: longest document the model will see, if known, for sliding windows.
 
     Returns:
@@ -40,29 +50,36 @@ def enable(model: nn.Module, config: DistCAConfig, longest_document_tokens: int 
         UnsupportedAttentionError: the model would compute something else than its own attention; says what.
         ConfigError: the model was not loaded for distca.
     """
-    longest = longest_document_tokens if longest_document_tokens is not None else config.tokens_per_rank
-    check_model(model, longest, config.kernel, default_device())
+    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank
+    check_model(model, longest, plugin.kernel, default_device())
     if not hasattr(model, WATCH):
-        setattr(model, WATCH, ForwardWatch(model))
+        setattr(model, WATCH, ForwardWatch(model, plugin))
     return model
 
 
 class ForwardWatch:
     """Hooks around the forward pass of the outermost module."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plugin: "DistCAPlugin") -> None:
+        self.packs: PackPlanner | None = None
+        self._plugin = plugin
         inner = transformers_model(model)
         self._class_name = type(inner).__name__
         self._attention_layers = len(attention_layers(inner))
+        self._parameters = list(inspect.signature(model.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._calls: int | None = None
         model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True)
         model.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = kwargs.get("distca_plan")
-        if plan is None:
-            return None
+        if kwargs.get("distca_plan") is None:
+            batch = dict(zip(self._parameters, args, strict=False)) | kwargs
+            plan = self._plan_packs(module, batch)
+            if plan is None:
+                return None
+            args, kwargs = (), {**batch, **fill_empty(batch), "distca_plan": plan}
+        plan = kwargs["distca_plan"]
         if not isinstance(plan, LivePlan):
             raise PlanError(
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
@@ -78,16 +95,29 @@ class ForwardWatch:
                 "gradients": int(torch.is_grad_enabled()),
                 "training": int(module.training),
                 "parameter_dtype": _dtype_number(module),
+                "fingerprint": plan.fingerprint,
             },
             {},
         )
         added: dict[str, Any] = {}
-        if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-            share = max(1, plan.label_tokens) / plan.transport.world_size
+        labels_counted = plan.label_tokens is not None and kwargs.get("labels") is not None
+        if labels_counted and kwargs.get("num_items_in_batch") is None:
+            share = max(1, plan.label_tokens or 0) / plan.transport.world_size
             added["num_items_in_batch"] = kwargs["labels"].new_tensor(share, dtype=torch.float32)
         if self._accepts_use_cache and kwargs.get("use_cache") is None:
             added["use_cache"] = False  # nobody generates from a training batch, and a cache would keep all keys alive
         return args, {**kwargs, **added}
+
+    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
+        """The plan of a batch without one; None if it attends locally, which is decided alike on all ranks: there is
+        one rank, or the model is not training (evaluation, generation, a teacher)."""
+        if not (module.training and torch.is_grad_enabled()) or batch.get("past_key_values") is not None:
+            return None
+        if self.packs is None:
+            if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+                return None
+            self.packs = PackPlanner(self._plugin, self._plugin.transport(tokens_of(batch).device))
+        return self.packs.plan(batch)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         plan = kwargs.get("distca_plan")

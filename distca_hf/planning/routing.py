@@ -205,7 +205,9 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
 
     kept = np.flatnonzero(np.isin(held.document, in_store))
     kept = kept[held.start[kept] < prefix[np.searchsorted(in_store, held.document[kept])]]
-    kept_tokens = np.minimum(held.stop[kept], prefix[np.searchsorted(in_store, held.document[kept])]) - held.start[kept]
+    kept_tokens = (
+        np.minimum(held.stop[kept], prefix[np.searchsorted(in_store, held.document[kept])]) - held.start[kept]
+    )
 
     return Routing(
         num_rows=int(layout.rank_rows[rank]),

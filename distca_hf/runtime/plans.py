@@ -10,15 +10,18 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import imbalance
+from distca_hf.cost import IntArray, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.routing import KeyTransfers
 from distca_hf.runtime.maps import Maps
 
 
@@ -31,6 +34,7 @@ class PlanFacts:
         work: attended pairs of each rank, as planned.
         work_before: the same, had the documents been packed one after the other.
         key_tokens_sent: tokens whose keys and values each rank sends, per layer, forward.
+        query_tokens_sent: tokens whose queries each rank sends; their outputs come back.
     """
 
     num_documents: int
@@ -38,6 +42,21 @@ class PlanFacts:
     work: tuple[int, ...]
     work_before: tuple[int, ...]
     key_tokens_sent: tuple[int, ...]
+    query_tokens_sent: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
+        """Facts of a plan, whose key transfers are computed already."""
+        layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
+        queries_sent = np.bincount(moved.home, weights=moved.tokens, minlength=layout.num_ranks).astype(np.int64)
+        return cls(
+            num_documents=layout.num_documents,
+            longest_document_tokens=layout.longest_document_tokens,
+            work=tuple(plan.work.tolist()),
+            work_before=tuple(work_before.tolist()),
+            key_tokens_sent=tuple(transfers.tokens_between(layout.num_ranks).sum(axis=1).tolist()),
+            query_tokens_sent=tuple(queries_sent.tolist()),
+        )
 
     @property
     def imbalance(self) -> float:
@@ -59,6 +78,7 @@ class LivePlan:
     Args:
         micro_batch: number of the micro-batch, counted by the loader.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
+        fingerprint: of the plan.
 
     Attributes:
         told: what every rank told in the agreement.
@@ -75,6 +95,7 @@ class LivePlan:
         transport: Transport,
         config: DistCAConfig,
         agreement: Agreement | None = None,
+        fingerprint: int = 0,
     ) -> None:
         self.micro_batch = micro_batch
         self.maps = maps
@@ -82,6 +103,7 @@ class LivePlan:
         self.transport = transport
         self.config = config
         self.agreement = agreement
+        self.fingerprint = fingerprint
         self.told: dict[str, list[int]] = {}
         self.num_layers: int | None = None
         self.forward_calls = 0
@@ -99,10 +121,10 @@ class LivePlan:
             self.told |= agreement.wait()
 
     @property
-    def label_tokens(self) -> int:
-        """Labels of the global micro-batch, all ranks together."""
+    def label_tokens(self) -> int | None:
+        """Labels of the global micro-batch, all ranks together; None if nobody counted them."""
         self.agree()
-        return sum(self.told["label_tokens"])
+        return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
 
     def kernel(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> Kernel:
         """The kernel for these tensors.

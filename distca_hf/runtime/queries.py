@@ -44,7 +44,7 @@ def send_queries(tensors: Sequence[torch.Tensor], maps: QueryMaps, transport: Tr
 def bring_home(
     tensors: Sequence[torch.Tensor], num_rows: int, maps: QueryMaps, transport: Transport, where: str
 ) -> list[torch.Tensor]:
-    """The way back: rows of `[canonical query rows, ...]` tensors, each `[num_rows, ...]` in the order of the layout."""
+    """The way back: rows of `[canonical query rows, ...]` tensors, each as `[num_rows, ...]` in layout order."""
     sent = _pack([x.index_select(0, maps.received_to_query) for x in tensors])
     exchange = transport.exchange(sent, maps.receive_counts, maps.send_counts, where)
     at_home = [x.new_empty((num_rows, *x.shape[1:])) for x in tensors]

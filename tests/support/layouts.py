@@ -24,6 +24,18 @@ def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) 
     return Layout.from_segments(lengths, segments, rows)
 
 
+def packed_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 3000) -> Layout:
+    """Whole documents on each rank, as somebody else packs them: uneven token counts, long tails, empty ranks."""
+
+    def pack() -> list[int]:
+        return [
+            rng.choice([1, 2, rng.randint(1, 50), rng.randint(1, longest_tokens)])
+            for _ in range(rng.choice([0, 1, 3, 9]))
+        ]
+
+    return Layout.from_packs([pack() for _ in range(num_ranks)])
+
+
 def random_plan(rng: random.Random, layout: Layout) -> Plan:
     """Tasks cut anywhere, without regard to segments, on any server."""
     tasks = []

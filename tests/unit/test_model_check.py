@@ -56,6 +56,7 @@ from transformers import (
 )
 
 import distca_hf
+from distca_hf import DistCAPlugin
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError, UnsupportedAttentionError
@@ -275,7 +276,7 @@ def losses_with_a_plan(config: PreTrainedConfig, dataset: Dataset, num_ranks: in
     models = [build(config).eval() for _ in range(num_ranks)]
 
     def run(transport: Transport) -> list[float]:
-        model = distca_hf.enable(models[transport.rank], DistCAConfig(), LONGEST_TOKENS)
+        model = distca_hf.enable(models[transport.rank], DistCAPlugin(), LONGEST_TOKENS)
         return [model(**batch).loss.item() for batch in loader_of(dataset, transport)]
 
     by_rank = run_ranks(num_ranks, run, timeout_seconds=20.0)
@@ -391,7 +392,7 @@ def test_module_that_is_no_transformers_model_is_refused(wrap: Any) -> None:
     with pytest.raises(
         UnsupportedAttentionError, match=f"{type(model).__name__} is no Transformers model; .* wrapped"
     ):
-        distca_hf.enable(model, DistCAConfig())
+        distca_hf.enable(model, DistCAPlugin())
 
 
 def lora(model: PreTrainedModel) -> nn.Module:
@@ -411,7 +412,7 @@ def test_peft_method_that_adds_tokens_is_refused(method: type[Any]) -> None:
     model = get_peft_model(tiny_model(), method(task_type="CAUSAL_LM", num_virtual_tokens=4))
     loader = loader_of(random_dataset(), LocalTransport())
     with pytest.raises((UnsupportedAttentionError, PlanError)):
-        distca_hf.enable(model, DistCAConfig(), LONGEST_TOKENS)(**next(iter(loader)))
+        distca_hf.enable(model, DistCAPlugin(), LONGEST_TOKENS)(**next(iter(loader)))
 
 
 @pytest.mark.parametrize("padding_token", [0, 1])
@@ -428,7 +429,7 @@ def test_model_that_counts_positions_from_elsewhere_computes_its_own_loss_or_is_
 
 
 def enabled(model: nn.Module | None = None) -> nn.Module:
-    return distca_hf.enable(tiny_model() if model is None else model, DistCAConfig(), LONGEST_TOKENS)
+    return distca_hf.enable(tiny_model() if model is None else model, DistCAPlugin(), LONGEST_TOKENS)
 
 
 def first_batch() -> dict[str, Any]:

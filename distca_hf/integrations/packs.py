@@ -1,0 +1,137 @@
+"""Packs: batches that somebody else packed. Their tokens stay, their attention tasks move.
+
+lengths of this rank ── gather ──▶ layout of all packs ──▶ plan, routing ──▶ live plan
+from cu_seq_lens_q, position_ids or rows                    moving tasks     of one forward pass
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.mask import offsets_of
+from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
+from distca_hf.planning.moving import plan_by_moving
+from distca_hf.planning.routing import key_transfers, route
+from distca_hf.runtime.maps import HostMaps
+from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES
+from distca_hf.version import __version__
+
+
+class PackPlanner:
+    """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
+
+    Attributes:
+        history: facts of the latest micro-batches, for whoever reports them.
+    """
+
+    def __init__(self, config: DistCAConfig, transport: Transport) -> None:
+        self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
+        self._config = config
+        self._transport = transport
+        self._micro_batches = 0
+
+    def plan(self, batch: Mapping[str, Any]) -> LivePlan:
+        """The plan of a batch, on the device of its tokens. A collective call.
+
+        Raises:
+            PackingError, UnsupportedAttentionError: the batch holds something else than packed documents.
+            PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
+        """
+        number, self._micro_batches = self._micro_batches, self._micro_batches + 1
+        lengths, tokens = self._lengths(batch, number), tokens_of(batch)
+        layout = Layout.from_packs(self._all_lengths(lengths, number))
+        plan = plan_by_moving(layout)
+        transfers = key_transfers(plan)
+        maps = HostMaps.prepare(route(plan, self._transport.rank, transfers), tokens.is_cuda)
+        facts = PlanFacts.of(plan, transfers, layout.rank_work)
+        self.history.append(facts)
+        return LivePlan(
+            micro_batch=number,
+            maps=maps.to(tokens.device),
+            facts=facts,
+            transport=self._transport,
+            config=self._config,
+            fingerprint=plan.fingerprint,
+        )
+
+    def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray:
+        """Document lengths of this rank; other ranks hear of a failure."""
+        try:
+            return document_lengths(batch)
+        except Exception:
+            Agreement.start(self._transport, Occasion.UNABLE, number, {}, {}).gather.wait()
+            raise
+
+    def _all_lengths(self, lengths: IntArray, number: int) -> list[IntArray]:
+        """Document lengths of every rank."""
+        told = Agreement.start(
+            self._transport,
+            Occasion.PLAN,
+            number,
+            {"version": zlib.crc32(__version__.encode()), "settings": self._config.settings_hash()},
+            {"documents": len(lengths)},
+        ).wait()
+        most = max(told["documents"])
+        padded = [*lengths.tolist(), *[0] * (most - len(lengths))]
+        where = f"rank {self._transport.rank}, micro-batch {number}, document lengths"
+        rows = self._transport.gather(padded, where).wait()
+        return [as_int_array(row[:count], where) for row, count in zip(rows, told["documents"], strict=True)]
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor with one element per token of a batch."""
+    tokens = batch.get("input_ids")
+    return batch["inputs_embeds"][..., 0] if tokens is None else tokens
+
+
+def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank without tokens runs instead: one row of padding without a label, of loss 0. Nothing for others."""
+    if tokens_of(batch).numel():
+        return {}
+    filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    for name, values in batch.items():
+        if isinstance(values, torch.Tensor) and values.ndim >= 2 and values.shape[1] == 0:
+            filled[name] = values.new_full((1, 1, *values.shape[2:]), -100 if name.endswith("labels") else 0)
+    return filled
+
+
+def document_lengths(batch: Mapping[str, Any]) -> IntArray:
+    """Lengths of the documents of a batch, row after row.
+
+    They are what, in this order, `cu_seq_lens_q` says; `position_ids` that restart; the rows of the batch.
+
+    Raises:
+        PackingError: the offsets do not fit the tokens.
+        UnsupportedAttentionError: the batch is padded.
+    """
+    tokens = tokens_of(batch)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        raise UnsupportedAttentionError(
+            f"the batch is padded (attention_mask of shape {tuple(mask.shape)} holds zeros); pack documents instead, "
+            "for example with DataCollatorWithFlattening, or use plugin.dataloader"
+        )
+    if tokens.numel() == 0:
+        return as_int_array([], "document lengths")
+    offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if offsets is None:
+        begins = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+        begins[:, 0] = True
+        if positions is not None:
+            if positions.ndim != 2 or positions.shape[-1] != tokens.shape[-1]:
+                raise PackingError(
+                    f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
+                )
+            begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+        offsets, _ = offsets_of(begins)
+    lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
+    return lengths[lengths > 0]

@@ -1,0 +1,196 @@
+"""Batches that somebody else packed: tokens stay, attention tasks move, numbers stay."""
+
+import random
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DataCollatorWithFlattening
+
+import distca_hf
+from distca_hf.comm.groups import open_transport
+from distca_hf.layout import Layout
+from distca_hf.planning.moving import plan_by_moving
+from support.data import random_dataset, random_documents
+from support.models import tiny_model
+from support.parity import Case, Difference, compare
+from support.ranks import Outcome, run_ranks, start_ranks
+
+
+CASES = 20
+Pack = list[list[int]]
+
+
+def skewed_layout(rng: random.Random, num_ranks: int) -> Layout:
+    """Packs of which a few hold all long documents."""
+    heavy = set(rng.sample(range(num_ranks), rng.randint(1, max(1, num_ranks // 2))))
+    return Layout.from_packs(
+        [
+            [rng.randint(100, 300) for _ in range(rng.choice([1, 2]))] + [7] * rng.randint(0, 3)
+            if rank in heavy
+            else [rng.randint(1, 30) for _ in range(rng.choice([0, 1, 4]))]
+            for rank in range(num_ranks)
+        ]
+    )
+
+
+def moved_share(layout: Layout) -> float:
+    """Work computed away from home, as a share of all work."""
+    plan = plan_by_moving(layout)
+    moved = plan.pieces.select(plan.pieces.moved)
+    pairs = (moved.stop * (moved.stop + 1) - moved.start * (moved.start + 1)) // 2
+    return float(pairs.sum() / plan.work.sum())
+
+
+def _compare_many(first_seed: int, num_ranks: int) -> list[tuple[float, Difference]]:
+    transport = open_transport(torch.device("cpu"), 20.0)
+    results = []
+    for seed in range(first_seed, first_seed + CASES):
+        layout = skewed_layout(random.Random(seed), num_ranks)
+        case = Case.draw(seed, layout, plan_by_moving(layout))
+        results.append((moved_share(layout), compare(case, transport)))
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_moved_tasks_equal_unsplit_attention(
+    num_ranks: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    by_rank = run_ranks(num_ranks, _compare_many, tmp_path, 100 * num_ranks, num_ranks)
+    differences = [difference for rank in by_rank for _, difference in rank]
+    shares = [share for share, _ in by_rank[0]]
+
+    record_property("largest difference", max(difference.largest for difference in differences))
+    assert max(difference.largest for difference in differences) <= 1e-10
+    assert all(difference.exchanges == difference.exchanges_expected for difference in differences)
+    assert all(difference.bytes_sent == difference.bytes_expected for difference in differences)
+    assert sum(share >= 0.3 for share in shares) >= CASES / 2, shares
+
+
+# --- through a model
+
+LONG, SHORT = (180, 90), (5, 9, 17)
+
+
+def packs_of(world: int) -> list[Pack]:
+    """One pack per rank: long documents on the first, short ones on the others, none on the last of three."""
+    packs = [random_documents(2, lengths=LONG), *(random_documents(4, rank, SHORT) for rank in range(1, world))]
+    return [*packs[:2], []] if world == 3 else packs
+
+
+def as_batch(pack: Pack, form: str) -> dict[str, Any]:
+    """A pack in one of the forms in which collators bring them."""
+    features = [{"input_ids": ids, "labels": ids} for ids in pack]
+    if not pack:
+        empty = torch.zeros((1, 0), dtype=torch.int64)
+        return {"input_ids": empty, "labels": empty.clone(), "position_ids": empty.clone()}
+    if form == "rows":
+        ids = torch.tensor(pack)
+        return {"input_ids": ids, "labels": ids.clone()}
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=form == "offsets")(features)
+    if form == "offsets":
+        batch.pop("position_ids")
+        lengths = [len(ids) for ids in pack]
+        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+        assert batch["cu_seq_lens_q"].flatten().tolist() == [0, *accumulate(lengths)]
+    return dict(batch)
+
+
+def _gradients(packs: list[Pack], form: str) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+    """Loss and gradients of this rank's pack, summed over ranks, and imbalance before and after."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plugin = distca_hf.DistCAPlugin()
+    model = distca_hf.enable(tiny_model(), plugin).train()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    loss = wrapped(**as_batch(packs[rank], form), num_items_in_batch=1).loss
+    loss.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    facts = model._distca_watch.packs.history[-1]
+    gradients = {name: parameter.grad * world for name, parameter in model.named_parameters()}
+    return total.item(), gradients, [facts.imbalance_before, facts.imbalance]
+
+
+@pytest.mark.parametrize("form", ["positions", "offsets", "rows"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_packs_of_all_ranks_have_the_gradients_of_their_documents(world: int, form: str, tmp_path: Path) -> None:
+    packs = (
+        [[ids[:60] for ids in pack if len(ids) >= 60] for pack in packs_of(world)]
+        if form == "rows"
+        else packs_of(world)
+    )
+    model = tiny_model(implementation="sdpa").train()
+    expected = 0.0
+    for document in (ids for pack in packs for ids in pack):
+        ids = torch.tensor(document)[None]
+        loss = model(ids, labels=ids, num_items_in_batch=1, use_cache=False).loss
+        loss.backward()
+        expected += loss.item()
+
+    for total, gradients, (before, after) in run_ranks(world, _gradients, tmp_path, packs, form):
+        assert total == pytest.approx(expected, rel=1e-5)
+        assert after < 1.05 < before
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=2e-3, rtol=1e-4, msg=name)
+
+
+def _placed_and_packed_in_turn() -> list[float]:
+    rank = torch.distributed.get_rank()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    model = distca_hf.enable(tiny_model(), plugin).train()
+    placed = iter(plugin.dataloader(random_dataset()))
+    losses = []
+    for _ in range(3):
+        for batch in (next(placed), as_batch(packs_of(2)[rank], "positions") | {"num_items_in_batch": 100}):
+            loss = model(**batch).loss
+            loss.backward()
+            torch.distributed.all_reduce(total := loss.detach().clone())
+            losses.append(total.item())
+    return losses
+
+
+def test_one_model_takes_placed_and_packed_batches_in_turn(tmp_path: Path) -> None:
+    losses = run_ranks(2, _placed_and_packed_in_turn, tmp_path)[0]
+
+    assert losses[1] == losses[3] == losses[5]
+    assert len({losses[0], losses[2], losses[4]}) == 3
+
+
+def _evaluate_on_one_rank() -> float | None:
+    rank = torch.distributed.get_rank()
+    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin(exchange_timeout_seconds=5.0))
+    batch = as_batch(packs_of(2)[0], "positions")
+    if rank == 1:
+        return None
+    with torch.no_grad():
+        model.train()(**batch)
+    return model.eval()(**batch).loss.item()
+
+
+def test_evaluation_on_one_rank_waits_for_nobody(tmp_path: Path) -> None:
+    alone, nothing = run_ranks(2, _evaluate_on_one_rank, tmp_path)
+    model = tiny_model(implementation="sdpa").eval()
+
+    assert nothing is None
+    assert alone == pytest.approx(
+        model(**as_batch(packs_of(2)[0], "positions"), use_cache=False).loss.item(), rel=1e-5
+    )
+
+
+def _one_rank_pads(_: Any) -> None:
+    rank = torch.distributed.get_rank()
+    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin(exchange_timeout_seconds=20.0)).train()
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
+    batch["attention_mask"][0, :3] = rank
+    model(**batch)
+
+
+def test_padded_batch_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    outcomes: list[Outcome] = start_ranks(2, _one_rank_pads, tmp_path, None, timeout_seconds=20.0)
+
+    assert "the batch is padded" in outcomes[0].output
+    assert "rank 0 could not prepare its part" in outcomes[1].output
