@@ -5,7 +5,6 @@ the default.
 """
 
 import dataclasses
-import hashlib
 import os
 import types
 import typing
@@ -22,6 +21,9 @@ from distca_hf.errors import ConfigError
 ENVIRONMENT_PREFIX = "DISTCA_"
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
+
+# Settings that may differ between ranks.
+SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight"})
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
@@ -81,6 +83,12 @@ class DistCAConfig:
     exchange_timeout_seconds: float = _setting(
         "exchange_timeout_seconds", 300.0, "Deadline of one exchange between ranks, after which the step fails."
     )
+    agreement_timeout_seconds: float = _setting(
+        "agreement_timeout_seconds",
+        1800.0,
+        "Deadline for all ranks to come to the same micro-batch; what one rank does alone between two of them, saving "
+        "for example, must fit in it.",
+    )
     plans_in_flight: int = _setting(
         "plans_in_flight",
         8,
@@ -94,9 +102,10 @@ class DistCAConfig:
         for name, smallest in at_least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {smallest}")
-        if not self.exchange_timeout_seconds > 0:
-            raise ConfigError(f"exchange_timeout_seconds={self.exchange_timeout_seconds} must be positive")
-        self.exchange_timeout_seconds = float(self.exchange_timeout_seconds)
+        for name in ("exchange_timeout_seconds", "agreement_timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
+            setattr(self, name, float(getattr(self, name)))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -108,10 +117,21 @@ class DistCAConfig:
         content = read_yaml(path)
         return cls(**check_settings(content.get("plugin", content), f"{path}"))
 
-    def settings_hash(self) -> int:
-        """63 bits that are equal on two ranks only if all settings are."""
-        values = [(setting.name, getattr(self, setting.name)) for setting in dataclasses.fields(DistCAConfig)]
-        return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
+    def shared_settings(self) -> dict[str, int]:
+        """Settings that ranks must share, as integers: numbers in their smallest unit, choices by their place."""
+        shared = {}
+        for setting in dataclasses.fields(DistCAConfig):
+            name, value = setting.name, getattr(self, setting.name)
+            if name in SETTINGS_OF_ONE_RANK:
+                continue
+            _, choices = _allowed(name)
+            if choices:
+                shared[f"{name} ({'|'.join(choices)})"] = choices.index(value)
+            elif isinstance(value, float):
+                shared[f"{name} in ms"] = round(1e3 * value)
+            else:
+                shared[name] = int(value)
+        return shared
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

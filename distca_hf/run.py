@@ -19,6 +19,9 @@ OPTION = "--recipe"
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the script; ends the process with status 2 and one line if the command line or the recipe is wrong."""
+    if list(arguments[:1]) in (["--help"], ["-h"]):
+        sys.stdout.write(f"{__doc__}\n{USAGE}\n")
+        return
     try:
         name, script, rest = _parse(arguments)
         recipe = Recipe.read(find_recipe(name))

@@ -21,6 +21,7 @@ class LoaderTimes:
     step_seconds: float = 0.0
     plan_seconds: float = 0.0
     micro_batches: int = 0
+    begun: bool = False
 
     @property
     def wait_share(self) -> float:

@@ -49,5 +49,6 @@ def load(cache: Path) -> Dataset:
     documents = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts)]
     cache.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(cache / "tokenizer.json"))
-    Dataset.from_dict({"input_ids": documents}).save_to_disk(str(cache / "dataset"))
+    Dataset.from_dict({"input_ids": documents}).save_to_disk(str(cache / "unfinished"))
+    (cache / "unfinished").rename(cache / "dataset")  # a folder of this name is whole
     return Dataset.load_from_disk(str(cache / "dataset"))

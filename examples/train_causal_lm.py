@@ -4,7 +4,7 @@
         --recipe recipes/train/llama3_8b_128k.yaml examples/train_causal_lm.py --dataset DATASET
 
 Without a recipe every argument of `TrainingArguments` and below can be given on the command line, and settings of
-distca as DISTCA_<FIELD>.
+distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
 """
 
 from dataclasses import dataclass, field
@@ -43,6 +43,8 @@ def main() -> None:
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded, the model is wanted whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # a group that is destroyed under its last operation may abort the process
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ python=${PYTHON:-python3}
     echo "scripts/setup.sh: $("$python" --version) is too old; set PYTHON to an interpreter of version 3.11 or newer" >&2
     exit 1
 }
+echo "installing into .venv (about a minute when it is new)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 if ! command -v nvidia-smi >/dev/null && ! .venv/bin/python -c 'import torch' 2>/dev/null; then

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distca_hf.comm.transport import Gather, Transport
-from distca_hf.errors import PeerLostError, PlanMismatchError
+from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
 
 
 class Occasion(enum.IntEnum):
@@ -22,7 +26,7 @@ class Occasion(enum.IntEnum):
 
 
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
-WIDTH = 10
+WIDTH = 24
 
 
 @dataclass
@@ -51,10 +55,20 @@ class Agreement:
         told: Mapping[str, int],
     ) -> "Agreement":
         """Starts showing `facts` and telling `told`; for one occasion both have the same names on all ranks."""
-        where = f"rank {transport.rank}, micro-batch {micro_batch}"
+        where = f"micro-batch {micro_batch}"
         values = [occasion, micro_batch, *facts.values(), *told.values()]
         padded = values + [0] * (WIDTH - len(values))
-        return cls(occasion, micro_batch, facts, told, transport.gather(padded, where), where)
+        gather = transport.gather(padded, where)
+        return cls(occasion, micro_batch, facts, told, gather, f"rank {transport.rank}, {where}")
+
+    @classmethod
+    def announce_unable(cls, transport: Transport, micro_batch: int) -> None:
+        """Tells the other ranks, which go on to this micro-batch, that this one cannot. If they cannot be told, that
+        is logged: the error that brought this about is the one to raise."""
+        try:
+            cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}).gather.wait()
+        except DistCAError as error:
+            log.warning("the other ranks could not be told: %s", error)
 
     def wait(self) -> dict[str, list[int]]:
         """What every rank told.

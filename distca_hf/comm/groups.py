@@ -15,12 +15,15 @@ from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError
 
 
-def open_transport(device: torch.device, timeout_seconds: float) -> Transport:
+def open_transport(
+    device: torch.device, timeout_seconds: float, agreement_timeout_seconds: float | None = None
+) -> Transport:
     """Transport over all ranks of the initialised process group; a collective call. One rank needs no group.
 
     Args:
         device: where the rows to exchange live; decides between NCCL and gloo.
         timeout_seconds: deadline of every exchange.
+        agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet.
@@ -36,7 +39,8 @@ def open_transport(device: torch.device, timeout_seconds: float) -> Transport:
         return LocalTransport()
     timeout = timedelta(seconds=timeout_seconds)
     data_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    patience = timedelta(seconds=agreement_timeout_seconds or timeout_seconds)
+    control_group = dist.new_group(backend="gloo", timeout=patience)
     store = (
         dist.distributed_c10d._get_default_store()
     )  # no public accessor; every backend's rendezvous goes through it

@@ -42,12 +42,16 @@ class RollCall:
         except RuntimeError as error:
             log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error)
 
-    def missing(self) -> dict[int, str]:
-        """Ranks that left or do not answer, and what is known about each."""
+    def missing(self, waited_seconds: float = 0.0) -> dict[int, str]:
+        """Ranks that left, do not answer or came late, and what is known about each.
+
+        Args:
+            waited_seconds: how long this rank has waited for the others. One that waited much less kept them waiting.
+        """
         waiting = set(range(self._world_size)) - {self._rank}
         found: dict[int, str] = {}
         try:
-            self._store.set(f"here/{self._rank}", "1")
+            self._store.set(f"here/{self._rank}", f"{waited_seconds:.1f}")
             deadline = time.monotonic() + self._patience_seconds
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
@@ -55,6 +59,9 @@ class RollCall:
                         found[rank] = "left: " + self._store.get(f"left/{rank}").decode(errors="replace")
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
+                        late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
+                        if late_seconds > self._patience_seconds:
+                            found[rank] = f"came {late_seconds:.0f} s late"
                         waiting.discard(rank)
                 time.sleep(POLL_SECONDS)
         except RuntimeError as error:

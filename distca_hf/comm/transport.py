@@ -5,6 +5,7 @@ starts the same exchanges in the same order. Implementations: `LocalTransport` (
 gloo), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,7 @@ class TorchTransport:
             )
         except RuntimeError as error:
             raise self.failure(error, where) from error
-        return TorchExchange(self, work, rows, received, where)
+        return TorchExchange(self, work, where, time.monotonic(), rows, received)
 
     def gather(self, values: Sequence[int], where: str) -> "TorchGather":
         mine = torch.tensor(values, dtype=torch.int64)
@@ -157,18 +158,20 @@ class TorchTransport:
             work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
         except RuntimeError as error:
             raise self.failure(error, where) from error
-        return TorchGather(self, work, theirs, where)
+        return TorchGather(self, work, where, time.monotonic(), theirs)
 
-    def failure(self, error: RuntimeError, where: str) -> DistCAError:
+    def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """The error to raise for a failed group operation: who is gone, as far as can be found out."""
-        missing = self._rollcall.missing()
+        missing = self._rollcall.missing(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
         told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
         message = (
             f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {str(error).splitlines()[0][:300]}"
         )
         if "timed out" in str(error).lower():
-            return StepTimeoutError(f"{message}. The deadline is exchange_timeout_seconds.")
+            return StepTimeoutError(
+                f"{message}. Deadlines are exchange_timeout_seconds and agreement_timeout_seconds."
+            )
         return PeerLostError(message)
 
 
@@ -178,15 +181,16 @@ class TorchExchange:
 
     transport: TorchTransport
     work: dist.Work
+    where: str
+    began: float
     sent: torch.Tensor
     received: torch.Tensor
-    where: str
 
     def wait(self) -> torch.Tensor:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self.transport.failure(error, self.where) from error
+            raise self.transport.failure(error, self.where, self.began) from error
         return self.received
 
 
@@ -196,12 +200,13 @@ class TorchGather:
 
     transport: TorchTransport
     work: dist.Work
-    received: list[torch.Tensor]
     where: str
+    began: float
+    received: list[torch.Tensor]
 
     def wait(self) -> list[list[int]]:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self.transport.failure(error, self.where) from error
+            raise self.transport.failure(error, self.where, self.began) from error
         return [values.tolist() for values in self.received]

@@ -26,14 +26,16 @@ def draw_balance(work_before: Sequence[Sequence[int]], work: Sequence[Sequence[i
         shares = [[value * num_ranks / max(1, sum(batch)) for value in batch] for batch in batches]
         for rank in range(num_ranks):
             offset = (rank - (num_ranks - 1) / 2) * 0.8 / num_ranks
-            places = [index + offset for index in range(len(shares))]
+            places = [1 + index + offset for index in range(len(shares))]
             panel.bar(places, [share[rank] for share in shares], 0.8 / num_ranks, label=f"rank {rank}")
         mean = sum(max(share) for share in shares) / len(shares)
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.set_title(f"{title}: max / mean work {mean:.3f}", loc="left", fontsize="medium")
         panel.set_ylabel("work / mean")
     if num_ranks <= 8:
-        panels[0].legend(loc="upper right", ncols=num_ranks, fontsize="small")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=num_ranks)
     panels[1].set_xlabel("micro-batch")
+    panels[1].margins(x=0.01)
+    figure.suptitle("Attention work of each rank", x=0.01, ha="left")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

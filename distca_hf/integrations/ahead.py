@@ -41,13 +41,13 @@ class Ahead(Generic[Item]):
         """Items in order; an exception of the iterator is raised in its place."""
         thread = threading.Thread(target=self._run, name="distca-ahead", daemon=True)
         thread.start()
-        first = True  # nothing can be ahead of the first item, so its wait is no sign of a slow loader
         try:
             while True:
                 asked = time.perf_counter()
                 item = self._queue.get()
-                self._times.wait_seconds += 0.0 if first else time.perf_counter() - asked
-                first = False
+                if self._times.begun:  # nothing can be ahead of the very first item
+                    self._times.wait_seconds += time.perf_counter() - asked
+                self._times.begun = True
                 if item is _End:
                     return
                 if isinstance(item, _Failure):

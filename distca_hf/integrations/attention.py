@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.mask import PackedRows, offsets_of
+from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
+from distca_hf.integrations.mask import PackedRows, PaddedRows, RowMask, offsets_of
 from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
@@ -46,7 +46,7 @@ def distca_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | PackedRows | None,
+    attention_mask: torch.Tensor | RowMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -71,19 +71,28 @@ def distca_attention(
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
+    padded = attention_mask if isinstance(attention_mask, PaddedRows) and not module.training else None
     packed = attention_mask if isinstance(attention_mask, PackedRows) else None
-    refused = _asked_for(attention_mask=None if packed is not None else attention_mask, **kwargs)
+    refused = _asked_for(attention_mask=attention_mask if padded is None and packed is None else None, **kwargs)
     if refused or dropout or is_causal is False or getattr(module, "is_causal", True) is False:
         _refuse(module, refused, dropout, is_causal)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     if distca_plan is not None:
+        if not distca_plan.in_enabled_model:
+            raise PlanError(
+                "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
+                "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
+            )
         _check_window(module, sliding_window, distca_plan.facts.longest_document_tokens)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         keep_received = distca_plan.config.received_kv == "keep"
         out_TNV, _, _ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, keep_received)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
+    if padded is not None:
+        _check_window(module, sliding_window, padded.keys[2])
+        return _attend_padded(query, key, value, padded, scale), None
     queries, keys, longest_q, longest_k = (
         _offset_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         if cu_seq_lens_q is not None
@@ -92,6 +101,18 @@ def distca_attention(
     _check_window(module, sliding_window, longest_k)
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), queries, keys, longest_q, longest_k, scale)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _attend_padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padded: PaddedRows, scale: float
+) -> torch.Tensor:
+    """`[B, T, N, V]`, zero where there is padding. For evaluation and generation; training packs instead."""
+    (query_rows, queries, longest_q), (key_rows, keys, longest_k) = padded.queries, padded.keys
+    q_TNH = _rows(query).index_select(0, query_rows)
+    k_SGH, v_SGV = (_rows(x).index_select(0, key_rows) for x in (key, value))
+    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, queries, keys, longest_q, longest_k, scale)
+    shape = query.shape[0], query.shape[2], *out_TNV.shape[1:]
+    return out_TNV.new_zeros((shape[0] * shape[1], *shape[2:])).index_copy(0, query_rows, out_TNV).view(shape)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -113,8 +134,8 @@ def _refuse(module: nn.Module, refused: dict[str, Any], dropout: float, is_causa
     if "attention_mask" in refused:
         raise UnsupportedAttentionError(
             f"{layer}: got a padding or custom attention mask of shape {tuple(refused['attention_mask'].shape)}; "
-            "distca packs documents instead of padding them: use plugin.dataloader, or batches of equally long rows "
-            "without padding"
+            "training packs documents instead of padding them: use plugin.attach(trainer), plugin.dataloader, or a "
+            "collator that packs (DataCollatorWithFlattening)"
         )
     if dropout:
         raise UnsupportedAttentionError(

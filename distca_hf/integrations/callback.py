@@ -26,14 +26,15 @@ class PlacementMetrics(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuses to resume where the step of the checkpoint is another place in the data.
+        """Resumes where the loader was, whatever Trainer makes of its step count (with another number of accumulation
+        steps it is another place in the data).
 
         Raises:
             ConfigError: dataset, seed or micro-batches are not those of the checkpoint; names both values.
         """
         saved = state.stateful_callbacks.get(LOADER_STATE)
         if state.global_step > 0 and saved is not None and not args.ignore_data_skip:
-            self._loader.check_state(saved)
+            self._loader.load_state_dict(saved)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -44,7 +44,10 @@ class Recipe:
         known = ("environment", "plugin", "script")
         unknown = sorted(set(sections) - set(known))
         if unknown:
-            raise ConfigError(f"{path}: unknown section {unknown[0]!r}; sections are {', '.join(known)}")
+            hint = (
+                " (of an Accelerate configuration: give that to --config_file)" if "num_processes" in unknown else ""
+            )
+            raise ConfigError(f"{path}: unknown section {unknown[0]!r}{hint}; sections are {', '.join(known)}")
         for name, section in sections.items():
             if section is not None and not isinstance(section, Mapping):
                 raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")

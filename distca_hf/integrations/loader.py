@@ -78,6 +78,7 @@ class PlacedLoader:
         transport: between the ranks that share each micro-batch.
         device: where batches go.
         seed, shuffle: order of documents, together with the epoch's number.
+        prefetch: micro-batches to prepare ahead, if not as many as the settings say.
 
     Raises:
         PackingError: the dataset cannot be packed.
@@ -93,6 +94,7 @@ class PlacedLoader:
         device: torch.device,
         seed: int = 0,
         shuffle: bool = True,
+        prefetch: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
@@ -102,6 +104,7 @@ class PlacedLoader:
         self._device = device
         self._seed = seed
         self._shuffle = shuffle
+        self._prefetch = prefetch or config.prefetch
         self._capacity_tokens = transport.world_size * config.tokens_per_rank
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
@@ -158,7 +161,8 @@ class PlacedLoader:
             ConfigError: the state is of another dataset, seed or batch size; names both values.
         """
         self.check_state(state)
-        self._loaded = self._position = Cursor(int(state["epoch"]), int(state["micro_batch"]))
+        saved = Cursor(int(state["epoch"]), int(state["micro_batch"]))
+        self._loaded = self._position = saved if saved.micro_batch < len(self) else Cursor(saved.epoch + 1)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuses a saved position that means other micro-batches here, as `load_state_dict` does."""
@@ -174,16 +178,16 @@ class PlacedLoader:
         if begin.micro_batch > len(self):
             raise ConfigError(f"cannot begin at micro-batch {begin.micro_batch} of an epoch that has {len(self)}")
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
-        with closing(Ahead(lambda: self._prepare_from(begin), self._config.prefetch, self.times).__iter__()) as ahead:
-            while self._position.epoch == begin.epoch and self._position.micro_batch < len(self):
+        with closing(Ahead(lambda: self._prepare_from(begin), self._prefetch, self.times).__iter__()) as ahead:
+            for micro_batch in range(begin.micro_batch, len(self)):
                 try:
                     prepared = next(ahead)
                 except Exception:
-                    self._tell_unable()
+                    Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
                     raise
                 batch = self._deliver(prepared)
-                self._position = Cursor(begin.epoch, prepared.cursor.micro_batch + 1)
-                if self._position.micro_batch == len(self):  # known now: nobody has to ask for one batch more
+                self._position = Cursor(begin.epoch, micro_batch + 1)
+                if micro_batch + 1 == len(self):  # known now: nobody has to ask for one batch more
                     self._next = Cursor(begin.epoch + 1)
                 yield batch
         self._next = self._position = Cursor(begin.epoch + 1)
@@ -250,7 +254,10 @@ class PlacedLoader:
                 number,
                 {
                     "version": zlib.crc32(__version__.encode()),
-                    "settings": self._config.settings_hash(),
+                    **self._config.shared_settings(),
+                    "seed": self._seed,
+                    "number of documents": len(self._source),
+                    "dataset": int(self._source.fingerprint, 16) >> 1,
                     "fingerprint": prepared.fingerprint,
                 },
                 {"label_tokens": prepared.label_tokens},
@@ -263,11 +270,6 @@ class PlacedLoader:
             "labels": prepared.labels.to(self._device, non_blocking=True),
             "distca_plan": plan,
         }
-
-    def _tell_unable(self) -> None:
-        """Lets the other ranks, which go on to this micro-batch, know that this one cannot."""
-        number = self._number(self._position)
-        Agreement.start(self._transport, Occasion.UNABLE, number, {}, {}).gather.wait()
 
     def _number(self, cursor: Cursor) -> int:
         """Number of a micro-batch in the endless stream."""

@@ -16,22 +16,50 @@ from distca_hf.errors import UnsupportedAttentionError
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 
-class PackedRows:
-    """Stands in for the attention mask of a batch whose rows hold several documents. Nothing is computed until a layer
-    asks: with a plan none does."""
-
-    def __init__(self, mask_function: MaskFunction, batch_size: int, rows: int, device: torch.device) -> None:
-        self._mask_function = mask_function
-        self._shape = batch_size, rows
-        self._device = device
+class RowMask:
+    """Stands in for an attention mask. Nothing is computed until a layer asks: with a plan none does."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Torch calls this when something computes with the mask: a layer that does not attend through distca."""
         raise UnsupportedAttentionError(
-            f"a layer computed {getattr(function, '__name__', function)} with the mask of a packed batch instead of "
-            "attending through distca; it would see tokens of other documents, and no step was taken"
+            f"a layer computed {getattr(function, '__name__', function)} with the mask of a packed or padded batch "
+            "instead of attending through distca; it would see tokens it must not see, and no step was taken"
         )
+
+
+class PaddedRows(RowMask):
+    """Rows that are padded: each is one document, of the tokens whose mask is set."""
+
+    def __init__(self, mask: torch.Tensor, q_length: int) -> None:
+        self.shape = tuple(mask.shape)
+        self._mask = mask
+        self._q_length = q_length
+
+    @cached_property
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Rows that are tokens, offsets of the documents (int32) and their longest length: of the queries."""
+        return _unpadded(self._mask[:, -self._q_length :])
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """The same of the keys."""
+        return _unpadded(self._mask)
+
+
+def _unpadded(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    lengths = mask.sum(dim=1, dtype=torch.int32)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return mask.flatten().nonzero().flatten(), offsets, int(lengths.max())
+
+
+class PackedRows(RowMask):
+    """Rows that hold several documents."""
+
+    def __init__(self, mask_function: MaskFunction, batch_size: int, rows: int, device: torch.device) -> None:
+        self._mask_function = mask_function
+        self._shape = batch_size, rows
+        self._device = device
 
     @cached_property
     def documents(self) -> tuple[torch.Tensor, int]:
@@ -71,20 +99,22 @@ def document_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor | PackedRows | None:
+) -> torch.Tensor | RowMask | None:
     """What layers get as their attention mask; `transformers.AttentionMaskInterface` gives the arguments.
 
     Returns:
-        None if every row is one causal document; `PackedRows` if positions restart inside of rows; the padding mask if
-        there is padding, which the attention function then refuses.
+        None if every row is one causal document; `PackedRows` if positions restart inside of rows; `PaddedRows` if
+        there is padding.
 
     Raises:
         UnsupportedAttentionError: a cache with free places, or a mask of the model's own.
     """
     if attention_mask is not None:
         attention_mask = attention_mask[:, -kv_length:]
-        if attention_mask.shape[1] != kv_length or not attention_mask.all():
+        if attention_mask.shape[1] != kv_length:
             return attention_mask
+        if not attention_mask.all():
+            return PaddedRows(attention_mask.bool(), q_length)
     if use_vmap:
         raise UnsupportedAttentionError(
             "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "

@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.model_check import attention_layers, check_model, forward_accepts, transformers_model
+from distca_hf.integrations.model_check import (
+    attention_layers,
+    check_model,
+    forward_accepts,
+    longest_rotary_tokens,
+    rotary_refusal,
+    transformers_model,
+)
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
 
@@ -41,7 +47,8 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
             one.
         plugin: settings, and the transport between ranks.
-        longest_document_tokens: longest document the model will see, if known, for sliding windows.
+        longest_document_tokens: longest document the model will see, for sliding windows and rotary embeddings that
+            depend on it; by default the longest that all ranks together can hold.
 
     Returns:
         The same model. Enabling it again does nothing.
@@ -50,7 +57,8 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
         UnsupportedAttentionError: the model would compute something else than its own attention; says what.
         ConfigError: the model was not loaded for distca.
     """
-    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size
     check_model(model, longest, plugin.kernel, default_device())
     if not hasattr(model, WATCH):
         setattr(model, WATCH, ForwardWatch(model, plugin))
@@ -68,6 +76,7 @@ class ForwardWatch:
         self._attention_layers = len(attention_layers(inner))
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
+        self._longest_rotary_tokens = longest_rotary_tokens(model)
         self._calls: int | None = None
         model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True)
         model.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True)
@@ -85,25 +94,22 @@ class ForwardWatch:
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
                 "unchanged"
             )
-        plan.agree()
-        plan.begin_pass(self._calls)
-        plan.agreement = Agreement.start(
-            plan.transport,
-            Occasion.FORWARD,
-            plan.micro_batch,
+        self._check_length(plan)
+        plan.begin_forward_pass(
+            self._calls,
             {
                 "gradients": int(torch.is_grad_enabled()),
                 "training": int(module.training),
                 "parameter_dtype": _dtype_number(module),
-                "fingerprint": plan.fingerprint,
             },
-            {},
         )
         added: dict[str, Any] = {}
-        labels_counted = plan.label_tokens is not None and kwargs.get("labels") is not None
-        if labels_counted and kwargs.get("num_items_in_batch") is None:
-            share = max(1, plan.label_tokens or 0) / plan.transport.world_size
+        count = kwargs.get("num_items_in_batch")
+        if count is None and plan.label_tokens is not None and kwargs.get("labels") is not None:
+            share = max(1, plan.label_tokens) / plan.transport.world_size
             added["num_items_in_batch"] = kwargs["labels"].new_tensor(share, dtype=torch.float32)
+        elif count is not None:
+            added["num_items_in_batch"] = count + (count == 0)  # a window without labels has loss 0, not 0 / 0
         if self._accepts_use_cache and kwargs.get("use_cache") is None:
             added["use_cache"] = False  # nobody generates from a training batch, and a cache would keep all keys alive
         return args, {**kwargs, **added}
@@ -118,6 +124,11 @@ class ForwardWatch:
                 return None
             self.packs = PackPlanner(self._plugin, self._plugin.transport(tokens_of(batch).device))
         return self.packs.plan(batch)
+
+    def _check_length(self, plan: LivePlan) -> None:
+        limit, longest = self._longest_rotary_tokens, plan.facts.longest_document_tokens
+        if limit is not None and longest > limit:
+            raise UnsupportedAttentionError(f"micro-batch {plan.micro_batch}: {rotary_refusal(limit, longest)}")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         plan = kwargs.get("distca_plan")

@@ -4,6 +4,10 @@ refuses others by name.
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
 tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
 without a word. So everything that is not known to be right is refused before the first step.
+
+What a layer or a loss does is read from its source and its settings. Two checks at run time stand behind that: every
+argument of an attention call that is not known is refused there, and the first forward pass must come through
+distca's attention as often as the model has layers.
 """
 
 import ast
@@ -86,6 +90,7 @@ def check_model(
         *_adapters(model),
         *_token_mixers(inner, config),
         *_positions(inner),
+        *_rotary(inner, longest_document_tokens),
         *_attention_settings(inner, config, longest_document_tokens),
         *_loss(inner),
     ]
@@ -140,6 +145,35 @@ def _positions(model: PreTrainedModel) -> Iterator[str]:
             return
 
 
+def longest_rotary_tokens(model: nn.Module) -> int | None:
+    """Longest document whose rotary frequencies do not depend on how long the longest one of a batch is; None if they
+    never do. Transformers picks them by the largest position that a rank holds: ranks would not agree."""
+    config = transformers_model(model).config.get_text_config()
+    rotary = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
+        if parameters.get("rope_type") == "dynamic":
+            limits.append(0)
+        elif parameters.get("rope_type") == "longrope":
+            original = parameters.get("original_max_position_embeddings")
+            limits.append(original or getattr(config, "original_max_position_embeddings", None) or 0)
+    return min(limits, default=None)
+
+
+def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
+    limit = longest_rotary_tokens(model)
+    if limit is not None and longest_document_tokens > limit:
+        yield rotary_refusal(limit, longest_document_tokens)
+
+
+def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
+    """Why documents of this length cannot be trained with rotary embeddings that have this limit."""
+    return (
+        f"its rotary frequencies (rope_type 'dynamic' or 'longrope') depend on the longest document of a batch beyond "
+        f"{limit} tokens, and documents have up to {longest_document_tokens}; use 'yarn' or 'default', or split them"
+    )
+
+
 def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:
     """Settings of attention that are not computed."""
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -187,12 +221,22 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
             f"({type(model).__name__}.forward does not pass its keywords on to the loss)"
         )
+    loss_function = getattr(model, "loss_function", None)
+    if callable(loss_function) and "shift_labels" not in inspect.signature(loss_function).parameters:
+        yield (
+            f"its loss_function {getattr(loss_function, '__name__', loss_function)} takes no shift_labels: labels of "
+            "documents that are cut between ranks must not be shifted again"
+        )
 
 
 def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.device) -> Iterator[str]:
     """Why no kernel can do the model's heads. On a GPU weights in fp32 are taken to be computed with in bf16."""
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    try:
+        num_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    except (AttributeError, ValueError) as error:
+        yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
+        return
     if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention: keys carry two parts
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     job = Job(

@@ -68,7 +68,7 @@ class PackPlanner:
         try:
             return document_lengths(batch)
         except Exception:
-            Agreement.start(self._transport, Occasion.UNABLE, number, {}, {}).gather.wait()
+            Agreement.announce_unable(self._transport, number)
             raise
 
     def _all_lengths(self, lengths: IntArray, number: int) -> list[IntArray]:
@@ -77,12 +77,12 @@ class PackPlanner:
             self._transport,
             Occasion.PLAN,
             number,
-            {"version": zlib.crc32(__version__.encode()), "settings": self._config.settings_hash()},
+            {"version": zlib.crc32(__version__.encode()), **self._config.shared_settings()},
             {"documents": len(lengths)},
         ).wait()
         most = max(told["documents"])
         padded = [*lengths.tolist(), *[0] * (most - len(lengths))]
-        where = f"rank {self._transport.rank}, micro-batch {number}, document lengths"
+        where = f"micro-batch {number}, document lengths"
         rows = self._transport.gather(padded, where).wait()
         return [as_int_array(row[:count], where) for row, count in zip(rows, told["documents"], strict=True)]
 
@@ -132,6 +132,12 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray:
                     f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
                 )
             begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+            first = positions.expand(tokens.shape)[begins]
+            if first.any():
+                raise PackingError(
+                    f"position_ids begin a document at position {int(first.max())} instead of 0: part of it is "
+                    "missing. A batch of plugin.dataloader must be passed on with its distca_plan"
+                )
         offsets, _ = offsets_of(begins)
     lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
     return lengths[lengths > 0]

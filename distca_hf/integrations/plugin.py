@@ -7,6 +7,7 @@ import torch
 from distca_hf.comm.groups import default_device, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, unknown_environment_settings
+from distca_hf.errors import ConfigError
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.telemetry import get_logger
 
@@ -34,7 +35,12 @@ class DistCAPlugin(DistCAConfig):
             log.warning("environment variable %s is no setting of distca_hf and has no effect", name)
 
     def dataloader(
-        self, dataset: Any, seed: int = 0, shuffle: bool = True, device: torch.device | str | None = None
+        self,
+        dataset: Any,
+        seed: int = 0,
+        shuffle: bool = True,
+        device: torch.device | str | None = None,
+        prefetch: int | None = None,
     ) -> PlacedLoader:
         """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
@@ -44,18 +50,22 @@ class DistCAPlugin(DistCAConfig):
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works.
+            prefetch: micro-batches to prepare ahead, if not as many as the settings say.
 
         Raises:
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         target = default_device() if device is None else torch.device(device)
-        return PlacedLoader(dataset, self, self.transport(target), target, seed, shuffle)
+        return PlacedLoader(dataset, self, self.transport(target), target, seed, shuffle, prefetch)
 
     def transport(self, device: torch.device) -> Transport:
         """The transport for tensors on `device`, opened when first asked for (a collective call)."""
         if device not in self._transports:
-            self._transports[device] = open_transport(device, self.exchange_timeout_seconds)
+            self._transports[device] = open_transport(
+                device, self.exchange_timeout_seconds, self.agreement_timeout_seconds
+            )
+            _check_accelerate(self._transports[device])
         return self._transports[device]
 
     def attach(self, trainer: "Trainer") -> None:
@@ -68,3 +78,22 @@ class DistCAPlugin(DistCAConfig):
         from distca_hf.integrations.trainer import attach
 
         attach(trainer, self)
+
+
+def _check_accelerate(transport: Transport) -> None:
+    """Refuses to share documents between ranks that Accelerate does not train together.
+
+    Raises:
+        ConfigError: Accelerate runs one process alone, though several were launched.
+    """
+    from accelerate import PartialState
+
+    if not PartialState._shared_state:  # nobody uses Accelerate: whoever made the process group synchronises gradients
+        return
+    processes = PartialState().num_processes
+    if processes != transport.world_size:
+        raise ConfigError(
+            f"{transport.world_size} processes are in the process group, but Accelerate trains {processes} together: "
+            "gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), Accelerator(cpu=True) "
+            "or ACCELERATE_USE_CPU=true"
+        )

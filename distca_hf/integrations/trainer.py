@@ -1,8 +1,9 @@
 """Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left
 alone."""
 
+import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Packages whose collators (those that do not mask) only pad or pack, which is done here another way.
-PADDING_COLLATORS = ("transformers", "trl")
+# Packages whose methods are known, and whose collators (those that do not mask) only pad or pack, which is done here.
+PACKAGES = ("transformers", "trl")
 
 
 def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
@@ -38,16 +39,18 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
         args.average_tokens_across_devices = True
     if args.per_device_train_batch_size != 1:
-        log.warning(
+        default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
+        tell = log.info if args.per_device_train_batch_size == default else log.warning
+        tell(
             "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
         )
         args.per_device_train_batch_size = trainer._train_batch_size = 1
     # A window's micro-batches are taken one right after the other: have all of the next one ready.
-    plugin.prefetch = max(plugin.prefetch, args.gradient_accumulation_steps + 1)
+    prefetch = max(plugin.prefetch, args.gradient_accumulation_steps + 1)
     seed = args.seed if args.data_seed is None else args.data_seed
-    loader = plugin.dataloader(trainer.train_dataset, seed, device=args.device)
+    loader = plugin.dataloader(_dataset(trainer), seed, device=args.device, prefetch=prefetch)
     enable(trainer.model, plugin, loader.longest_document_tokens)
     trainer_resume.apply()
     trainer.get_train_dataloader = lambda: loader
@@ -61,6 +64,27 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     )
 
 
+def _dataset(trainer: Trainer) -> Any:
+    """The training dataset without the masks that TRL's settings leave unused; warns where TRL has cut documents."""
+    dataset, args = trainer.train_dataset, trainer.args
+    columns = dataset.column_names or []
+    unused = {
+        "completion_mask": getattr(trainer, "completion_only_loss", None) is False,
+        "assistant_masks": getattr(args, "assistant_only_loss", None) is False,
+    }
+    names = [name for name, is_unused in unused.items() if is_unused and name in columns]
+    if names:
+        log.info("not used, as the trainer's settings say: %s", ", ".join(names))
+        dataset = dataset.remove_columns(names)
+    if getattr(args, "max_length", None) is not None:
+        log.warning(
+            "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "
+            "be as long as all ranks hold together",
+            args.max_length,
+        )
+    return dataset
+
+
 def _wrong_settings(trainer: Trainer) -> Iterator[str]:
     """What would make the loss wrong or be ignored without a word."""
     args = trainer.args
@@ -68,6 +92,14 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
         yield "it has no train_dataset"
     if args.label_smoothing_factor:
         yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; set it to 0"
+    for name in ("compute_loss", "training_step"):
+        if not _keeps(trainer, name):
+            yield (
+                f"{type(trainer).__name__}.{name} replaces Trainer's: labels of documents that are cut between ranks "
+                f"must not be shifted again. Call super().{name}(...) in it, or use the batch's shift_labels"
+            )
+    if trainer.model_init is not None:
+        yield "model_init makes another model in train(), which would not be checked; pass the model itself"
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
     if args.n_gpu > 1:
@@ -81,7 +113,7 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
     collator = trainer.data_collator
     if getattr(collator, "mlm", False):
         yield "its data collator masks tokens (mlm); placed micro-batches are for causal language models"
-    elif collator.__module__.split(".")[0] not in PADDING_COLLATORS:
+    elif collator.__module__.split(".")[0] not in PACKAGES:
         yield (
             f"its data collator {getattr(collator, '__name__', type(collator).__name__)} would not be called: batches "
             "are made here. Let the dataset hold what it makes (input_ids, labels or completion_mask)"
@@ -89,3 +121,15 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
     for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
         if size > 1:
             yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"
+
+
+def _keeps(trainer: Trainer, name: str) -> bool:
+    """Whether a method is that of Transformers or TRL, calls it, or knows about shift_labels."""
+    method = getattr(type(trainer), name)
+    if name not in vars(trainer) and method.__module__.split(".")[0] in PACKAGES:
+        return True
+    try:
+        source = inspect.getsource(getattr(trainer, name))
+    except (OSError, TypeError):
+        return False
+    return f"super().{name}" in source or "shift_labels" in source

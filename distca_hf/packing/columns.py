@@ -15,7 +15,8 @@ from distca_hf.errors import PackingError
 
 
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
-TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
+ATTENTION_MASK = "attention_mask"
+TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, ATTENTION_MASK)
 
 
 class Column(Protocol):

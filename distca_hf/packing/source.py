@@ -19,7 +19,7 @@ from distca_hf.config import OverlongPolicy
 from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import check_document_tokens
-from distca_hf.packing.columns import MASK_COLUMNS, open_columns, read_column
+from distca_hf.packing.columns import ATTENTION_MASK, MASK_COLUMNS, open_columns, read_column
 from distca_hf.telemetry import get_logger
 
 
@@ -40,8 +40,9 @@ class Tokens:
 class DocumentSource:
     """Documents of a map-style `datasets.Dataset` with `input_ids`.
 
-    Uses, where present: `labels`; `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
-    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing). Other columns are left alone.
+    Uses, where present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
+    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in
+    which there must be no padding. Other columns are left alone.
 
     Args:
         dataset: the tokenised dataset.
@@ -60,6 +61,11 @@ class DocumentSource:
         check_map_style(dataset)
         self._columns, rows = open_columns(dataset)
         self._masks = [name for name in MASK_COLUMNS if name in self._columns]
+        if "position_ids" in dataset.column_names and "seq_lengths" not in dataset.column_names:
+            raise PackingError(
+                "the dataset has a column 'position_ids', as rows of several documents have; say which documents a "
+                "row holds in a column 'seq_lengths' (a list of lengths per row), or remove the column"
+            )
         self.documents_truncated = 0
         self.tokens_truncated = 0
         self._row, self._start, self.document_tokens = self._split_rows(dataset, rows)
@@ -88,6 +94,13 @@ class DocumentSource:
         begin, end = first + start, first + stop
         labels_end = min(end + 1, document_stop)
         input_ids = self._read("input_ids", row, begin, labels_end)
+        if ATTENTION_MASK in self._columns:
+            padding = np.flatnonzero(self._read(ATTENTION_MASK, row, begin, labels_end) == 0)
+            if len(padding):
+                raise PackingError(
+                    f"row {row}: attention_mask is 0 at token {begin + padding[0]}: the dataset is padded. Tokenise "
+                    "it without padding: documents are packed here"
+                )
         labels = self._read("labels", row, begin, labels_end) if "labels" in self._columns else input_ids.copy()
         for mask in self._masks:
             labels[self._read(mask, row, begin, labels_end) == 0] = IGNORED_LABEL

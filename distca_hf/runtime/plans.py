@@ -8,12 +8,13 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, imbalance
@@ -83,6 +84,7 @@ class LivePlan:
     Attributes:
         told: what every rank told in the agreement.
         num_layers: attention calls of one forward pass, once known.
+        in_enabled_model: whether a model has begun a forward pass that was enabled for plans.
         forward_calls, backward_calls: calls of the operator so far.
         handle: number by which the operator finds the plan.
     """
@@ -104,6 +106,7 @@ class LivePlan:
         self.config = config
         self.agreement = agreement
         self.fingerprint = fingerprint
+        self.in_enabled_model = False
         self.told: dict[str, list[int]] = {}
         self.num_layers: int | None = None
         self.forward_calls = 0
@@ -126,6 +129,19 @@ class LivePlan:
         self.agree()
         return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
 
+    def begin_forward_pass(self, num_layers: int | None, facts: Mapping[str, int]) -> None:
+        """A model begins its forward pass with this plan; all ranks are shown the facts of this one.
+
+        Args:
+            num_layers: attention calls of the pass, if known.
+            facts: what must be the same on all ranks.
+        """
+        self.agree()
+        self.in_enabled_model = True
+        self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
+        facts = {**facts, "fingerprint": self.fingerprint}
+        self.agreement = Agreement.start(self.transport, Occasion.FORWARD, self.micro_batch, facts, {})
+
     def kernel(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> Kernel:
         """The kernel for these tensors.
 
@@ -133,10 +149,6 @@ class LivePlan:
             UnsupportedAttentionError: there is none.
         """
         return choose_kernel(self.config.kernel, Job.of(q_TNH, k_TGH, v_TGV))
-
-    def begin_pass(self, num_layers: int | None) -> None:
-        """A model begins its forward pass with this plan; `num_layers` is how often it calls attention, if known."""
-        self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
 
     def begin_forward(self) -> str:
         """Counts a forward call of the operator and names the place."""

@@ -1,4 +1,4 @@
-"""Faults on request: a transport that raises, stalls, drops or corrupts at a chosen exchange."""
+"""Faults on request: a transport that raises, stalls or is killed at a chosen exchange."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -49,9 +49,9 @@ def _traffic(plugin: distca_hf.DistCAPlugin) -> Traffic:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("dataset", "fingerprint is"),
-        ("seed", "fingerprint is"),
-        ("settings", "settings is"),
+        ("dataset", "dataset is"),
+        ("seed", "seed is 0 on rank 0, 2, 1 on rank 1"),
+        ("settings", "received_kv (refetch|keep) is 0 on rank 0, 2, 1 on rank 1"),
         ("position", "forward micro-batch 0 on rank 0, 2, take micro-batch 1 on rank 1"),
         ("gradients", "gradients is 1 on rank 0, 2, 0 on rank 1"),
     ],

@@ -29,6 +29,7 @@ DEFAULTS = {
     "deterministic": False,
     "prefetch": 2,
     "exchange_timeout_seconds": 300.0,
+    "agreement_timeout_seconds": 1800.0,
     "plans_in_flight": 8,
 }
 OTHERS = {
@@ -40,6 +41,7 @@ OTHERS = {
     "deterministic": True,
     "prefetch": 5,
     "exchange_timeout_seconds": 12.5,
+    "agreement_timeout_seconds": 60.0,
     "plans_in_flight": 3,
 }
 CHOICES = {
@@ -309,35 +311,37 @@ def test_checked_settings_are_a_copy() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hash_differs_when_any_setting_differs(name: str) -> None:
-    assert DistCAConfig(**{name: OTHERS[name]}).settings_hash() != DistCAConfig().settings_hash()
+def test_shared_settings_differ_when_a_setting_differs_that_ranks_must_share(name: str) -> None:
+    same = DistCAConfig(**{name: OTHERS[name]}).shared_settings() == DistCAConfig().shared_settings()
+
+    assert same == (name in ("prefetch", "plans_in_flight"))
 
 
-def test_hash_tells_apart_values_that_change_places() -> None:
+def test_shared_settings_tell_apart_values_that_change_places() -> None:
     left = DistCAConfig(tokens_per_rank=5, pad_to_multiple_of=6)
     right = DistCAConfig(tokens_per_rank=6, pad_to_multiple_of=5)
 
-    assert left.settings_hash() != right.settings_hash()
+    assert left.shared_settings() != right.shared_settings()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hash_is_equal_wherever_equal_settings_come_from(
+def test_shared_settings_are_equal_wherever_equal_settings_come_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    explicit = DistCAConfig(**{name: OTHERS[name]}).settings_hash()
-    from_yaml = DistCAConfig.from_yaml(written(tmp_path, f"{name}: {OTHERS[name]}\n")).settings_hash()
+    explicit = DistCAConfig(**{name: OTHERS[name]}).shared_settings()
+    from_yaml = DistCAConfig.from_yaml(written(tmp_path, f"{name}: {OTHERS[name]}\n")).shared_settings()
     monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
 
-    assert explicit == from_yaml == DistCAConfig().settings_hash()
-    assert 0 <= explicit < 2**63
+    assert explicit == from_yaml == DistCAConfig().shared_settings()
+    assert all(0 <= value < 2**63 for value in explicit.values())
 
 
-def test_hash_is_equal_for_whole_seconds_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_settings_are_equal_for_whole_seconds_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, decimal = DistCAConfig(exchange_timeout_seconds=60), DistCAConfig(exchange_timeout_seconds=60.0)
     assert whole == decimal
 
     monkeypatch.setenv("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "60")
-    assert whole.settings_hash() == decimal.settings_hash() == DistCAConfig().settings_hash()
+    assert whole.shared_settings() == decimal.shared_settings() == DistCAConfig().shared_settings()
 
 
 def test_unknown_environment_settings_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

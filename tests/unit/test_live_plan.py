@@ -69,7 +69,7 @@ def test_the_newest_plans_are_kept_when_nobody_else_holds_them() -> None:
 
 def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
     plan = _plan()
-    plan.begin_pass(num_layers=2)
+    plan.begin_forward_pass(num_layers=2, facts={})
     places = [plan.begin_forward(), plan.begin_forward(), plan.begin_forward(), plan.begin_backward()]
     places += [plan.begin_forward(), plan.begin_backward()]
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
@@ -191,7 +190,7 @@ def test_calls_of_all_ranks_attend_every_pair_once(lengths: list[int], num_ranks
     assert sum(pairs) == sum(tokens * (tokens + 1) // 2 for tokens in lengths)
 
 
-# --- refused
+# --- queries that move
 
 
 @pytest.mark.parametrize(
@@ -219,8 +218,18 @@ def test_calls_of_all_ranks_attend_every_pair_once(lengths: list[int], num_ranks
         "as many tokens, the wrong half",
     ],
 )
-def test_plan_that_computes_queries_elsewhere_is_refused(layout: Any, tasks: list[Task], rank: int) -> None:
+def test_queries_computed_elsewhere_are_sent_received_and_attend_all_pairs(
+    layout: Any, tasks: list[Task], rank: int
+) -> None:
     plan = foreign_plan(Layout.from_segments([4, 2], layout), tasks)
+    routing, held = route(plan, rank), plan.layout.rank_tokens[rank]
+    queries = routing.queries
 
-    with pytest.raises(PlanError, match=f"rank {rank} holds"):
-        route(plan, rank)
+    assert queries is not None
+    assert sum(call.pairs for call in routing.calls) == plan.work[rank]
+    assert sorted([*queries.local_rows, *queries.send_rows]) == list(range(held))
+    assert sorted([*queries.local_to_query, *queries.received_to_query]) == list(range(queries.num_rows))
+    assert (queries.send_counts.sum(), queries.receive_counts.sum()) == (
+        len(queries.send_rows),
+        len(queries.received_to_query),
+    )

@@ -218,9 +218,9 @@ def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog:
     attach(make())
     assert "per_device_train_batch_size" not in caplog.text
 
-    trainer = make(per_device_train_batch_size=8)
+    trainer = make(per_device_train_batch_size=4)
     attach(trainer)
-    assert "per_device_train_batch_size=8 has no effect: a micro-batch is up to 192 tokens" in caplog.text
+    assert "per_device_train_batch_size=4 has no effect: a micro-batch is up to 192 tokens" in caplog.text
     assert trainer.args.train_batch_size == 1
 
 

@@ -1,0 +1,83 @@
+"""TRL's SFTTrainer, attached: its columns mean what its settings say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import distca_hf
+from support.data import random_dataset, random_documents
+from support.models import VOCABULARY, tiny_model
+
+
+LENGTHS = (20, 60, 100, 150)
+
+
+def make(dataset: Dataset, folder: Path, **settings: Any) -> SFTTrainer:
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    args = SFTConfig(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **settings,
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    return SFTTrainer(model=tiny_model(), args=args, train_dataset=dataset, processing_class=tokenizer)
+
+
+def attach(trainer: SFTTrainer) -> distca_hf.PlacedLoader:
+    distca_hf.DistCAPlugin(tokens_per_rank=300).attach(trainer)
+    return trainer.get_train_dataloader()
+
+
+def learnt(loader: distca_hf.PlacedLoader) -> tuple[int, int]:
+    """Labels and tokens of an epoch."""
+    documents = [document for at in range(len(loader)) for document in loader.documents(0, at)]
+    return sum(int((d.shift_labels != -100).sum()) for d in documents), sum(len(d.input_ids) for d in documents)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"packing": True}, {"padding_free": True, "max_length": None}], ids=["plain", "packed", "free"]
+)
+def test_trains_on_all_documents(settings: dict[str, Any], tmp_path: Path) -> None:
+    dataset = random_dataset(20, lengths=LENGTHS)
+    trainer = make(dataset, tmp_path, **{"max_length": 150} | settings)
+    loader = attach(trainer)
+    trainer.train()
+
+    lengths = [len(row) for row in dataset["input_ids"]]
+    assert learnt(loader) == (sum(lengths) - len(lengths), sum(lengths))
+    assert loader.num_documents == len(lengths)
+    assert all(0 < log["loss"] < 10 for log in trainer.state.log_history if "loss" in log)
+
+
+@pytest.mark.parametrize(("setting", "share"), [(None, 0.5), (True, 0.5), (False, 1.0)])
+def test_completion_mask_is_used_as_the_trainer_would(setting: bool | None, share: float, tmp_path: Path) -> None:
+    rows = random_documents(20, lengths=(100,))
+    masks = [[0] * 50 + [1] * 50 for _ in rows]
+    trainer = make(
+        Dataset.from_dict({"input_ids": rows, "completion_mask": masks}), tmp_path, completion_only_loss=setting
+    )
+    expected = trainer.completion_only_loss
+    labels, tokens = learnt(attach(trainer))
+
+    assert labels / tokens == pytest.approx(0.5 if expected else 0.99)
+    assert expected in (True, False)
+    assert setting is None or expected == setting, share
+
+
+def test_cut_documents_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    attach(make(random_dataset(20, lengths=LENGTHS), tmp_path, max_length=30))
+
+    assert "cuts documents to max_length=30" in caplog.text
