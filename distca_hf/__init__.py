@@ -21,12 +21,14 @@ from distca_hf.version import __version__
 
 
 if TYPE_CHECKING:
+    from distca_hf.integrations.callback import DistCACallback
     from distca_hf.integrations.loader import PlacedLoader
     from distca_hf.integrations.model import enable
     from distca_hf.integrations.plugin import DistCAPlugin
 
 __all__ = [
     "ConfigError",
+    "DistCACallback",
     "DistCAError",
     "DistCAPlugin",
     "PackingError",
@@ -42,6 +44,7 @@ __all__ = [
 
 # Loaded when first used, so that planning needs no torch and the launcher runs before anything reads the environment.
 _LAZY = {
+    "DistCACallback": "distca_hf.integrations.callback",
     "DistCAPlugin": "distca_hf.integrations.plugin",
     "PlacedLoader": "distca_hf.integrations.loader",
     "enable": "distca_hf.integrations.model",

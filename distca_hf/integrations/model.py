@@ -65,6 +65,12 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
     return model
 
 
+def packs_of(model: nn.Module) -> PackPlanner | None:
+    """The planner of an enabled model's packs; None before the first one."""
+    watch: ForwardWatch | None = getattr(model, WATCH, None)
+    return None if watch is None else watch.packs
+
+
 class ForwardWatch:
     """Hooks around the forward pass of the outermost module."""
 

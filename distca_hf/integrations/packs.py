@@ -4,6 +4,7 @@ lengths of this rank ── gather ──▶ layout of all packs ──▶ plan,
 from cu_seq_lens_q, position_ids or rows                    moving tasks     of one forward pass
 """
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.routing import key_transfers, route
 from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.plans import LivePlan, PlanFacts
-from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 from distca_hf.version import __version__
 
 
@@ -30,14 +31,14 @@ class PackPlanner:
     """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Attributes:
-        history: facts of the latest micro-batches, for whoever reports them.
+        history, times: facts of the latest micro-batches and how long planning took, for whoever reports them.
     """
 
     def __init__(self, config: DistCAConfig, transport: Transport) -> None:
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
+        self.times = LoaderTimes()
         self._config = config
         self._transport = transport
-        self._micro_batches = 0
 
     def plan(self, batch: Mapping[str, Any]) -> LivePlan:
         """The plan of a batch, on the device of its tokens. A collective call.
@@ -46,7 +47,8 @@ class PackPlanner:
             PackingError, UnsupportedAttentionError: the batch holds something else than packed documents.
             PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
         """
-        number, self._micro_batches = self._micro_batches, self._micro_batches + 1
+        began = time.perf_counter()
+        number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         layout = Layout.from_packs(self._all_lengths(lengths, number))
         plan = plan_by_moving(layout)
@@ -54,6 +56,7 @@ class PackPlanner:
         maps = HostMaps.prepare(route(plan, self._transport.rank, transfers), tokens.is_cuda)
         facts = PlanFacts.of(plan, transfers, layout.rank_work)
         self.history.append(facts)
+        self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
             maps=maps.to(tokens.device),

@@ -5,10 +5,10 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.callback import PlacementMetrics
+from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.model import enable
 from distca_hf.patches.trainer import trainer_resume
 from distca_hf.telemetry import get_logger
@@ -24,7 +24,8 @@ PACKAGES = ("transformers", "trl")
 
 
 def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
-    """Checks trainer and model, and puts our loader and metrics in place.
+    """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
+    packs and Trainer's loader: then attention tasks move between ranks.
 
     Raises:
         ConfigError: all settings that would make the loss wrong, or would silently have no effect.
@@ -34,6 +35,13 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     reasons = list(_wrong_settings(trainer))
     if reasons:
         raise ConfigError("this Trainer cannot be attached to: " + "; ".join(reasons))
+    packed = _packed_by(trainer)
+    if packed is not None:
+        log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
+        callback = DistCACallback(plugin)
+        callback.watch(enable(trainer.model, plugin))
+        trainer.callback_handler.callbacks.insert(0, callback)
+        return
     args = trainer.args
     if not args.average_tokens_across_devices:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
@@ -54,7 +62,9 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     enable(trainer.model, plugin, loader.longest_document_tokens)
     trainer_resume.apply()
     trainer.get_train_dataloader = lambda: loader
-    trainer.callback_handler.callbacks.insert(0, PlacementMetrics(loader))
+    callback = DistCACallback(plugin, loader)
+    callback.watch(trainer.model)
+    trainer.callback_handler.callbacks.insert(0, callback)
     log.info(
         "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
         loader.num_documents,
@@ -85,11 +95,37 @@ def _dataset(trainer: Trainer) -> Any:
     return dataset
 
 
+def _packed_by(trainer: Trainer) -> str | None:
+    """Who packs this trainer's documents already; None if nobody does."""
+    if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
+        return "the dataset is packed (it has a column 'seq_lengths')"
+    collator = trainer.data_collator
+    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
+        return f"{type(collator).__name__} packs batches"
+    return None
+
+
 def _wrong_settings(trainer: Trainer) -> Iterator[str]:
     """What would make the loss wrong or be ignored without a word."""
     args = trainer.args
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
+    if _packed_by(trainer) is None:
+        yield from _wrong_for_cut_documents(trainer)
+    if args.n_gpu > 1:
+        yield f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size restarts with other batches; set tokens_per_rank or the batch size instead"
+    if trainer.model_init is not None:
+        yield "model_init makes another model in train(), which would not be checked; pass the model itself"
+    for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
+        if size > 1:
+            yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"
+
+
+def _wrong_for_cut_documents(trainer: Trainer) -> Iterator[str]:
+    """What goes wrong where documents are cut between ranks and batches are made here."""
+    args = trainer.args
     if args.label_smoothing_factor:
         yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; set it to 0"
     for name in ("compute_loss", "training_step"):
@@ -98,14 +134,8 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
                 f"{type(trainer).__name__}.{name} replaces Trainer's: labels of documents that are cut between ranks "
                 f"must not be shifted again. Call super().{name}(...) in it, or use the batch's shift_labels"
             )
-    if trainer.model_init is not None:
-        yield "model_init makes another model in train(), which would not be checked; pass the model itself"
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
-    if args.n_gpu > 1:
-        yield f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU"
-    if args.auto_find_batch_size:
-        yield "auto_find_batch_size restarts with other batches; set tokens_per_rank instead"
     if not trainer.model_accepts_loss_kwargs:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
     if getattr(args, "train_sampling_strategy", "random") != "random":
@@ -118,9 +148,6 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
             f"its data collator {getattr(collator, '__name__', type(collator).__name__)} would not be called: batches "
             "are made here. Let the dataset hold what it makes (input_ids, labels or completion_mask)"
         )
-    for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
-        if size > 1:
-            yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"
 
 
 def _keeps(trainer: Trainer, name: str) -> bool:

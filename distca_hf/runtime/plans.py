@@ -31,7 +31,7 @@ class PlanFacts:
     """Numbers about a micro-batch, the same on all ranks.
 
     Attributes:
-        num_documents, longest_document_tokens: documents of the global micro-batch.
+        num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
         work: attended pairs of each rank, as planned.
         work_before: the same, had the documents been packed one after the other.
         key_tokens_sent: tokens whose keys and values each rank sends, per layer, forward.
@@ -44,6 +44,7 @@ class PlanFacts:
     work_before: tuple[int, ...]
     key_tokens_sent: tuple[int, ...]
     query_tokens_sent: tuple[int, ...] = ()
+    num_tokens: int = 0
 
     @classmethod
     def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
@@ -57,6 +58,7 @@ class PlanFacts:
             work_before=tuple(work_before.tolist()),
             key_tokens_sent=tuple(transfers.tokens_between(layout.num_ranks).sum(axis=1).tolist()),
             query_tokens_sent=tuple(queries_sent.tolist()),
+            num_tokens=int(layout.document_tokens.sum()),
         )
 
     @property

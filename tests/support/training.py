@@ -115,7 +115,7 @@ def train_with_trainer(run: Run, folder: Path) -> Curve:
     """An unmodified Trainer, attached."""
     fsdp: dict[str, Any] = {}
     if run.wrap == "fsdp2":
-        _let_accelerate_shard_on_cpu()
+        let_accelerate_shard_on_cpu()
         layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model]
         fsdp["fsdp"] = True
         fsdp["fsdp_config"] = {
@@ -194,7 +194,7 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     return value.item()
 
 
-def _let_accelerate_shard_on_cpu() -> None:
+def let_accelerate_shard_on_cpu() -> None:
     """Accelerate runs plain DDP when FSDP is asked for on a CPU; this takes its accelerator path over gloo instead."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ.pop("ACCELERATE_USE_CPU", None)

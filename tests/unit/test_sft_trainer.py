@@ -47,12 +47,9 @@ def learnt(loader: distca_hf.PlacedLoader) -> tuple[int, int]:
     return sum(int((d.shift_labels != -100).sum()) for d in documents), sum(len(d.input_ids) for d in documents)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"packing": True}, {"padding_free": True, "max_length": None}], ids=["plain", "packed", "free"]
-)
-def test_trains_on_all_documents(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_trains_on_all_documents(tmp_path: Path) -> None:
     dataset = random_dataset(20, lengths=LENGTHS)
-    trainer = make(dataset, tmp_path, **{"max_length": 150} | settings)
+    trainer = make(dataset, tmp_path, max_length=150)
     loader = attach(trainer)
     trainer.train()
 
@@ -60,6 +57,28 @@ def test_trains_on_all_documents(settings: dict[str, Any], tmp_path: Path) -> No
     assert learnt(loader) == (sum(lengths) - len(lengths), sum(lengths))
     assert loader.num_documents == len(lengths)
     assert all(0 < log["loss"] < 10 for log in trainer.state.log_history if "loss" in log)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"packing": True, "max_length": 150}, "the dataset is packed (it has a column 'seq_lengths')"),
+        ({"padding_free": True, "max_length": None}, "DataCollatorForLanguageModeling packs batches"),
+    ],
+    ids=["packed dataset", "packed batches"],
+)
+def test_packs_of_others_are_kept(
+    settings: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(random_dataset(20, lengths=LENGTHS), tmp_path, **settings)
+    before = len(trainer.get_train_dataloader())
+    loader = attach(trainer)
+
+    assert told in caplog.text
+    assert not isinstance(loader, distca_hf.PlacedLoader)
+    assert len(loader) == before
+    trainer.train()
+    assert [0 < log["loss"] < 10 for log in trainer.state.log_history if "loss" in log] == [True, True]
 
 
 @pytest.mark.parametrize(("setting", "share"), [(None, 0.5), (True, 0.5), (False, 1.0)])

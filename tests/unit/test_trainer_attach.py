@@ -42,8 +42,10 @@ from support.models import VOCABULARY, tiny_model
 METRICS = {
     "distca/imbalance_before",
     "distca/imbalance",
+    "distca/mbytes_sent_max",
     "distca/plan_ms",
     "distca/loader_wait_ms",
+    "distca/tokens_per_second",
     "distca/documents_truncated",
 }
 SMALL = {"num_hidden_layers": 1}

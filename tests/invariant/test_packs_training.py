@@ -1,0 +1,143 @@
+"""Batches that others packed: training on several ranks follows one process with sdpa."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from support.data import random_dataset
+from support.models import VOCABULARY, save_tiny_model
+from support.ranks import run_ranks
+from support.training import Curve, let_accelerate_shard_on_cpu
+
+
+STEPS = 30
+GLOBAL_BATCH = 4
+LENGTHS = (3, 9, 17, 60, 200)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How packs come about, and how the same training is computed."""
+
+    packs: str  # "collator", "packed dataset" or "padding free"
+    seam: str  # "callback" or "attach"
+    world_size: int
+    wrap: str  # "ddp" or "fsdp2"
+    accumulation: int
+    checkpointing: bool = False
+
+
+def dataset() -> Dataset:
+    return random_dataset(200, lengths=LENGTHS)
+
+
+def train(run: Run, folder: Path, implementation: str = "distca") -> tuple[Curve, list[float]]:
+    """Losses and gradient norms, and the imbalance before and after of every step."""
+    if run.wrap == "fsdp2":
+        let_accelerate_shard_on_cpu()
+    import distca_hf
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, use_cache=False)
+    plugin = distca_hf.DistCAPlugin() if implementation == "distca" else None
+    callbacks = [distca_hf.DistCACallback(plugin)] if plugin is not None and run.seam == "callback" else []
+    trainer = _trainer(run, model, folder, callbacks)
+    if plugin is not None and run.seam == "attach":
+        plugin.attach(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    balance = [log[name] for name in ("distca/imbalance_before", "distca/imbalance") for log in logs if name in log]
+    kind = trainer.accelerator.distributed_type.name
+    return Curve([log["loss"] for log in logs], [log["grad_norm"] for log in logs], kind), balance
+
+
+def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any]) -> Any:
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": GLOBAL_BATCH // run.world_size,
+        "gradient_accumulation_steps": run.accumulation,
+        "dataloader_drop_last": True,  # or ranks would repeat samples at the end of an epoch
+        "gradient_checkpointing": run.checkpointing,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": run.wrap != "fsdp2",
+        "bf16": False,
+    }
+    if run.wrap == "fsdp2":
+        arguments["fsdp"] = True
+        arguments["fsdp_config"] = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
+        }
+    if run.packs == "collator":
+        args = TrainingArguments(**arguments)
+        collator = DataCollatorWithFlattening()
+        return Trainer(model=model, args=args, train_dataset=dataset(), data_collator=collator, callbacks=callbacks)
+
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    packing = {"packing": True, "max_length": 200} if run.packs == "packed dataset" else {"max_length": None}
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(padding_free=True, **packing, **arguments),
+        train_dataset=dataset(),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
+        callbacks=callbacks,
+    )
+
+
+RUNS = [
+    Run("collator", "callback", 2, "ddp", 1),
+    Run("collator", "attach", 2, "fsdp2", 3),
+    Run("packed dataset", "attach", 2, "ddp", 3, checkpointing=True),
+    Run("packed dataset", "callback", 2, "fsdp2", 1),
+    Run("padding free", "attach", 4, "ddp", 1, checkpointing=True),
+]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("packs"))
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[tuple[str, int], Curve]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    "run", RUNS, ids=lambda run: f"{run.packs}-{run.seam}-{run.wrap}{run.world_size}-{run.accumulation}"
+)
+def test_losses_follow_one_process_sdpa(
+    run: Run, folder: Path, references: dict[tuple[str, int], Curve], tmp_path: Path
+) -> None:
+    alone = Run(run.packs, "none", 1, "none", run.accumulation)
+    key = (run.packs, run.accumulation)
+    if key not in references:
+        references[key] = run_ranks(1, train, tmp_path / "alone", alone, folder, "sdpa")[0][0]
+    expected = references[key]
+    curve, balance = run_ranks(run.world_size, train, tmp_path / "together", run, folder)[0]
+
+    assert curve.distributed_type == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[run.wrap]
+    differences = [loss - reference for loss, reference in zip(curve.losses, expected.losses, strict=True)]
+    assert max(map(abs, differences)) <= 1e-5
+    assert abs(sum(differences) / len(differences)) <= 1e-6
+    assert curve.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-4)
+    before, after = balance[:STEPS], balance[STEPS:]
+    assert sum(after) / STEPS < 1.1 < sum(before) / STEPS, balance
