@@ -23,6 +23,7 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -103,6 +104,25 @@ MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8}
 LINEAR = {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
 LINEAR |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
 
+
+def rotary(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
+def long_rotary(original_tokens: int) -> PreTrainedConfig:
+    """A model with other rotary frequencies in batches that hold a document longer than this."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + pair for pair in range(8)]}
+    return Phi3Config(
+        pad_token_id=0,
+        original_max_position_embeddings=original_tokens,
+        rope_parameters=rotary("longrope", **factors),
+        **GROUPED,
+    )
+
+
+YARN = rotary("yarn", factor=4.0, original_max_position_embeddings=64)
+DYNAMIC = rotary("dynamic", factor=2.0)
+
 ACCEPTED: dict[str, PreTrainedConfig] = {
     "Llama": LlamaConfig(**GROUPED),
     "Qwen2": Qwen2Config(**GROUPED),
@@ -117,6 +137,8 @@ ACCEPTED: dict[str, PreTrainedConfig] = {
     "DeepSeek V3": DeepseekV3Config(**MLA),
     "Phi": PhiConfig(**GROUPED),
     "Phi 3": Phi3Config(pad_token_id=0, **GROUPED),
+    "Phi 3 with long rotary embeddings for longer documents": long_rotary(LONGEST_TOKENS),
+    "Llama with yarn": LlamaConfig(rope_parameters=YARN, **GROUPED),
     "OLMo 2": Olmo2Config(**GROUPED),
     "Granite": GraniteConfig(**GROUPED),
     "Cohere": CohereConfig(**GROUPED),
@@ -226,6 +248,26 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     "GPT-2 with dropout": (
         GPT2Config(**GPT2 | {"attn_pdrop": 0.1}),
         ["attention dropout 0.1", "transformer.h.0.attn"],
+    ),
+    "Phi 3 with long rotary embeddings for long documents": (
+        long_rotary(LONGEST_TOKENS - 1),
+        ["rope_type 'dynamic' or 'longrope'", "beyond 149 tokens, and documents have up to 150", "use 'yarn'"],
+    ),
+    "Llama with dynamic rotary embeddings": (
+        LlamaConfig(rope_parameters=DYNAMIC, **GROUPED),
+        ["rope_type 'dynamic'", "documents have up to 150"],
+    ),
+    "Gemma 3 with dynamic rotary embeddings in one kind of layer": (
+        Gemma3TextConfig(
+            sliding_window=LONGEST_TOKENS,
+            rope_parameters={"full_attention": DYNAMIC, "sliding_attention": rotary("default")},
+            **HEADS_OF_16,
+        ),
+        ["rope_type 'dynamic'", "documents have up to 150"],
+    ),
+    "Gemma 4": (
+        Gemma4TextConfig(sliding_window=512, **HEADS_OF_16),
+        ["its heads cannot be read from its config ('head_dim' is a per-layer attribute"],
     ),
 }
 
@@ -376,6 +418,39 @@ def test_model_with_a_parameter_shift_labels_is_accepted() -> None:
     check_model(TakesShiftLabels._from_config(LlamaConfig(**GROUPED), attn_implementation="distca"), LONGEST_TOKENS)
 
 
+def shifts_again(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+    """A loss as users set it on their model."""
+    return nn.functional.cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[..., 1:].flatten())
+
+
+def takes_shifted(logits: torch.Tensor, labels: torch.Tensor, shift_labels: Any = None, **kwargs: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+
+def test_loss_function_of_the_users_own_must_take_shift_labels() -> None:
+    model = tiny_model()
+    model.loss_function = shifts_again
+    assert "its loss_function shifts_again takes no shift_labels" in refusal(model)
+
+    model.loss_function = takes_shifted
+    check_model(model, LONGEST_TOKENS)
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, ValueError])
+def test_model_whose_heads_cannot_be_read_is_refused_with_the_reason(error: type[Exception]) -> None:
+    """Transformers refuses to give one number for layers that differ."""
+
+    class HeadsDiffer(LlamaConfig):
+        @property
+        def num_attention_heads(self) -> int:
+            raise error("layers differ")
+
+    model = tiny_model()
+    model.config.__class__ = HeadsDiffer
+
+    assert "its heads cannot be read from its config (layers differ)" in refusal(model)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_model_loaded_for_another_attention_is_told_how_to_load_it(implementation: str) -> None:
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM uses attn_implementation='{implementation}'") as caught:
@@ -510,6 +585,22 @@ def test_batch_without_any_label_gives_loss_zero_and_no_gradient() -> None:
 
     assert loss.item() == 0.0
     assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_document_longer_than_rotary_embeddings_allow_is_refused_when_it_comes() -> None:
+    """The model was enabled for shorter documents than the loader hands out."""
+    model = distca_hf.enable(build(long_rotary(100)), DistCAPlugin(), longest_document_tokens=100)
+    short, long = (Dataset.from_dict({"input_ids": [list(range(3, 13)) * tens]}) for tens in (10, 11))
+
+    assert model(**next(iter(loader_of(short, LocalTransport())))).loss.isfinite()
+    told = "micro-batch 0: .* beyond 100 tokens, and documents have up to 110"
+    with pytest.raises(UnsupportedAttentionError, match=told):
+        model(**next(iter(loader_of(long, LocalTransport()))))
+
+
+def test_placed_batch_in_a_model_that_was_not_enabled_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"was not enabled: its loss would be wrong\. Call distca_hf\.enable\(model"):
+        tiny_model()(**first_batch())
 
 
 def test_batch_can_be_used_twice() -> None:
