@@ -28,6 +28,7 @@ SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight"})
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 ReceivedKV = Literal["refetch", "keep"]
+CheckpointedAttention = Literal["save", "recompute"]
 
 
 def _setting(name: str, default: Any, help: str) -> Any:
@@ -73,6 +74,12 @@ class DistCAConfig:
         "refetch",
         "Keys and values received from other ranks: fetch them again in backward (refetch) or keep them in memory "
         "(keep).",
+    )
+    checkpointed_attention: CheckpointedAttention = _setting(
+        "checkpointed_attention",
+        "save",
+        "With activation checkpointing: save attention outputs, so that neither attention nor its exchange runs twice "
+        "(save), or recompute them, too (recompute).",
     )
     deterministic: bool = _setting(
         "deterministic",

@@ -21,7 +21,8 @@ from datasets.utils.logging import disable_progress_bar
 from distca_hf import DistCAPlugin
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import imbalance
-from distca_hf.integrations.loader import Cursor, PlacedLoader
+from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.preparer import Cursor
 from distca_hf.packing.collate import pad_rows
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.placement import fill_in_order, place
@@ -98,7 +99,7 @@ def preparation(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank:
         route(plan, 1, key_transfers(plan))
         pads.append(time.perf_counter() - began)
         began = time.perf_counter()
-        loader.prepare(epoch, Cursor(0, micro_batch))
+        loader.preparer.prepare(epoch, Cursor(0, micro_batch))
         times.append(time.perf_counter() - began)
         documents.append(len(chosen))
     planning, total = 1e3 * statistics.median(pads), 1e3 * statistics.median(times)

@@ -69,15 +69,17 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Resumes where the loader was, whatever Trainer makes of its step count (with another number of accumulation
-        steps it is another place in the data).
+        """Resumes where the loader was, whatever Trainer makes of its step count: with another number of accumulation
+        steps, or of ranks, it is another place in the data.
 
         Raises:
-            ConfigError: dataset, seed or micro-batches are not those of the checkpoint; names both values.
+            ConfigError: the dataset or its order are not those of the checkpoint; names both values.
         """
         saved = state.stateful_callbacks.get(LOADER_STATE)
-        if self._loader is not None and state.global_step > 0 and saved is not None and not args.ignore_data_skip:
-            self._loader.load_state_dict(saved)
+        if self._loader is not None:
+            self._loader.restart()
+            if state.global_step > 0 and saved is not None and not args.ignore_data_skip:
+                self._loader.load_state_dict(saved)
         self._began = time.perf_counter()
 
     def on_step_end(
@@ -85,6 +87,12 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if self._loader is not None:
             state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._loader is not None:
+            self._loader.close()
 
     def on_log(
         self,

@@ -6,12 +6,12 @@
 Every rank computes the same layouts and plans from lengths alone and reads only the tokens it holds.
 """
 
-import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,13 +21,9 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
-from distca_hf.packing.collate import RankRows, collate, pad_rows
+from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
 from distca_hf.packing.epochs import Epoch, EpochPacker
-from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.packing.source import DocumentSource, Tokens
-from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers, route
-from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 from distca_hf.version import __version__
@@ -36,30 +32,6 @@ from distca_hf.version import __version__
 log = get_logger(__name__)
 
 STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Position in the endless stream: the next micro-batch to hand out."""
-
-    epoch: int = 0
-    micro_batch: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps."""
-
-    cursor: Cursor
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
-    shift_labels: torch.Tensor
-    maps: HostMaps
-    facts: PlanFacts
-    fingerprint: int
-    label_tokens: int
-    plan_seconds: float
 
 
 class PlacedLoader:
@@ -79,6 +51,8 @@ class PlacedLoader:
         device: where batches go.
         seed, shuffle: order of documents, together with the epoch's number.
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
+        endless: an iteration is the next `len(loader)` micro-batches of the endless stream, wherever the last one
+            stopped: for loops that count epochs by themselves.
 
     Raises:
         PackingError: the dataset cannot be packed.
@@ -95,6 +69,7 @@ class PlacedLoader:
         seed: int = 0,
         shuffle: bool = True,
         prefetch: int | None = None,
+        endless: bool = False,
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
@@ -105,11 +80,14 @@ class PlacedLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
+        self._endless = endless
         self._capacity_tokens = transport.world_size * config.tokens_per_rank
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
+        self.preparer = Preparer(self._source, config, transport.rank, transport.world_size, device)
         self._next = Cursor()
         self._loaded: Cursor | None = None
+        self._stream: Generator[dict[str, Any], None, None] | None = None
         self._position = Cursor()
 
     def __len__(self) -> int:
@@ -142,8 +120,21 @@ class PlacedLoader:
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once."""
-        self._next = Cursor(epoch, self._next.micro_batch)
+        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once. An endless loader
+        that has begun goes on as it is."""
+        if self._stream is None:
+            self._next = Cursor(epoch, self._next.micro_batch)
+
+    def restart(self) -> None:
+        """The next iteration is the first epoch."""
+        self.close()
+        self._next, self._loaded, self._position = Cursor(), None, Cursor()
+
+    def close(self) -> None:
+        """Ends the background thread of an endless loader; others end theirs with each iteration."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def skip_batches(self, num_batches: int) -> "PlacedLoader":
         """The next iteration begins this many micro-batches into its epoch; a loaded position goes first, once."""
@@ -152,42 +143,75 @@ class PlacedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the micro-batches handed out so far, and what it is a position in."""
-        return {**self._identity(), **asdict(self._position)}
+        return {**self._identity(), "capacity_tokens": self._capacity_tokens, **asdict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position with the next iteration.
+        """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, what
+        is left of the epoch is packed anew: no document is lost, none comes twice.
 
         Raises:
-            ConfigError: the state is of another dataset, seed or batch size; names both values.
+            ConfigError: the state is of another dataset or seed; names both values.
         """
-        self.check_state(state)
-        saved = Cursor(int(state["epoch"]), int(state["micro_batch"]))
-        self._loaded = self._position = saved if saved.micro_batch < len(self) else Cursor(saved.epoch + 1)
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Refuses a saved position that means other micro-batches here, as `load_state_dict` does."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ConfigError(
                     f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
-                    "with the same dataset, seed and ranks x tokens_per_rank"
+                    "with the same dataset, seed and policy for overlong documents"
                 )
+        epoch, micro_batch, capacity_tokens = (
+            int(state[name]) for name in ("epoch", "micro_batch", "capacity_tokens")
+        )
+        taken = tuple((int(tokens), int(count)) for tokens, count in state["taken"])
+        if capacity_tokens != self._capacity_tokens:
+            log.warning(
+                "micro-batches held %d tokens when the position was saved and hold %d now: steps count differently",
+                capacity_tokens,
+                self._capacity_tokens,
+            )
+            taken, micro_batch = ((*taken, (capacity_tokens, micro_batch)), 0) if micro_batch or taken else ((), 0)
+        saved = Cursor(epoch, micro_batch, taken)
+        over = saved.micro_batch >= self._packed(saved).num_micro_batches
+        self._loaded = self._position = Cursor(epoch + 1) if over else saved
+
+    def _packed(self, cursor: Cursor) -> Epoch:
+        """The epoch of a position, or what was left of it when micro-batches changed their size."""
+        return self._packer.rest(cursor.epoch, cursor.taken) if cursor.taken else self._packer.epoch(cursor.epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._next_of_stream() if self._endless else self._epoch()
+
+    def _next_of_stream(self) -> Iterator[dict[str, Any]]:
+        """As many micro-batches as an epoch has, from where the stream is."""
+        skipped = 0
+        if self._stream is None:
+            skipped = self._next.micro_batch if self._loaded is None else 0
+            self._stream = self._epochs()
+        yield from islice(self._stream, len(self) - skipped)
+
+    def _epochs(self) -> Generator[dict[str, Any], None, None]:
+        while True:
+            yield from self._epoch()
+
+    def _epoch(self) -> Generator[dict[str, Any], None, None]:
+        """What is left of an epoch."""
         begin = self._next if self._loaded is None else self._loaded
-        if begin.micro_batch > len(self):
-            raise ConfigError(f"cannot begin at micro-batch {begin.micro_batch} of an epoch that has {len(self)}")
+        packed = self._packed(begin)
+        if begin.micro_batch > packed.num_micro_batches:
+            raise ConfigError(
+                f"cannot begin at micro-batch {begin.micro_batch} of an epoch that has {packed.num_micro_batches}"
+            )
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
-        with closing(Ahead(lambda: self._prepare_from(begin), self._prefetch, self.times).__iter__()) as ahead:
-            for micro_batch in range(begin.micro_batch, len(self)):
+        preparer = self.preparer  # all that the thread holds: a loader that nobody wants any more takes it along
+        with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
+            for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
                     prepared = next(ahead)
                 except Exception:
                     Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
                     raise
                 batch = self._deliver(prepared)
-                self._position = Cursor(begin.epoch, micro_batch + 1)
-                if micro_batch + 1 == len(self):  # known now: nobody has to ask for one batch more
+                self._position = Cursor(begin.epoch, micro_batch + 1, begin.taken)
+                if micro_batch + 1 == packed.num_micro_batches:  # known now: nobody has to ask for one batch more
                     self._next = Cursor(begin.epoch + 1)
                 yield batch
         self._next = self._position = Cursor(begin.epoch + 1)
@@ -196,43 +220,6 @@ class PlacedLoader:
             begin.epoch,
             100 * self.times.wait_share,
             1e3 * self.times.plan_seconds / max(1, self.times.micro_batches),
-        )
-
-    def _prepare_from(self, begin: Cursor) -> Iterator[Prepared]:
-        """Micro-batches from `begin` to the end of its epoch. Runs in the background; touches no process group."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # or pinning would open a context on the first GPU
-        epoch = self._packer.epoch(begin.epoch)
-        for micro_batch in range(begin.micro_batch, len(self)):
-            yield self.prepare(epoch, Cursor(begin.epoch, micro_batch))
-
-    def prepare(self, epoch: Epoch, cursor: Cursor) -> Prepared:
-        """Places, plans and reads one micro-batch."""
-        began = time.perf_counter()
-        documents = epoch.micro_batch(cursor.micro_batch)
-        document_tokens = self._source.document_tokens[documents]
-        num_ranks, rank = self._transport.world_size, self._transport.rank
-        layout = pad_rows(
-            place(document_tokens, num_ranks), self._config.pad_to_multiple_of, self._config.tokens_per_rank
-        )
-        plan = plan_in_place(layout)
-        transfers = key_transfers(plan)
-        pin = self._device.type == "cuda"
-        maps = HostMaps.prepare(route(plan, rank, transfers), pin)
-        facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, num_ranks).rank_work)
-        rows = collate(layout, rank, documents, self._source)
-        input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)
-        return Prepared(
-            cursor=cursor,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            labels=labels,
-            shift_labels=shift_labels,
-            maps=maps,
-            facts=facts,
-            fingerprint=plan.fingerprint,
-            label_tokens=rows.num_labels,
-            plan_seconds=time.perf_counter() - began,
         )
 
     def _deliver(self, prepared: Prepared) -> dict[str, Any]:
@@ -280,14 +267,6 @@ class PlacedLoader:
             "version": STATE_VERSION,
             "dataset": self._source.fingerprint,
             "documents": len(self._source),
-            "capacity_tokens": self._capacity_tokens,
             "seed": self._seed,
             "shuffle": self._shuffle,
         }
-
-
-def _host_tensors(rows: RankRows, pin: bool) -> list[torch.Tensor]:
-    """Input ids, position ids, labels and shifted labels as `[1, rows]`."""
-    arrays = (rows.input_ids, rows.position_ids, rows.labels, rows.shift_labels)
-    tensors = [torch.from_numpy(array).unsqueeze(0) for array in arrays]
-    return [tensor.pin_memory() for tensor in tensors] if pin else tensors

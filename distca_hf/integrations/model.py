@@ -13,6 +13,7 @@ from torch import nn
 
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.checkpointing import checkpointed_modules, save_attention
 from distca_hf.integrations.model_check import (
     attention_layers,
     check_model,
@@ -23,10 +24,13 @@ from distca_hf.integrations.model_check import (
 )
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
+from distca_hf.telemetry import get_logger
 
 
 if TYPE_CHECKING:
     from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
 
 # Attribute of an enabled model that holds its watch.
 WATCH = "_distca_watch"
@@ -84,6 +88,7 @@ class ForwardWatch:
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._longest_rotary_tokens = longest_rotary_tokens(model)
         self._calls: int | None = None
+        self._checkpointed: list[nn.Module] | None = None
         model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True)
         model.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True)
 
@@ -101,6 +106,8 @@ class ForwardWatch:
                 "unchanged"
             )
         self._check_length(plan)
+        if self._plugin.checkpointed_attention == "save":
+            self._save_attention(module)
         plan.begin_forward_pass(
             self._calls,
             {
@@ -130,6 +137,17 @@ class ForwardWatch:
                 return None
             self.packs = PackPlanner(self._plugin, self._plugin.transport(tokens_of(batch).device))
         return self.packs.plan(batch)
+
+    def _save_attention(self, module: nn.Module) -> None:
+        """Wrappers may come, and checkpointing may be switched on, until the first forward pass."""
+        first = self._checkpointed is None
+        modules = checkpointed_modules(module) if self._checkpointed is None else self._checkpointed
+        self._checkpointed = modules
+        if not save_attention(modules) and first:
+            log.warning(
+                "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
+                "their outputs instead"
+            )
 
     def _check_length(self, plan: LivePlan) -> None:
         limit, longest = self._longest_rotary_tokens, plan.facts.longest_document_tokens

@@ -41,6 +41,7 @@ class DistCAPlugin(DistCAConfig):
         shuffle: bool = True,
         device: torch.device | str | None = None,
         prefetch: int | None = None,
+        endless: bool = False,
     ) -> PlacedLoader:
         """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
@@ -51,13 +52,14 @@ class DistCAPlugin(DistCAConfig):
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works.
             prefetch: micro-batches to prepare ahead, if not as many as the settings say.
+            endless: iterate over slices of the endless stream instead of epochs; see `PlacedLoader`.
 
         Raises:
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         target = default_device() if device is None else torch.device(device)
-        return PlacedLoader(dataset, self, self.transport(target), target, seed, shuffle, prefetch)
+        return PlacedLoader(dataset, self, self.transport(target), target, seed, shuffle, prefetch, endless)
 
     def transport(self, device: torch.device) -> Transport:
         """The transport for tensors on `device`, opened when first asked for (a collective call)."""

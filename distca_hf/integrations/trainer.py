@@ -58,7 +58,7 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     # A window's micro-batches are taken one right after the other: have all of the next one ready.
     prefetch = max(plugin.prefetch, args.gradient_accumulation_steps + 1)
     seed = args.seed if args.data_seed is None else args.data_seed
-    loader = plugin.dataloader(_dataset(trainer), seed, device=args.device, prefetch=prefetch)
+    loader = plugin.dataloader(_dataset(trainer), seed, device=args.device, prefetch=prefetch, endless=True)
     enable(trainer.model, plugin, loader.longest_document_tokens)
     trainer_resume.apply()
     trainer.get_train_dataloader = lambda: loader
@@ -151,12 +151,18 @@ def _wrong_for_cut_documents(trainer: Trainer) -> Iterator[str]:
 
 
 def _keeps(trainer: Trainer, name: str) -> bool:
-    """Whether a method is that of Transformers or TRL, calls it, or knows about shift_labels."""
-    method = getattr(type(trainer), name)
-    if name not in vars(trainer) and method.__module__.split(".")[0] in PACKAGES:
-        return True
-    try:
-        source = inspect.getsource(getattr(trainer, name))
-    except (OSError, TypeError):
-        return False
-    return f"super().{name}" in source or "shift_labels" in source
+    """Whether a method is that of Transformers or TRL; or calls it, as all overrides between them do; or knows about
+    shift_labels."""
+    overrides = [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
+    for method in overrides:
+        if method.__module__.split(".")[0] in PACKAGES:
+            return True
+        try:
+            source = inspect.getsource(method)
+        except (OSError, TypeError):
+            return False
+        if "shift_labels" in source:
+            return True
+        if f"super().{name}" not in source:
+            return False
+    return True

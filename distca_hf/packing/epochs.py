@@ -5,6 +5,7 @@ order; when the next one does not fit, smaller ones from a little further on fil
 next micro-batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,11 @@ class Epoch:
     @property
     def num_micro_batches(self) -> int:
         return len(self.offsets) - 1
+
+    def after(self, micro_batches: int) -> "Epoch":
+        """The same without its first micro-batches."""
+        offsets = self.offsets[micro_batches:]
+        return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
 
     def micro_batch(self, index: int) -> IntArray:
         """Documents of one micro-batch."""
@@ -77,14 +83,30 @@ class EpochPacker:
         members = [self._first.micro_batch(group) for group in groups]
         return Epoch(np.concatenate(members), np.cumsum([0] + [len(group) for group in members]))
 
+    def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
+        """What is left of epoch `number` after parts of it were taken in micro-batches of other sizes.
+
+        Args:
+            taken: (capacity_tokens, micro-batches taken) of each part, in order.
+
+        Raises:
+            PackingError: a document is longer than those micro-batches were.
+        """
+        packed: Epoch | None = None
+        for capacity_tokens, micro_batches in taken:
+            if packed is None:
+                packed = EpochPacker(self._tokens, capacity_tokens, self._seed, self._shuffle).epoch(number)
+            else:
+                packed = _pack_evenly(self._tokens, packed.documents, capacity_tokens)
+            packed = packed.after(micro_batches)
+        return (
+            self.epoch(number)
+            if packed is None
+            else _pack_evenly(self._tokens, packed.documents, self._capacity_tokens)
+        )
+
     def _pack_first(self) -> Epoch:
-        wanted = -(-int(self._tokens.sum()) // self._capacity_tokens)
-        order = self._order(0)
-        while True:
-            packed = _pack(self._tokens, order, self._capacity_tokens, wanted)
-            if packed.num_micro_batches <= wanted:
-                return packed
-            wanted = packed.num_micro_batches  # once more, now evenly: the last one may hold next to nothing
+        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens)
 
     def _order(self, epoch: int) -> IntArray:
         if not self._shuffle:
@@ -96,8 +118,20 @@ class EpochPacker:
         return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch])
 
 
+def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int) -> Epoch:
+    """As few micro-batches as possible, of nearly equal tokens."""
+    wanted = -(-int(document_tokens[order].sum()) // capacity_tokens)
+    while True:
+        packed = _pack(document_tokens, order, capacity_tokens, wanted)
+        if packed.num_micro_batches <= wanted:
+            return packed
+        wanted = packed.num_micro_batches  # once more, now evenly: the last one may hold next to nothing
+
+
 def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, wanted: int) -> Epoch:
     """Micro-batches of at most `capacity_tokens`, `wanted` of them if the documents allow it, else more."""
+    if len(order) == 0:
+        return Epoch(order, np.zeros(1, dtype=np.int64))
     cumulative = np.cumsum(document_tokens[order])
     tokens_left, documents_left = int(cumulative[-1]), len(order)
     carried = np.zeros(0, dtype=np.int64)

@@ -26,6 +26,8 @@ def _train(folder: Path, what: str) -> None:
     settings: dict[str, Any] = {"tokens_per_rank": 96}
     if different and what == "settings":
         settings["received_kv"] = "keep"
+    if different and what == "capacity":
+        settings["tokens_per_rank"] = 80
     plugin = distca_hf.DistCAPlugin(**settings)
     dataset = random_dataset(seed=1 if different and what == "dataset" else 0)
     loader = plugin.dataloader(dataset, seed=1 if different and what == "seed" else 0)
@@ -52,6 +54,7 @@ def _traffic(plugin: distca_hf.DistCAPlugin) -> Traffic:
         ("dataset", "dataset is"),
         ("seed", "seed is 0 on rank 0, 2, 1 on rank 1"),
         ("settings", "received_kv (refetch|keep) is 0 on rank 0, 2, 1 on rank 1"),
+        ("capacity", "tokens_per_rank is 96 on rank 0, 2, 80 on rank 1"),
         ("position", "forward micro-batch 0 on rank 0, 2, take micro-batch 1 on rank 1"),
         ("gradients", "gradients is 1 on rank 0, 2, 0 on rank 1"),
     ],

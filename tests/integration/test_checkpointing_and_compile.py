@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import distca_hf
@@ -39,10 +44,19 @@ def _selective(model: nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
 
-def _steps(checkpoint: Callable[[nn.Module], None], compiled: bool, received_kv: str = "refetch") -> tuple[list, list]:
+def _wrapped(model: nn.Module) -> None:
+    """As Accelerate's fsdp_config activation_checkpointing does."""
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    layers = tuple({type(layer) for layer in model.model.layers})
+    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, layers))
+
+
+def _steps(
+    checkpoint: Callable[[nn.Module], None], compiled: bool, received_kv: str = "refetch", attention: str = "save"
+) -> tuple[list, list]:
     """Losses with gradient norms, and forward calls of attention, of three steps."""
     model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, received_kv=received_kv)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, received_kv=received_kv, checkpointed_attention=attention)
     distca_hf.enable(model, plugin)
     checkpoint(model)
     if compiled:
@@ -67,21 +81,38 @@ def expected() -> list[tuple[float, float]]:
 @pytest.mark.parametrize("received_kv", ["refetch", "keep"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("checkpoint", "forward_calls"),
-    [(_plain, NUM_LAYERS), (_non_reentrant, 2 * NUM_LAYERS), (_reentrant, 2 * NUM_LAYERS), (_selective, NUM_LAYERS)],
-    ids=["plain", "non_reentrant", "reentrant", "selective"],
+    ("checkpoint", "attention", "forward_calls"),
+    [
+        (_plain, "save", NUM_LAYERS),
+        (_non_reentrant, "save", NUM_LAYERS),
+        (_non_reentrant, "recompute", 2 * NUM_LAYERS),
+        (_wrapped, "save", NUM_LAYERS),
+        (_wrapped, "recompute", 2 * NUM_LAYERS),
+        (_reentrant, "save", 2 * NUM_LAYERS),
+        (_selective, "recompute", NUM_LAYERS),
+    ],
+    ids=["plain", "default", "recompute", "wrapper", "wrapper recompute", "reentrant", "own selective"],
 )
 def test_numbers_are_equal_and_saved_attention_runs_once(
     checkpoint: Callable[[nn.Module], None],
+    attention: str,
     forward_calls: int,
     compiled: bool,
     received_kv: str,
     expected: list[tuple[float, float]],
 ) -> None:
+    if compiled and checkpoint is _wrapped:
+        pytest.skip("layers behind a checkpoint wrapper are compiled with it")
     torch._dynamo.reset()
-    numbers, calls = _steps(checkpoint, compiled, received_kv)
+    numbers, calls = _steps(checkpoint, compiled, received_kv, attention)
 
     for (loss, norm), (expected_loss, expected_norm) in zip(numbers, expected, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-6)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
     assert calls == [(forward_calls, NUM_LAYERS)] * 3
+
+
+def test_reentrant_checkpointing_is_told_that_it_attends_twice(caplog: pytest.LogCaptureFixture) -> None:
+    _steps(_reentrant, compiled=False)
+
+    assert caplog.text.count("reentrant activation checkpointing recomputes attention") == 1

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from support.data import random_dataset
 from support.models import VOCABULARY, save_tiny_model
 from support.ranks import run_ranks
-from support.training import Curve, let_accelerate_shard_on_cpu
+from support.training import Curve, load_model, sharding_arguments
 
 
 STEPS = 30
@@ -26,9 +25,10 @@ class Run:
     packs: str  # "collator", "packed dataset" or "padding free"
     seam: str  # "callback" or "attach"
     world_size: int
-    wrap: str  # "ddp" or "fsdp2"
+    wrap: str
     accumulation: int
     checkpointing: bool = False
+    lora: bool = False
 
 
 def dataset() -> Dataset:
@@ -37,14 +37,14 @@ def dataset() -> Dataset:
 
 def train(run: Run, folder: Path, implementation: str = "distca") -> tuple[Curve, list[float]]:
     """Losses and gradient norms, and the imbalance before and after of every step."""
-    if run.wrap == "fsdp2":
-        let_accelerate_shard_on_cpu()
     import distca_hf
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, use_cache=False)
+    sharding = sharding_arguments(run.wrap, "LlamaDecoderLayer")
+    model = load_model(folder, implementation, run.lora)
+    model.config.use_cache = False
     plugin = distca_hf.DistCAPlugin() if implementation == "distca" else None
     callbacks = [distca_hf.DistCACallback(plugin)] if plugin is not None and run.seam == "callback" else []
-    trainer = _trainer(run, model, folder, callbacks)
+    trainer = _trainer(run, model, folder, callbacks, sharding)
     if plugin is not None and run.seam == "attach":
         plugin.attach(trainer)
     trainer.train()
@@ -54,7 +54,7 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> tuple[Curve
     return Curve([log["loss"] for log in logs], [log["grad_norm"] for log in logs], kind), balance
 
 
-def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any]) -> Any:
+def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], sharding: dict[str, Any]) -> Any:
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     arguments: dict[str, Any] = {
@@ -71,17 +71,9 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any]) -> Any:
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": run.wrap != "fsdp2",
         "bf16": False,
+        **sharding,
     }
-    if run.wrap == "fsdp2":
-        arguments["fsdp"] = True
-        arguments["fsdp_config"] = {
-            "version": 2,
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "reshard_after_forward": True,
-        }
     if run.packs == "collator":
         args = TrainingArguments(**arguments)
         collator = DataCollatorWithFlattening()
@@ -108,6 +100,11 @@ RUNS = [
     Run("packed dataset", "attach", 2, "ddp", 3, checkpointing=True),
     Run("packed dataset", "callback", 2, "fsdp2", 1),
     Run("padding free", "attach", 4, "ddp", 1, checkpointing=True),
+    Run("collator", "callback", 2, "zero1", 3),
+    Run("collator", "callback", 2, "zero2", 1, checkpointing=True),
+    Run("padding free", "attach", 2, "zero3", 1),
+    Run("packed dataset", "attach", 2, "zero3", 3, lora=True),
+    Run("collator", "attach", 2, "fsdp1", 1, checkpointing=True),
 ]
 
 
@@ -117,24 +114,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def references() -> dict[tuple[str, int], Curve]:
+def references() -> dict[tuple[str, int, bool], Curve]:
     return {}
 
 
 @pytest.mark.parametrize(
-    "run", RUNS, ids=lambda run: f"{run.packs}-{run.seam}-{run.wrap}{run.world_size}-{run.accumulation}"
+    "run", RUNS, ids=lambda run: f"{run.packs}-{run.seam}-{run.wrap}-{run.world_size}-{run.accumulation}"
 )
 def test_losses_follow_one_process_sdpa(
-    run: Run, folder: Path, references: dict[tuple[str, int], Curve], tmp_path: Path
+    run: Run, folder: Path, references: dict[tuple[str, int, bool], Curve], tmp_path: Path
 ) -> None:
-    alone = Run(run.packs, "none", 1, "none", run.accumulation)
-    key = (run.packs, run.accumulation)
+    alone = Run(run.packs, "none", 1, "none", run.accumulation, lora=run.lora)
+    key = (run.packs, run.accumulation, run.lora)
     if key not in references:
         references[key] = run_ranks(1, train, tmp_path / "alone", alone, folder, "sdpa")[0][0]
     expected = references[key]
     curve, balance = run_ranks(run.world_size, train, tmp_path / "together", run, folder)[0]
 
-    assert curve.distributed_type == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[run.wrap]
+    assert curve.distributed_type == {"ddp": "MULTI_CPU", "fsd": "FSDP", "zer": "DEEPSPEED"}[run.wrap[:3]]
     differences = [loss - reference for loss, reference in zip(curve.losses, expected.losses, strict=True)]
     assert max(map(abs, differences)) <= 1e-5
     assert abs(sum(differences) / len(differences)) <= 1e-6

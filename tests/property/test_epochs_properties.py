@@ -80,3 +80,24 @@ def test_epoch_does_not_depend_on_what_was_asked_before(
     packer.epoch(number + 1)
 
     assert micro_batches(packer.epoch(number)) == expected
+
+
+@given(made=packers(), number=st.integers(0, 5), data=st.data())
+def test_rest_of_an_epoch_that_changed_its_size_holds_every_document_left_once(
+    made: tuple[np.ndarray, int, EpochPacker], number: int, data: st.DataObject
+) -> None:
+    lengths, capacity, packer = made
+    seed, shuffle = packer._seed, packer._shuffle
+    taken: list[tuple[int, int]] = []
+    seen: list[int] = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        size = int(lengths.max()) + data.draw(st.integers(0, 2 * capacity))
+        before = EpochPacker(lengths, size, seed, shuffle)
+        left = micro_batches(before.rest(number, taken))
+        count = data.draw(st.integers(0, len(left)))
+        seen += chain.from_iterable(left[:count])
+        taken.append((size, count))
+    rest = micro_batches(packer.rest(number, taken))
+
+    assert sorted([*seen, *chain.from_iterable(rest)]) == list(range(len(lengths)))
+    assert all(0 < lengths[documents].sum() <= capacity for documents in rest)

@@ -37,10 +37,12 @@ class Run:
 
     model: str
     world_size: int
-    wrap: str  # "none", "ddp" or "fsdp2"
+    wrap: str  # "none", "ddp", "fsdp1", "fsdp2", "zero1", "zero2" or "zero3"
     loop: str  # "trainer" or "plain"
     accumulation: int
     received_kv: str = "refetch"
+    checkpointing: bool = False
+    lora: bool = False
     steps: int = 50
 
 
@@ -48,12 +50,12 @@ def training_dataset() -> Dataset:
     return random_dataset(count=240)
 
 
-def train_reference(folder: Path, steps: int, accumulation: int) -> Curve:
+def train_reference(folder: Path, steps: int, accumulation: int, lora: bool = False) -> Curve:
     """sdpa in one process, every document alone; the mean over all labels of a step."""
     import distca_hf
 
     loader = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS).dataloader(training_dataset(), SEED)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
+    model = load_model(folder, "sdpa", lora).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses, norms = [], []
     epochs = ([(epoch, at) for at in range(len(loader))] for epoch in count())
@@ -77,6 +79,17 @@ def train_reference(folder: Path, steps: int, accumulation: int) -> Curve:
     return Curve(losses, norms)
 
 
+def load_model(folder: Path, implementation: str, lora: bool = False) -> Any:
+    """The saved initial model; with adapters that are the same every time, and nothing else to train."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
 def train(run: Run, folder: Path) -> Curve:
     """The same run on this rank of an initialised group (or alone)."""
     return train_with_trainer(run, folder) if run.loop == "trainer" else train_in_plain_loop(run, folder)
@@ -88,7 +101,7 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
 
     plugin = _plugin(run)
     loader = plugin.dataloader(training_dataset(), SEED)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="distca").train()
+    model = load_model(folder, "distca", run.lora).train()
     distca_hf.enable(model, plugin)
     wrapped = _wrap(model, run.wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -113,17 +126,7 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
 
 def train_with_trainer(run: Run, folder: Path) -> Curve:
     """An unmodified Trainer, attached."""
-    fsdp: dict[str, Any] = {}
-    if run.wrap == "fsdp2":
-        let_accelerate_shard_on_cpu()
-        layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model]
-        fsdp["fsdp"] = True
-        fsdp["fsdp_config"] = {
-            "version": 2,
-            "transformer_layer_cls_to_wrap": [layer],
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "reshard_after_forward": True,
-        }
+    sharding = sharding_arguments(run.wrap, {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model])
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(
@@ -141,10 +144,10 @@ def train_with_trainer(run: Run, folder: Path) -> Curve:
         report_to=[],
         disable_tqdm=True,
         seed=SEED,
-        use_cpu=run.wrap != "fsdp2",
-        **fsdp,
+        gradient_checkpointing=run.checkpointing,
+        **sharding,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="distca")
+    model = load_model(folder, "distca", run.lora)
     trainer = Trainer(model=model, args=args, train_dataset=training_dataset())
     _plugin(run).attach(trainer)
     trainer.train()
@@ -194,9 +197,33 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     return value.item()
 
 
+def sharding_arguments(wrap: str, layer: str) -> dict[str, Any]:
+    """Arguments of `TrainingArguments` that shard a model in some way, on CPUs."""
+    if wrap in ("none", "ddp"):
+        return {"use_cpu": True}
+    let_accelerate_shard_on_cpu()
+    if wrap.startswith("zero"):
+        stage: dict[str, Any] = {"stage": int(wrap[-1]), "stage3_param_persistence_threshold": 0}
+        auto = dict.fromkeys(
+            ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+        )
+        return {"deepspeed": {**auto, "zero_optimization": stage, "zero_allow_untested_optimizer": True}}
+    config = {
+        "version": int(wrap[-1]),
+        "transformer_layer_cls_to_wrap": [layer],
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": True if wrap == "fsdp2" else "FULL_SHARD",
+        "use_orig_params": True,
+        "sync_module_states": False,  # Accelerate looks for a GPU to do it on
+        "cpu_ram_efficient_loading": False,
+    }
+    return {"fsdp": True, "fsdp_config": config}
+
+
 def let_accelerate_shard_on_cpu() -> None:
-    """Accelerate runs plain DDP when FSDP is asked for on a CPU; this takes its accelerator path over gloo instead."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    """Accelerate runs plain DDP when FSDP or DeepSpeed is asked for on a CPU; this takes its accelerator path over
+    gloo instead."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.pop("ACCELERATE_USE_CPU", None)
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType

@@ -89,6 +89,24 @@ def test_roll_call_tells_who_left_who_is_silent_and_nothing_about_who_answers() 
     assert set(missing) == {1, 3}
 
 
+def test_roll_call_names_the_rank_that_came_much_later_than_the_others() -> None:
+    store = HashStore()
+    waited_seconds = [300.0, 40.0, 299.8, 300.2]
+    for rank, seconds in enumerate(waited_seconds):
+        RollCall(store, rank, 4, patience_seconds=0.0).missing(seconds)
+    found = [RollCall(store, rank, 4).missing(seconds) for rank, seconds in enumerate(waited_seconds)]
+
+    assert found == [{1: "came 260 s late"}, {}, {1: "came 260 s late"}, {1: "came 260 s late"}]
+
+
+def test_roll_call_names_nobody_late_after_a_failure_that_nobody_waited_for() -> None:
+    store = HashStore()
+    calls = [RollCall(store, rank, 2, patience_seconds=0.5) for rank in range(2)]
+    calls[1].missing()
+
+    assert calls[0].missing() == {}
+
+
 def test_roll_call_does_not_wait_when_everybody_is_accounted_for() -> None:
     store = HashStore()
     calls = [RollCall(store, rank, 2, patience_seconds=30.0) for rank in range(2)]

@@ -26,6 +26,7 @@ DEFAULTS = {
     "pad_to_multiple_of": 128,
     "kernel": "auto",
     "received_kv": "refetch",
+    "checkpointed_attention": "save",
     "deterministic": False,
     "prefetch": 2,
     "exchange_timeout_seconds": 300.0,
@@ -38,6 +39,7 @@ OTHERS = {
     "pad_to_multiple_of": 7,
     "kernel": "reference",
     "received_kv": "keep",
+    "checkpointed_attention": "recompute",
     "deterministic": True,
     "prefetch": 5,
     "exchange_timeout_seconds": 12.5,
@@ -48,6 +50,7 @@ CHOICES = {
     "overlong": ("error", "split", "truncate"),
     "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
     "received_kv": ("refetch", "keep"),
+    "checkpointed_attention": ("save", "recompute"),
 }
 
 

@@ -73,6 +73,10 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "list instead of a mapping": ("- plugin", ["must hold a mapping", "not list"]),
     "nothing": ("", ["must hold a mapping", "not NoneType"]),
     "no YAML": ("plugin: {", ["cannot read"]),
+    "configuration of Accelerate": (
+        "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nuse_cpu: true\n",
+        ["unknown section 'compute_environment'", "of an Accelerate configuration: give that to --config_file"],
+    ),
 }
 
 
@@ -85,6 +89,22 @@ def test_broken_recipe_is_refused_with_file_and_key(tmp_path: Path, name: str) -
         Recipe.read(path)
 
     assert [part for part in (str(path), *told) if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.startswith("accelerate/")])
+def test_shipped_configuration_of_accelerate_is_no_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--recipe", name, "script.py"])
+
+    assert caught.value.code == 2
+    assert "give that to --config_file" in capsys.readouterr().err
+
+
+def test_section_of_nobody_gets_no_hint_about_accelerate(write: Write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe.read(write(plugins={}))
+
+    assert "--config_file" not in str(caught.value)
 
 
 def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -285,6 +305,22 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
     assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE SCRIPT")
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_shows_how_to_call_it_and_ends_with_0(option: str, tmp_path: Path) -> None:
+    done = launched(option, cwd=tmp_path)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == run.USAGE
+    assert "accelerate launch -m distca_hf.run" in done.stdout
+
+
+def test_help_behind_the_script_is_the_scripts(write: Write, script: Path) -> None:
+    script.write_text("import sys; print(sys.argv[1:])")
+    done = launched("--recipe", str(write()), str(script), "--help", cwd=script.parent)
+
+    assert (done.returncode, done.stdout) == (0, "['--help']\n")
 
 
 def test_wrong_recipe_ends_the_process_without_a_traceback(write: Write, script: Path) -> None:

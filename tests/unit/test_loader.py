@@ -5,7 +5,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from datasets import Dataset, IterableDataset
 
 import distca_hf
 from distca_hf.errors import ConfigError, PackingError
+from distca_hf.integrations import ahead
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.runtime.plans import LivePlan
@@ -227,6 +229,17 @@ def test_position_saved_between_epochs_is_the_beginning_of_the_next() -> None:
     assert all_same(list(resumed), list(whole))
 
 
+def test_position_saved_at_the_last_batch_of_an_epoch_is_the_beginning_of_the_next() -> None:
+    """Otherwise the first epoch of the resumed loop would be empty."""
+    whole, resumed = loader_of(), loader_of()
+    states = [whole.state_dict() for _ in whole]
+    resumed.load_state_dict(states[-1])
+
+    assert (states[-1]["epoch"], states[-1]["micro_batch"]) == (0, len(whole))
+    assert (resumed.state_dict()["epoch"], resumed.state_dict()["micro_batch"]) == (1, 0)
+    assert all_same(list(resumed), epoch_of(1))
+
+
 def test_loaded_position_goes_before_set_epoch_and_skipping_once() -> None:
     """A loop that calls `set_epoch` before every epoch does not undo what was loaded."""
     whole, resumed = loader_of(), loader_of()
@@ -244,7 +257,7 @@ def test_state_is_plain_numbers_and_texts() -> None:
     loader = loader_of()
     next(iter(loader))
 
-    assert {type(value) for value in loader.state_dict().values()} <= {int, str, bool}
+    assert {type(value) for value in loader.state_dict().values()} <= {int, str, bool, tuple}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +267,6 @@ def test_state_is_plain_numbers_and_texts() -> None:
         ({"dataset": random_dataset(count=59)}, "dataset='.*', this loader has '.*'"),
         ({"seed": 5}, "seed=0, this loader has 5"),
         ({"shuffle": False}, "shuffle=True, this loader has False"),
-        ({"tokens_per_rank": 200}, "capacity_tokens=192, this loader has 200"),
     ],
 )
 def test_state_of_another_loader_is_refused_with_both_values(other: dict[str, Any], told: str) -> None:
@@ -298,6 +310,23 @@ def test_epoch_taken_batch_by_batch_is_over_after_its_last() -> None:
         assert len(taken) == len(loader)
 
     assert all_same(taken, epoch_of(1))
+
+
+def test_two_live_iterators_hand_out_all_their_batches() -> None:
+    loader = loader_of()
+    left, right = iter(loader), iter(loader)
+    taken_left, taken_right = [next(left), next(left)], [next(right)]
+    taken_left += list(left)
+    taken_right += list(right)
+
+    assert all_same(taken_left, epoch_of(0))
+    assert all_same(taken_right, epoch_of(0))
+
+
+def test_iterator_begun_inside_another_one_is_whole() -> None:
+    loader = loader_of()
+
+    assert [len(list(loader)) for _ in loader] == [len(loader)] * len(loader)
 
 
 def epoch_of(number: int) -> list[Batch]:
@@ -350,6 +379,20 @@ def test_row_shorter_than_announced_is_found_when_it_is_read() -> None:
         list(loader_of(dataset))
 
 
+def test_padded_row_is_found_when_it_is_read() -> None:
+    rows = [[3] * 64 for _ in range(12)]
+    masks = [[1] * 64 for _ in rows]
+    whole = loader_of(Dataset.from_dict({"input_ids": rows, "attention_mask": masks}), shuffle=False)
+    assert all_same(list(whole), list(loader_of(Dataset.from_dict({"input_ids": rows}), shuffle=False)))
+
+    masks[10][60:] = [0] * 4
+    padded = loader_of(Dataset.from_dict({"input_ids": rows, "attention_mask": masks}), shuffle=False)
+    taken: list[Batch] = []
+    with pytest.raises(PackingError, match="row 10: attention_mask is 0 at token 60: the dataset is padded"):
+        taken.extend(padded)
+    assert len(taken) == 3
+
+
 class Infinite(torch.utils.data.Dataset):
     def __getitem__(self, row: int) -> dict[str, list[int]]:
         return {"input_ids": [row]}
@@ -364,9 +407,13 @@ class Infinite(torch.utils.data.Dataset):
         (Dataset.from_dict({"text": ["a"]}), r"no column 'input_ids', only \['text'\]"),
         (Dataset.from_dict({"input_ids": []}), "holds no document|must hold a list"),
         (Dataset.from_dict({"input_ids": [[1, 2], []]}), "document 1 has 0 tokens"),
+        (
+            Dataset.from_dict({"input_ids": [[1, 2]], "position_ids": [[0, 0]]}),
+            "column 'position_ids', .* in a column 'seq_lengths'",
+        ),
         (Dataset.from_dict({"input_ids": [[1], [1] * (CAPACITY_TOKENS + 1)]}), r"row 1\) has 193 tokens, .* hold 192"),
     ],
-    ids=["stream", "torch dataset", "list", "text", "empty", "empty document", "too long"],
+    ids=["stream", "torch dataset", "list", "text", "empty", "empty document", "positions", "too long"],
 )
 def test_dataset_that_cannot_be_packed_is_refused_at_once(dataset: Any, told: str) -> None:
     with pytest.raises(PackingError, match=told):
@@ -434,6 +481,19 @@ def test_history_and_times_tell_what_was_handed_out() -> None:
     assert loader.times.plan_seconds > 0
     assert loader.times.step_seconds >= 0.002 * (len(loader) - 1)
     assert 0 <= loader.times.wait_share < 1
+
+
+def test_only_the_very_first_wait_of_a_loader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by one second whenever it is asked: every wait that counts is one second long."""
+    seconds = count()
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    loader = loader_of()
+    list(loader)
+    assert loader.times.wait_seconds == len(loader) - 1
+
+    list(loader)
+    list(loader)
+    assert loader.times.wait_seconds == 3 * len(loader) - 1
 
 
 def test_micro_batches_are_numbered_through_all_epochs() -> None:

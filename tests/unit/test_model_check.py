@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         ["rope_type 'dynamic'", "documents have up to 150"],
     ),
     "Gemma 4": (
-        Gemma4TextConfig(sliding_window=512, **HEADS_OF_16),
+        Gemma4TextConfig(sliding_window=512, vocab_size_per_layer_input=VOCABULARY, **HEADS_OF_16),
         ["its heads cannot be read from its config ('head_dim' is a per-layer attribute"],
     ),
 }

@@ -476,6 +476,51 @@ def test_columns_that_hold_no_lists_of_integers_are_refused_by_type(column: str,
     assert f"column '{column}' must hold a list of integers per row, not " in message
 
 
+# --- datasets that were padded or packed for somebody else
+
+
+@pytest.mark.parametrize(("mask", "token"), [([1, 1, 1, 0, 0], 3), ([0, 0, 1, 1, 1], 0), ([1, 0, 1, 1, 1], 1)])
+def test_padding_is_refused_where_it_is_read_with_row_and_token(mask: list[int], token: int) -> None:
+    masks = [[1] * len(document) for document in DOCUMENTS]
+    masks[2] = mask
+    source = DocumentSource(dataset_of(attention_mask=masks), CAPACITY)
+
+    assert source.read(3, 0, 2).input_ids.tolist() == DOCUMENTS[3]
+    with pytest.raises(PackingError, match=f"row 2: attention_mask is 0 at token {token}: the dataset is padded"):
+        source.read(2, 0, 5)
+
+
+def test_padding_is_named_by_its_token_in_the_row_also_from_a_later_segment() -> None:
+    source = DocumentSource(dataset_of(attention_mask=[[1] * 3, [1], [1, 1, 1, 1, 0], [1] * 2]), CAPACITY)
+
+    assert source.read(2, 0, 2).input_ids.tolist() == [31, 32]
+    with pytest.raises(PackingError, match="row 2: attention_mask is 0 at token 4"):
+        source.read(2, 2, 4)
+
+
+@pytest.mark.parametrize("one", [1, True])
+def test_attention_mask_of_ones_changes_nothing(one: Any) -> None:
+    source = DocumentSource(dataset_of(attention_mask=[[one] * len(document) for document in DOCUMENTS]), CAPACITY)
+
+    assert tokens_of(source) == DOCUMENTS
+
+
+def test_padding_of_a_transform_is_refused_too() -> None:
+    dataset = Dataset.from_dict({"length": [4, 4]}).with_transform(
+        lambda rows: {"input_ids": [[5, 6, 7, 0]] * len(rows["length"]), "attention_mask": [[1, 1, 1, 0]]}
+    )
+    with pytest.raises(PackingError, match="row 1: attention_mask is 0 at token 3"):
+        DocumentSource(dataset, CAPACITY).read(1, 0, 4)
+
+
+def test_positions_without_lengths_are_refused_and_with_them_left_alone() -> None:
+    packed = {"input_ids": [[1, 2, 3, 4]], "position_ids": [[0, 1, 0, 1]]}
+    assert "say which documents a row holds in a column 'seq_lengths'" in refusal(Dataset.from_dict(packed))
+
+    source = DocumentSource(Dataset.from_dict(packed | {"seq_lengths": [[2, 2]]}), CAPACITY)
+    assert tokens_of(source) == [[1, 2], [3, 4]]
+
+
 # --- what is no dataset
 
 

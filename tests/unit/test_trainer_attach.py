@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,11 @@ def make(tmp_path: Path) -> Callable[..., Trainer]:
     """Makes a Trainer of a tiny model; arguments of `TrainingArguments` by name, the rest in `trainer`."""
 
     def make(
-        dataset: Any = "random", model: Any = None, trainer: dict[str, Any] | None = None, **arguments: Any
+        dataset: Any = "random",
+        model: Any = None,
+        trainer: dict[str, Any] | None = None,
+        kind: type[Trainer] = Trainer,
+        **arguments: Any,
     ) -> Trainer:
         defaults: dict[str, Any] = {
             "output_dir": str(tmp_path / "run"),
@@ -70,8 +75,8 @@ def make(tmp_path: Path) -> Callable[..., Trainer]:
             "disable_tqdm": True,
             "use_cpu": True,
         }
-        return Trainer(
-            model=tiny_model(**SMALL) if model is None else model,
+        return kind(
+            model=tiny_model(**SMALL) if model is None and "model_init" not in (trainer or {}) else model,
             args=TrainingArguments(**defaults | arguments),
             train_dataset=random_dataset(40) if isinstance(dataset, str) else dataset,
             **trainer or {},
@@ -116,6 +121,42 @@ def model_that_takes_no_count() -> torch.nn.Module:
     return model
 
 
+class OwnLoss(Trainer):
+    """Shifts labels itself, as many subclasses do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        logits = model(**inputs).logits[..., :-1, :]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][..., 1:].flatten())
+
+
+class OwnStep(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = OwnLoss.compute_loss(self, model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class MoreLoss(Trainer):
+    """Adds to Trainer's loss and keeps count of its calls."""
+
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class MoreOfOwnLoss(OwnLoss):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class LossOfShiftedLabels(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        targets = inputs["shift_labels"].flatten()
+        return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), targets)
+
+
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "label smoothing": (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
     "own loss": (
@@ -135,6 +176,13 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "model that takes no count": (
         lambda: {"model": model_that_takes_no_count()},
         "LlamaForCausalLM takes no num_items_in_batch",
+    ),
+    "loss of a subclass": (lambda: {"kind": OwnLoss}, r"OwnLoss\.compute_loss replaces Trainer's: .*shift_labels"),
+    "loss of a subclass that another one calls": (lambda: {"kind": MoreOfOwnLoss}, "compute_loss replaces Trainer's"),
+    "step of a subclass": (lambda: {"kind": OwnStep}, r"OwnStep\.training_step replaces Trainer's: .*shift_labels"),
+    "model made in train()": (
+        lambda: {"trainer": {"model_init": lambda: tiny_model(**SMALL)}},
+        "model_init makes another model",
     ),
 }
 
@@ -165,6 +213,32 @@ def test_ranks_that_share_documents_already_are_refused(kind: str, make: Callabl
         attach(trainer)
 
 
+def test_loss_put_onto_the_trainer_itself_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    trainer.compute_loss = OwnLoss.compute_loss.__get__(trainer)
+    with pytest.raises(ConfigError, match=r"Trainer\.compute_loss replaces Trainer's"):
+        attach(trainer)
+
+
+def test_subclass_that_calls_trainers_own_loss_is_accepted_and_called(make: Callable[..., Trainer]) -> None:
+    plain, more = make(), make(kind=MoreLoss)
+    for trainer in (plain, more):
+        attach(trainer)
+        trainer.train()
+
+    assert more.calls == 4
+    assert losses(more) == losses(plain)
+
+
+def test_subclass_that_uses_shifted_labels_is_accepted(make: Callable[..., Trainer]) -> None:
+    plain, own = make(max_steps=1), make(max_steps=1, kind=LossOfShiftedLabels)
+    for trainer in (plain, own):
+        attach(trainer)
+        trainer.train()
+
+    assert losses(own) == pytest.approx(losses(plain), rel=1e-6)
+
+
 def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.5.*auto_find_batch_size"):
         attach(make(label_smoothing_factor=0.5, auto_find_batch_size=True))
@@ -177,6 +251,18 @@ def test_model_and_dataset_are_checked_too(make: Callable[..., Trainer]) -> None
         attach(make(model=tiny_model(attention_dropout=0.3, **SMALL)))
     with pytest.raises(PackingError, match="193 tokens"):
         attach(make(Dataset.from_dict({"input_ids": [[1] * 193]})))
+
+
+def test_dataset_that_was_padded_or_packed_for_another_loader_is_refused(make: Callable[..., Trainer]) -> None:
+    ids = [[5, 6, 7, 8], [9, 10, 11, 0]]
+    padded = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]]})
+    packed = Dataset.from_dict({"input_ids": ids, "position_ids": [[0, 1, 0, 1], [0, 1, 2, 0]]})
+
+    attach(trainer := make(padded))
+    with pytest.raises(PackingError, match="row 1: attention_mask is 0 at token 3: the dataset is padded"):
+        trainer.train()
+    with pytest.raises(PackingError, match=r"column 'position_ids', .* in a column 'seq_lengths'"):
+        attach(make(packed))
 
 
 def test_padding_collators_that_trainer_itself_chooses_are_accepted(make: Callable[..., Trainer]) -> None:
@@ -340,6 +426,24 @@ def uneven_labels() -> Dataset:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
+def test_window_without_any_label_has_loss_zero_and_changes_nothing(
+    make: Callable[..., Trainer], accumulation: int
+) -> None:
+    dataset = random_dataset(40)
+    dataset = dataset.add_column("completion_mask", [[0] * len(ids) for ids in dataset["input_ids"]])
+    settings = {"gradient_accumulation_steps": accumulation, "logging_nan_inf_filter": False, "max_steps": 2}
+    trainer = make(dataset, weight_decay=0.0, **settings)
+    before = copy.deepcopy(trainer.model.state_dict())
+    attach(trainer)
+    trainer.train()
+
+    assert losses(trainer) == [0.0, 0.0]
+    assert [log["grad_norm"] for log in trainer.state.log_history if "loss" in log] == [0.0, 0.0]
+    for name, parameter in trainer.model.state_dict().items():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_label_of_a_window_counts_once(make: Callable[..., Trainer], accumulation: int) -> None:
     trainer = make(uneven_labels(), gradient_accumulation_steps=accumulation, max_steps=3)
     attach(trainer)
@@ -389,6 +493,23 @@ def test_evaluation_during_training_is_the_trainers_own(make: Callable[..., Trai
     assert evaluated == pytest.approx(sum(batches) / 3, rel=1e-4)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_evaluation_has_the_loss_of_sdpa(make: Callable[..., Trainer], side: str) -> None:
+    rows = Dataset.from_dict({"input_ids": [list(range(3, 3 + tokens)) for tokens in (4, 9, 20, 7, 2, 11, 5)]})
+    padding = tokenizer()
+    padding.padding_side = side
+    collator = DataCollatorForLanguageModeling(padding, mlm=False)
+    arguments = {"trainer": {"eval_dataset": rows, "data_collator": collator}, "per_device_eval_batch_size": 3}
+    ours = make(**arguments)
+    theirs = make(model=tiny_model(implementation="sdpa", **SMALL), **arguments)
+    attach(ours)
+    ours.train()
+    theirs.model.load_state_dict(ours.model.state_dict())
+
+    assert collator(list(rows)[:3])["attention_mask"].sum(1).tolist() == [4, 9, 20]
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
 # Optimizer steps after the end of the first epoch.
 PLACES = {"in the first epoch": -1, "at the end of an epoch": 0, "in a later epoch": 1}
 
@@ -419,6 +540,76 @@ def test_resumed_run_has_the_losses_of_the_uninterrupted_one(
         assert torch.equal(left, right), name
 
 
+class Windows(TrainerCallback):
+    """Counts the micro-batches of every optimizer step."""
+
+    def __init__(self, seen: list[dict[str, Any]]) -> None:
+        self.seen = seen
+        self.ends: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends.append(len(self.seen))
+
+    def windows(self) -> list[list[dict[str, Any]]]:
+        return [self.seen[begin:end] for begin, end in pairwise([0, *self.ends])]
+
+
+def several_documents_in_a_micro_batch() -> Dataset:
+    """No two micro-batches hold the same ones, over many epochs."""
+    return random_dataset(48, lengths=(30, 40, 50))
+
+
+def resume_with_another_accumulation(
+    make: Callable[..., Trainer], folder: Path, before: int, after: int, steps: int, more_steps: int
+) -> tuple[list[torch.Tensor], Windows, Trainer]:
+    """Micro-batches trained on before the checkpoint, what was trained on after it, and by which trainer."""
+    dataset = several_documents_in_a_micro_batch()
+    whole = make(dataset, gradient_accumulation_steps=before, max_steps=steps, save_strategy="steps", save_steps=steps)
+    loader, taken = attach(whole), record_batches(whole)
+    whole.train()
+    resumed = make(dataset, gradient_accumulation_steps=after, max_steps=steps + more_steps)
+    attach(resumed)
+    resumed.add_callback(windows := Windows(record_batches(resumed)))
+    resumed.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{steps}"))
+    assert len(loader) == 11
+    return [kwargs["input_ids"] for kwargs in taken], windows, resumed
+
+
+def numbers_in_the_stream(micro_batches: list[torch.Tensor], epochs: int = 5) -> list[int]:
+    """Number of each micro-batch, counted over all epochs of the loader."""
+    loader = distca_hf.DistCAPlugin(tokens_per_rank=192).dataloader(several_documents_in_a_micro_batch(), seed=42)
+    stream = [batch["input_ids"].tolist() for _ in range(epochs) for batch in loader]
+    assert all(stream.count(ids) == 1 for ids in stream)
+    return [stream.index(ids.tolist()) for ids in micro_batches]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1), (2, 3)])
+def test_resuming_with_another_accumulation_continues_at_the_next_micro_batch(
+    make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
+) -> None:
+    taken, windows, _ = resume_with_another_accumulation(make, tmp_path, before, after, steps=2, more_steps=2)
+    later = [kwargs["input_ids"] for kwargs in windows.seen]
+
+    assert len(taken) == 2 * before
+    assert len(later) > after
+    assert numbers_in_the_stream(taken + later) == list(range(len(taken) + len(later)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1), (2, 3)])
+def test_resuming_with_another_accumulation_goes_on_through_later_epochs(
+    make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
+) -> None:
+    """No micro-batch is left out or comes twice, every step is one window, and the last step is `max_steps`."""
+    taken, windows, resumed = resume_with_another_accumulation(make, tmp_path, before, after, steps=7, more_steps=13)
+    later = [kwargs["input_ids"] for kwargs in windows.seen]
+
+    assert resumed.state.global_step == 20
+    assert numbers_in_the_stream(taken + later) == list(range(len(taken) + len(later)))
+    for window in windows.windows():
+        labels = sum(int((kwargs["shift_labels"] != -100).sum()) for kwargs in window)
+        assert {int(kwargs["num_items_in_batch"]) for kwargs in window} == {labels}
+
+
 def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
     make: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -429,12 +620,9 @@ def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
     resumed = make(max_steps=5)
     attach(resumed, tokens_per_rank=400)
     caplog.clear()
-    try:
-        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    except ConfigError as error:
-        caplog.handler.emit(logging.makeLogRecord({"msg": str(error)}))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
 
-    assert "tokens_per_rank" in caplog.text or "capacity_tokens" in caplog.text
+    assert "micro-batches held 192 tokens when the position was saved and hold 400 now" in caplog.text
 
 
 READ_WITHOUT_DISTCA = """

@@ -1,0 +1,103 @@
+"""Preparer: one rank's part of a micro-batch, made on the host: placed, planned, routed and read.
+
+Runs in the loader's background thread: it knows no process group, and nothing of the loader.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distca_hf.config import DistCAConfig
+from distca_hf.packing.collate import RankRows, collate, pad_rows
+from distca_hf.packing.epochs import Epoch
+from distca_hf.packing.placement import fill_in_order, place
+from distca_hf.packing.source import DocumentSource
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import key_transfers, route
+from distca_hf.runtime.maps import HostMaps
+from distca_hf.runtime.plans import PlanFacts
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position in the endless stream: the next micro-batch to hand out.
+
+    Attributes:
+        taken: parts of the epoch that were taken before in micro-batches of another size, as (capacity_tokens,
+            micro-batches): a run may go on with other ranks than it began with.
+    """
+
+    epoch: int = 0
+    micro_batch: int = 0
+    taken: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps."""
+
+    cursor: Cursor
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    shift_labels: torch.Tensor
+    maps: HostMaps
+    facts: PlanFacts
+    fingerprint: int
+    label_tokens: int
+    plan_seconds: float
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Prepares micro-batches of one rank."""
+
+    source: DocumentSource
+    config: DistCAConfig
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def rest(self, begin: Cursor, epoch: Epoch) -> Iterator[Prepared]:
+        """Micro-batches from `begin` to the end of its epoch."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
+        for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):
+            yield self.prepare(epoch, Cursor(begin.epoch, micro_batch, begin.taken))
+
+    def prepare(self, epoch: Epoch, cursor: Cursor) -> Prepared:
+        """Places, plans and reads one micro-batch."""
+        began = time.perf_counter()
+        documents = epoch.micro_batch(cursor.micro_batch)
+        document_tokens = self.source.document_tokens[documents]
+        layout = pad_rows(
+            place(document_tokens, self.num_ranks), self.config.pad_to_multiple_of, self.config.tokens_per_rank
+        )
+        plan = plan_in_place(layout)
+        transfers = key_transfers(plan)
+        pin = self.device.type == "cuda"
+        maps = HostMaps.prepare(route(plan, self.rank, transfers), pin)
+        facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, self.num_ranks).rank_work)
+        rows = collate(layout, self.rank, documents, self.source)
+        input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)
+        return Prepared(
+            cursor=cursor,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            labels=labels,
+            shift_labels=shift_labels,
+            maps=maps,
+            facts=facts,
+            fingerprint=plan.fingerprint,
+            label_tokens=rows.num_labels,
+            plan_seconds=time.perf_counter() - began,
+        )
+
+
+def _host_tensors(rows: RankRows, pin: bool) -> list[torch.Tensor]:
+    """Input ids, position ids, labels and shifted labels as `[1, rows]`."""
+    arrays = (rows.input_ids, rows.position_ids, rows.labels, rows.shift_labels)
+    tensors = [torch.from_numpy(array).unsqueeze(0) for array in arrays]
+    return [tensor.pin_memory() for tensor in tensors] if pin else tensors

@@ -1,0 +1,69 @@
+"""What is easily done wrong on several ranks is refused before a step is taken, with what to do."""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+import distca_hf
+from distca_hf.errors import ConfigError
+from support.data import random_dataset
+from support.models import tiny_model
+from support.ranks import run_ranks, start_ranks
+
+
+CPU = torch.device("cpu")
+
+
+def _train_without_the_plan(folder: Path) -> None:
+    """A collator or wrapper that knows only tensors has dropped the plan of a document that is on both ranks."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
+    batch = next(iter(plugin.dataloader(random_dataset(1, lengths=(150,)))))
+    del batch["distca_plan"]
+    positions = batch["position_ids"][0].tolist()
+    begins = [right for left, right in pairwise([-2, *positions]) if right != left + 1]
+    (folder / f"begins-{torch.distributed.get_rank()}").write_text(str(max(begins)))
+    model(**batch).loss.backward()
+    (folder / "trained").touch()
+
+
+def test_placed_batch_that_lost_its_plan_is_refused_where_a_document_is_cut(tmp_path: Path) -> None:
+    outcomes = start_ranks(2, _train_without_the_plan, tmp_path, tmp_path, timeout_seconds=20.0)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for outcome in outcomes:
+        begins = int((tmp_path / f"begins-{outcome.rank}").read_text())
+        assert begins > 0, "the document must be cut"
+        assert f"PackingError: position_ids begin a document at position {begins} instead of 0" in outcome.output
+        assert "must be passed on with its distca_plan" in outcome.output
+    assert not (tmp_path / "trained").exists()
+
+
+def _open_transport_beside_accelerate() -> int:
+    assert Accelerator().distributed_type == DistributedType.MULTI_CPU
+    return distca_hf.DistCAPlugin().transport(CPU).world_size
+
+
+def test_ranks_that_accelerate_trains_together_are_accepted(tmp_path: Path) -> None:
+    assert run_ranks(2, _open_transport_beside_accelerate, tmp_path) == [2, 2]
+
+
+def _open_transport_beside_accelerate_that_was_not_told_to_use_the_cpu() -> str:
+    """Accelerate looks for a GPU, finds none, and trains every process alone."""
+    del os.environ["ACCELERATE_USE_CPU"]
+    assert Accelerator().distributed_type == DistributedType.NO
+    with pytest.raises(ConfigError) as caught:
+        distca_hf.DistCAPlugin().transport(CPU)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would find a GPU")
+def test_ranks_that_accelerate_does_not_train_together_are_refused(tmp_path: Path) -> None:
+    for message in run_ranks(2, _open_transport_beside_accelerate_that_was_not_told_to_use_the_cpu, tmp_path):
+        assert "2 processes are in the process group, but Accelerate trains 1 together" in message
+        assert "use_cpu=True" in message
