@@ -28,6 +28,7 @@ SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight"})
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 ReceivedKV = Literal["refetch", "keep"]
+Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "recompute"]
 
 
@@ -80,6 +81,18 @@ class DistCAConfig:
         "save",
         "With activation checkpointing: save attention outputs, so that neither attention nor its exchange runs twice "
         "(save), or recompute them, too (recompute).",
+    )
+    evaluate: Evaluation = _setting(
+        "evaluate",
+        "local",
+        "Evaluation: every rank attends to its own batches (local), or batches are placed on all ranks as in "
+        "training, so that documents longer than one rank can hold are evaluated (distca).",
+    )
+    sort_packs: bool = _setting(
+        "sort_packs",
+        False,
+        "Packs of others: choose which rank runs which pack of an optimizer step when, so that equally heavy ones run "
+        "at the same time.",
     )
     deterministic: bool = _setting(
         "deterministic",

@@ -22,6 +22,7 @@ class Occasion(enum.IntEnum):
     TAKE = 1  # hand out a micro-batch
     FORWARD = 2  # run a model on it
     PLAN = 4  # plan a batch that somebody else packed
+    REPORT = 5  # log what was measured
     UNABLE = 3  # give up, because it cannot prepare the micro-batch
 
 

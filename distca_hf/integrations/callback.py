@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable, packs_of
 from distca_hf.runtime.plans import PlanFacts
@@ -104,12 +105,12 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        metrics = self._since_last_log(args)
+        metrics = self._since_last_log(args, state.global_step)
         logs.update(metrics)
         if state.log_history:  # already holds a copy of this log
             state.log_history[-1].update(metrics)
 
-    def _since_last_log(self, args: TrainingArguments) -> dict[str, float]:
+    def _since_last_log(self, args: TrainingArguments, step: int) -> dict[str, float]:
         """A collective call: every rank logs the same steps."""
         source: PlanSource | None = self._loader if self._loader is not None else packs_of(self._model)
         if source is None:  # one rank, nothing planned
@@ -127,15 +128,19 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         facts = list(source.history)[-new.micro_batches :] if new.micro_batches else []
         if not facts:
             return {}
-        nanoseconds = [round(1e9 * value) for value in (new.wait_seconds, new.plan_seconds)]
-        by_rank = transport.gather([*nanoseconds, sent_bytes], "metrics").wait()
-        wait, plan, sent = (max(values) / new.micro_batches for values in zip(*by_rank, strict=True))
+        measured = {
+            "wait_ns": round(1e9 * new.wait_seconds),
+            "plan_ns": round(1e9 * new.plan_seconds),
+            "sent_bytes": sent_bytes,
+        }
+        by_rank = Agreement.start(transport, Occasion.REPORT, step, {}, measured).wait()
+        wait_ns, plan_ns, sent = (max(values) / new.micro_batches for values in by_rank.values())
         return {
             "distca/imbalance_before": sum(fact.imbalance_before for fact in facts) / len(facts),
             "distca/imbalance": sum(fact.imbalance for fact in facts) / len(facts),
             "distca/mbytes_sent_max": sent / 1e6,
-            "distca/plan_ms": plan / 1e6,
-            "distca/loader_wait_ms": wait / 1e6,
+            "distca/plan_ms": plan_ns / 1e6,
+            "distca/loader_wait_ms": wait_ns / 1e6,
             "distca/tokens_per_second": sum(fact.num_tokens for fact in facts) / seconds,
             "distca/documents_truncated": float(self._loader.documents_truncated if self._loader is not None else 0),
         }

@@ -129,8 +129,10 @@ class ForwardWatch:
 
     def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
         """The plan of a batch without one; None if it attends locally, which is decided alike on all ranks: there is
-        one rank, or the model is not training (evaluation, generation, a teacher)."""
-        if not (module.training and torch.is_grad_enabled()) or batch.get("past_key_values") is not None:
+        one rank, or the model is not training (evaluation, generation, a teacher), unless evaluation is shared."""
+        trains = module.training and torch.is_grad_enabled()
+        evaluates = not module.training and self._plugin.evaluate == "distca"
+        if not (trains or evaluates) or batch.get("past_key_values") is not None:
             return None
         if self.packs is None:
             if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -234,7 +234,7 @@ def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.d
     try:
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, RuntimeError, ValueError) as error:  # Transformers: layers have heads of their own
         yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
         return
     if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention: keys carry two parts

@@ -1,15 +1,21 @@
 """Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left
 alone."""
 
-import inspect
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import DataCollatorWithFlattening, Trainer
 
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.callback import DistCACallback
+from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable
+from distca_hf.integrations.sources import calls_super, takes_shift_labels
+from distca_hf.packing.sorted_packs import SortedPacks
+from distca_hf.packing.source import DocumentSource
 from distca_hf.patches.trainer import trainer_resume
 from distca_hf.telemetry import get_logger
 
@@ -19,7 +25,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Packages whose methods are known, and whose collators (those that do not mask) only pad or pack, which is done here.
+# Trainers whose losses are the model's own.
+TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
+# Packages whose collators (those that do not mask) only pad or pack, which is done here.
 PACKAGES = ("transformers", "trl")
 
 
@@ -32,12 +40,14 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         UnsupportedAttentionError: the model cannot run on distca.
         PackingError: the dataset cannot be packed.
     """
-    reasons = list(_wrong_settings(trainer))
+    reasons = list(_wrong_settings(trainer, plugin))
     if reasons:
         raise ConfigError("this Trainer cannot be attached to: " + "; ".join(reasons))
     packed = _packed_by(trainer)
     if packed is not None:
         log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
+        if plugin.sort_packs:
+            trainer._get_train_sampler = lambda dataset=None: _sorted_packs(trainer)
         callback = DistCACallback(plugin)
         callback.watch(enable(trainer.model, plugin))
         trainer.callback_handler.callbacks.insert(0, callback)
@@ -61,6 +71,9 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     loader = plugin.dataloader(_dataset(trainer), seed, device=args.device, prefetch=prefetch, endless=True)
     enable(trainer.model, plugin, loader.longest_document_tokens)
     trainer_resume.apply()
+    if plugin.evaluate == "distca":
+        args.prediction_loss_only = True
+        trainer.get_eval_dataloader = lambda dataset=None: _evaluation_loader(trainer, plugin, dataset)
     trainer.get_train_dataloader = lambda: loader
     callback = DistCACallback(plugin, loader)
     callback.watch(trainer.model)
@@ -95,6 +108,23 @@ def _dataset(trainer: Trainer) -> Any:
     return dataset
 
 
+def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -> PlacedLoader:
+    """Placed micro-batches of an evaluation dataset: Trainer's own (by name, if it has several), or the given one."""
+    if dataset is None or isinstance(dataset, str):
+        dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
+    return plugin.dataloader(dataset, shuffle=False, device=trainer.args.device)
+
+
+def _sorted_packs(trainer: Trainer) -> SortedPacks:
+    """A sampler that lets equally heavy packs of an optimizer step run at the same time."""
+    args = trainer.args
+    source = DocumentSource(trainer.train_dataset, sys.maxsize)
+    pairs = causal_pairs_of(np.zeros_like(source.document_tokens), source.document_tokens)
+    work = np.bincount(source.rows, weights=pairs, minlength=len(trainer.train_dataset))
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return SortedPacks(work, args.world_size, args.train_batch_size, args.gradient_accumulation_steps, seed)
+
+
 def _packed_by(trainer: Trainer) -> str | None:
     """Who packs this trainer's documents already; None if nobody does."""
     if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
@@ -105,13 +135,13 @@ def _packed_by(trainer: Trainer) -> str | None:
     return None
 
 
-def _wrong_settings(trainer: Trainer) -> Iterator[str]:
+def _wrong_settings(trainer: Trainer, plugin: "DistCAPlugin") -> Iterator[str]:
     """What would make the loss wrong or be ignored without a word."""
     args = trainer.args
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     if _packed_by(trainer) is None:
-        yield from _wrong_for_cut_documents(trainer)
+        yield from _wrong_for_cut_documents(trainer, plugin)
     if args.n_gpu > 1:
         yield f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU"
     if args.auto_find_batch_size:
@@ -123,7 +153,7 @@ def _wrong_settings(trainer: Trainer) -> Iterator[str]:
             yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"
 
 
-def _wrong_for_cut_documents(trainer: Trainer) -> Iterator[str]:
+def _wrong_for_cut_documents(trainer: Trainer, plugin: "DistCAPlugin") -> Iterator[str]:
     """What goes wrong where documents are cut between ranks and batches are made here."""
     args = trainer.args
     if args.label_smoothing_factor:
@@ -138,6 +168,10 @@ def _wrong_for_cut_documents(trainer: Trainer) -> Iterator[str]:
         yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
     if not trainer.model_accepts_loss_kwargs:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
+    if plugin.evaluate == "distca" and trainer.compute_metrics is not None:
+        yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
+    if plugin.sort_packs:
+        yield "sort_packs is for packs of others, and these batches are placed; set it to False"
     if getattr(args, "train_sampling_strategy", "random") != "random":
         yield f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect on placed micro-batches"
     collator = trainer.data_collator
@@ -151,18 +185,12 @@ def _wrong_for_cut_documents(trainer: Trainer) -> Iterator[str]:
 
 
 def _keeps(trainer: Trainer, name: str) -> bool:
-    """Whether a method is that of Transformers or TRL; or calls it, as all overrides between them do; or knows about
+    """Whether a method is Trainer's or SFTTrainer's; or calls it, as all overrides between them do; or takes
     shift_labels."""
     overrides = [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
     for method in overrides:
-        if method.__module__.split(".")[0] in PACKAGES:
+        if method.__module__.startswith(TRAINERS) or takes_shift_labels(method):
             return True
-        try:
-            source = inspect.getsource(method)
-        except (OSError, TypeError):
-            return False
-        if "shift_labels" in source:
-            return True
-        if f"super().{name}" not in source:
+        if not calls_super(method, name):
             return False
     return True

@@ -74,9 +74,10 @@ class DocumentSource:
     def __len__(self) -> int:
         return len(self.document_tokens)
 
-    def row_of(self, document: int) -> int:
-        """Dataset row a document comes from."""
-        return int(self._row[document])
+    @property
+    def rows(self) -> IntArray:
+        """`[documents]` dataset row of each document."""
+        return self._row
 
     @cached_property
     def fingerprint(self) -> str:

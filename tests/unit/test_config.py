@@ -27,6 +27,8 @@ DEFAULTS = {
     "kernel": "auto",
     "received_kv": "refetch",
     "checkpointed_attention": "save",
+    "evaluate": "local",
+    "sort_packs": False,
     "deterministic": False,
     "prefetch": 2,
     "exchange_timeout_seconds": 300.0,
@@ -40,6 +42,8 @@ OTHERS = {
     "kernel": "reference",
     "received_kv": "keep",
     "checkpointed_attention": "recompute",
+    "evaluate": "distca",
+    "sort_packs": True,
     "deterministic": True,
     "prefetch": 5,
     "exchange_timeout_seconds": 12.5,
@@ -51,6 +55,7 @@ CHOICES = {
     "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
     "received_kv": ("refetch", "keep"),
     "checkpointed_attention": ("save", "recompute"),
+    "evaluate": ("local", "distca"),
 }
 
 

@@ -53,7 +53,7 @@ def test_a_row_is_a_document() -> None:
     assert len(source) == 4
     assert source.document_tokens.tolist() == [3, 1, 5, 2]
     assert source.document_tokens.dtype == np.int64
-    assert [source.row_of(document) for document in range(4)] == [0, 1, 2, 3]
+    assert source.rows.tolist() == [0, 1, 2, 3]
     assert tokens_of(source) == DOCUMENTS
     assert (source.documents_truncated, source.tokens_truncated) == (0, 0)
 
@@ -253,7 +253,7 @@ def test_packed_rows_are_taken_apart() -> None:
     source = DocumentSource(packed(), CAPACITY)
 
     assert source.document_tokens.tolist() == [2, 3, 1, 4]
-    assert [source.row_of(document) for document in range(4)] == [0, 0, 0, 1]
+    assert source.rows.tolist() == [0, 0, 0, 1]
     assert tokens_of(source) == [[1, 2], [3, 4, 5], [6], [7, 8, 9, 10]]
 
 
@@ -594,7 +594,7 @@ def test_split_keeps_every_token_in_order(capacity: int) -> None:
     assert tokens_of(source) == expected
     assert list(chain.from_iterable(tokens_of(source))) == list(chain.from_iterable(LONG))
     rows = [row for row, document in enumerate(LONG) for _ in range(0, len(document), capacity)]
-    assert [source.row_of(document) for document in range(len(source))] == rows
+    assert source.rows.tolist() == list(rows)
     assert (source.documents_truncated, source.tokens_truncated) == (0, 0)
 
 

@@ -129,6 +129,15 @@ class OwnLoss(Trainer):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][..., 1:].flatten())
 
 
+class OwnLossInTheUsualWords(Trainer):
+    """The name of a variable is no use of the batch's shift_labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        shift_logits = model(**inputs).logits[..., :-1, :]
+        shift_labels = inputs["labels"][..., 1:]
+        return torch.nn.functional.cross_entropy(shift_logits.flatten(0, 1), shift_labels.flatten())
+
+
 class OwnStep(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = OwnLoss.compute_loss(self, model, inputs)
@@ -178,6 +187,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "LlamaForCausalLM takes no num_items_in_batch",
     ),
     "loss of a subclass": (lambda: {"kind": OwnLoss}, r"OwnLoss\.compute_loss replaces Trainer's: .*shift_labels"),
+    "loss of a subclass with a variable shift_labels": (
+        lambda: {"kind": OwnLossInTheUsualWords},
+        "compute_loss replaces Trainer's",
+    ),
     "loss of a subclass that another one calls": (lambda: {"kind": MoreOfOwnLoss}, "compute_loss replaces Trainer's"),
     "step of a subclass": (lambda: {"kind": OwnStep}, r"OwnStep\.training_step replaces Trainer's: .*shift_labels"),
     "model made in train()": (

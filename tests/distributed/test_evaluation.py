@@ -1,0 +1,74 @@
+"""Evaluation on all ranks together: documents longer than one rank holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from support.data import random_documents
+from support.models import tiny_model
+from support.ranks import run_ranks
+
+
+TOKENS_PER_RANK = 100
+
+
+def _documents() -> list[list[int]]:
+    return random_documents(3, lengths=(170,)) + random_documents(8, seed=1, lengths=(20, 30))
+
+
+def _evaluate(folder: Path) -> tuple[float, float]:
+    """Loss before training and within it."""
+    from transformers import Trainer, TrainingArguments
+
+    import distca_hf
+
+    rows = _documents()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        learning_rate=0.0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    dataset = Dataset.from_dict({"input_ids": rows})
+    trainer = Trainer(model=tiny_model(), args=args, train_dataset=dataset, eval_dataset=dataset)
+    distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, evaluate="distca").attach(trainer)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    within = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    return before, within[-1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_loss_is_the_mean_of_the_micro_batches_of_whole_documents(world: int, tmp_path: Path) -> None:
+    import distca_hf
+
+    loader = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK * world).dataloader(
+        Dataset.from_dict({"input_ids": _documents()}), shuffle=False
+    )
+    model = tiny_model(implementation="sdpa").eval()
+    means = []
+    for at in range(len(loader)):
+        documents = loader.documents(0, at)
+        labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
+        with torch.no_grad():
+            losses = [
+                model(
+                    input_ids=torch.from_numpy(document.input_ids)[None],
+                    labels=torch.from_numpy(document.labels)[None],
+                    num_items_in_batch=labels,
+                ).loss.item()
+                for document in documents
+            ]
+        means.append(sum(losses))
+    expected = sum(means) / len(means)
+
+    for before, within in run_ranks(world, _evaluate, tmp_path, tmp_path / "run"):
+        assert before == pytest.approx(expected, rel=1e-5)
+        assert within == pytest.approx(expected, rel=1e-5)
