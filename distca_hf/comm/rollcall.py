@@ -19,6 +19,8 @@ log = get_logger(__name__)
 PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.02
 LONGEST_MESSAGE = 500
+# What gloo and NCCL say, in collectives that are not ours.
+SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
 
 
 class RollCall:
@@ -72,10 +74,14 @@ class RollCall:
         }
 
     def announce_uncaught_errors(self) -> None:
-        """From now on an exception that ends this process is left as a message first."""
+        """From now on an exception that ends this process is left as a message first. One that another rank's end
+        brought about, in a collective of somebody else, gets a note that names that rank."""
         earlier = sys.excepthook
 
         def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
+                for rank, words in self.missing().items():
+                    error.add_note(f"distca_hf: rank {rank} {words}")
             self.leave(f"{kind.__name__}: {error}")
             earlier(kind, error, trace)
 

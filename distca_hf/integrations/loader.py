@@ -223,11 +223,25 @@ class PlacedLoader:
         )
 
     def _deliver(self, prepared: Prepared) -> dict[str, Any]:
-        """The batch on the device, its plan registered, and its agreement under way."""
+        """The batch on the device and its plan registered, once all ranks have shown that they take the same."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
+        agreement = Agreement.start(
+            self._transport,
+            Occasion.TAKE,
+            number,
+            {
+                "version": zlib.crc32(__version__.encode()),
+                **self._config.shared_settings(),
+                "seed": self._seed,
+                "number of documents": len(self._source),
+                "dataset": int(self._source.fingerprint, 16) >> 1,
+                "fingerprint": prepared.fingerprint,
+            },
+            {"label_tokens": prepared.label_tokens},
+        )
         plan = LivePlan(
             micro_batch=number,
             maps=prepared.maps.to(self._device),
@@ -235,28 +249,17 @@ class PlacedLoader:
             transport=self._transport,
             config=self._config,
             fingerprint=prepared.fingerprint,
-            agreement=Agreement.start(
-                self._transport,
-                Occasion.TAKE,
-                number,
-                {
-                    "version": zlib.crc32(__version__.encode()),
-                    **self._config.shared_settings(),
-                    "seed": self._seed,
-                    "number of documents": len(self._source),
-                    "dataset": int(self._source.fingerprint, 16) >> 1,
-                    "fingerprint": prepared.fingerprint,
-                },
-                {"label_tokens": prepared.label_tokens},
-            ),
+            agreement=agreement,
         )
-        return {
+        batch = {
             "input_ids": prepared.input_ids.to(self._device, non_blocking=True),
             "position_ids": prepared.position_ids.to(self._device, non_blocking=True),
             "shift_labels": prepared.shift_labels.to(self._device, non_blocking=True),
             "labels": prepared.labels.to(self._device, non_blocking=True),
             "distca_plan": plan,
         }
+        plan.agree()  # here, before the training framework's own collectives could meet a lost rank
+        return batch
 
     def _number(self, cursor: Cursor) -> int:
         """Number of a micro-batch in the endless stream."""

@@ -68,11 +68,13 @@ def start_ranks(
     timeout_seconds: float = 60.0,
     backend: str = "gloo",
     meanwhile: Callable[[list[Any]], None] | None = None,
+    endless: frozenset[int] = frozenset(),
 ) -> list[Outcome]:
     """Runs ranks to their end, whatever it is; kills what is left at the deadline.
 
     Args:
         meanwhile: called with the processes once all are started, to do harm to them.
+        endless: ranks that will not end by themselves, and are not waited for.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -89,7 +91,7 @@ def start_ranks(
     ended: dict[int, float] = {}
     if meanwhile is not None:
         meanwhile(processes)
-    while len(ended) < world_size and time.monotonic() - began < timeout_seconds:
+    while len(ended.keys() | endless) < world_size and time.monotonic() - began < timeout_seconds:
         for rank, process in enumerate(processes):
             process.join(0.01)
             if process.exitcode is not None:
