@@ -1,12 +1,14 @@
 """Trains an 8B-shaped Llama of a few layers on batches that each hold one very long document, and times every step.
 
     torchrun --nproc-per-node 4 scripts/bench_training.py --mode distca  --out distca.json
+    torchrun --nproc-per-node 4 scripts/bench_training.py --mode moving  --out moving.json
     torchrun --nproc-per-node 4 scripts/bench_training.py --mode packing --out packing.json
     python scripts/bench_training.py --compare packing.json distca.json
 
 `distca` is an unmodified Trainer with `plugin.attach`. `packing` trains the same batches the usual way: documents stay
-whole, each goes to the rank with the least attention work so far, and flash-attention attends to them there. Both use
-FSDP2, bf16 and full activation checkpointing, and begin from the same weights, so their losses must follow each other.
+whole, each goes to the rank with the least attention work so far, and flash-attention attends to them there. `moving`
+takes the batches of `packing`, and attention tasks move between ranks. All use FSDP2, bf16 and activation
+checkpointing, and begin from the same weights, so their losses must follow each other.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
+from distca_hf.integrations.model import packs_of
 
 
 VOCABULARY = 32_000
@@ -141,7 +144,7 @@ def train(options: argparse.Namespace) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         use_cache=False,
     )
-    implementation = "distca" if options.mode == "distca" else options.packing_attention
+    implementation = options.packing_attention if options.mode == "packing" else "distca"
     with torch.device(args.device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
@@ -157,7 +160,9 @@ def train(options: argparse.Namespace) -> None:
 
     model.loss_function = recording
 
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=options.tokens_per_rank)
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=options.tokens_per_rank, checkpointed_attention=options.checkpointed_attention
+    )
     capacity_tokens = plugin.tokens_per_rank * dist.get_world_size()
     dataset = documents(options.steps, options.long_tokens, capacity_tokens)
     times = StepTimes()
@@ -169,6 +174,8 @@ def train(options: argparse.Namespace) -> None:
         loader = plugin.dataloader(dataset, args.seed)
         whole = WholeDocuments(loader, args.device)
         trainer.get_train_dataloader = lambda: whole
+        if options.mode == "moving":
+            distca_hf.enable(trainer.model, plugin, max(map(len, dataset["input_ids"])))
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
 
@@ -177,7 +184,9 @@ def train(options: argparse.Namespace) -> None:
     losses = torch.stack(parts)
     dist.all_reduce(losses)
     if dist.get_rank() == 0:
-        facts = list(loader.history)
+        packs = packs_of(trainer.model)
+        facts = list(loader.history if packs is None else packs.history)
+        times_of_plans = loader.times if packs is None else packs.times
         figures = {
             "mode": options.mode,
             "world": dist.get_world_size(),
@@ -190,7 +199,7 @@ def train(options: argparse.Namespace) -> None:
             "seconds": times.seconds,
             "peak_bytes": int(peak),
             "wait_share": loader.times.wait_share,
-            "plan_ms": 1e3 * loader.times.plan_seconds / max(1, loader.times.micro_batches),
+            "plan_ms": 1e3 * times_of_plans.plan_seconds / max(1, times_of_plans.micro_batches),
             "imbalance_before": [fact.imbalance_before for fact in facts],
             "imbalance": [fact.imbalance for fact in facts],
         }
@@ -227,13 +236,14 @@ def compare(packing: dict[str, Any], distca: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["distca", "packing"], default="distca")
+    parser.add_argument("--mode", choices=["distca", "moving", "packing"], default="distca")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens-per-rank", type=int, default=65_536)
     # Just over half of four ranks' tokens: every batch holds exactly one.
     parser.add_argument("--long-tokens", type=int, default=131_200)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--packing-attention", default="flash_attention_4")
+    parser.add_argument("--checkpointed-attention", choices=["save", "recompute"], default="save")
     parser.add_argument("--out", default="bench_training.json")
     parser.add_argument("--compare", nargs=2, metavar=("PACKING", "DISTCA"))
     options = parser.parse_args()

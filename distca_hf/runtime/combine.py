@@ -28,10 +28,7 @@ def sum_at_home(
     parts = [dk_TGH.index_select(0, shared).flatten(1), dv_TGV.index_select(0, shared).flatten(1)]
     total = torch.cat(parts, dim=1).to(accumulation_dtype(dk_TGH.dtype))
     total.index_add_(0, maps.own_in_shared, dstore.index_select(0, maps.own_to_store).to(total.dtype))
-    for positions, rows in zip(
-        maps.send_in_shared.split(maps.send_counts), returned.split(maps.send_counts), strict=True
-    ):
-        if len(rows):
-            total.index_add_(0, positions, rows.to(total.dtype))
+    for part in maps.returned_parts:
+        total.index_add_(0, maps.send_in_shared[part], returned[part].to(total.dtype))
     dk_TGH.index_copy_(0, shared, total[:, :width].to(dk_TGH.dtype).unflatten(1, dk_TGH.shape[1:]))
     dv_TGV.index_copy_(0, shared, total[:, width:].to(dv_TGV.dtype).unflatten(1, dv_TGV.shape[1:]))

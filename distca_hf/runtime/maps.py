@@ -43,6 +43,7 @@ class Maps:
         send_in_shared, own_in_shared: where `send_rows` and `own_rows` are in `shared_rows`.
         task_rows: query rows that are in a task; those behind are padding.
         queries: queries that move, or None if on no rank any does.
+        returned_parts: rows of each server among those that it returns gradients for.
         store_sums: several calls read the same stored keys, so their gradients must be added.
     """
 
@@ -51,6 +52,7 @@ class Maps:
     store_rows: int
     exchanges: bool
     store_sums: bool
+    returned_parts: tuple[slice, ...]
     send_counts: list[int]
     receive_counts: list[int]
     row_order: torch.Tensor | None
@@ -121,6 +123,7 @@ class HostMaps:
             exchanges=routing.exchanges,
             store_sums=sum(call.key_stop - call.key_start for call in routing.calls if call.from_store)
             > routing.store_rows,
+            returned_parts=_parts(routing.send_counts),
             send_counts=routing.send_counts.tolist(),
             receive_counts=routing.receive_counts.tolist(),
             row_order=order if reordered else None,
@@ -135,6 +138,12 @@ class HostMaps:
             calls=_device_calls(routing.calls, offsets),
             queries=_query_maps(routing.queries, moves),
         )
+
+
+def _parts(counts: IntArray) -> tuple[slice, ...]:
+    """Rows of each group that is not empty."""
+    stops = np.cumsum(counts)
+    return tuple(slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True) if count)
 
 
 def _query_maps(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryMaps | None:

@@ -109,6 +109,7 @@ class LivePlan:
         self.agreement = agreement
         self.fingerprint = fingerprint
         self.in_enabled_model = False
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
         self.told: dict[str, list[int]] = {}
         self.num_layers: int | None = None
         self.forward_calls = 0
@@ -150,7 +151,10 @@ class LivePlan:
         Raises:
             UnsupportedAttentionError: there is none.
         """
-        return choose_kernel(self.config.kernel, Job.of(q_TNH, k_TGH, v_TGV))
+        job = q_TNH.dtype, q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]
+        if job not in self._kernels:  # layers ask for the same one again and again
+            self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q_TNH, k_TGH, v_TGV))
+        return self._kernels[job]
 
     def begin_forward(self) -> str:
         """Counts a forward call of the operator and names the place."""

@@ -1,5 +1,6 @@
 """Core attention over NCCL: documents that span GPUs, bf16, no more than twice the error of bf16 PyTorch."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
-from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.planner import plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.reference import attend_documents, rows_of_rank
+from support.layouts import random_plan
 from support.parity import live_plan
 from support.ranks import run_ranks
 
@@ -20,14 +23,17 @@ pytestmark = pytest.mark.multigpu
 HEADS, GROUPS, DIM, SCALE = 8, 2, 128, 0.09
 
 
-def _layout(num_ranks: int) -> Layout:
-    return place([3000, 900, 411, 1, 1, 77, 1500, 260], num_ranks)
+def _plan(num_ranks: int, moves: bool) -> Plan:
+    """The plan of a placed layout, or one whose tasks are cut anywhere and computed anywhere."""
+    layout = place([3000, 900, 411, 1, 1, 77, 1500, 260], num_ranks)
+    return random_plan(random.Random(0), layout) if moves else plan_in_place(layout)
 
 
-def _errors(num_ranks: int, received_kv: str) -> dict[str, tuple[float, float]]:
+def _errors(num_ranks: int, received_kv: str, moves: bool) -> dict[str, tuple[float, float]]:
     """Error of this rank's rows and what is allowed, for output and gradients."""
     device = torch.device("cuda", torch.cuda.current_device())
-    layout = _layout(num_ranks)
+    plan = _plan(num_ranks, moves)
+    layout = plan.layout
     generator = torch.Generator(device).manual_seed(0)
     tokens = int(layout.document_tokens.sum())
     shapes = ((tokens, HEADS, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM), (tokens, HEADS, DIM))
@@ -40,12 +46,12 @@ def _errors(num_ranks: int, received_kv: str) -> dict[str, tuple[float, float]]:
 
     exact, rounded = attend(torch.float32), attend(torch.bfloat16)
     transport = open_transport(device, 60.0)
-    live = live_plan(layout, transport, DistCAConfig(received_kv=received_kv), device)
+    live = live_plan(layout, transport, DistCAConfig(received_kv=received_kv), device, plan)
     rows = rows_of_rank(layout, transport.rank).to(device)
     q, k, v, dout = (x[rows].requires_grad_() for x in whole)
     out, _, _ = flash_attn(q, k, v, SCALE, live.handle, received_kv == "keep")
     results = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())]
-    assert transport.traffic.exchanges == (2 if received_kv == "keep" else 3)
+    assert transport.traffic.exchanges == (2 if received_kv == "keep" else 3) + (4 if moves else 0)
 
     errors = {}
     for name, result, truth, bf16 in zip(("out", "dq", "dk", "dv"), results, exact, rounded, strict=True):
@@ -54,10 +60,13 @@ def _errors(num_ranks: int, received_kv: str) -> dict[str, tuple[float, float]]:
     return errors
 
 
+@pytest.mark.parametrize("moves", [False, True], ids=["placed", "moved"])
 @pytest.mark.parametrize("received_kv", ["refetch", "keep"])
-def test_error_is_at_most_twice_that_of_bf16_pytorch(received_kv: str, tmp_path: Path) -> None:
+def test_error_is_at_most_twice_that_of_bf16_pytorch(received_kv: str, moves: bool, tmp_path: Path) -> None:
     num_ranks = min(4, torch.cuda.device_count())
-    by_rank = run_ranks(num_ranks, _errors, tmp_path, num_ranks, received_kv, timeout_seconds=110.0, backend="nccl")
+    by_rank = run_ranks(
+        num_ranks, _errors, tmp_path, num_ranks, received_kv, moves, timeout_seconds=110.0, backend="nccl"
+    )
 
     for errors in by_rank:
         for name, (error, allowed) in errors.items():
