@@ -12,6 +12,7 @@ checkpointing, and begin from the same weights, so their losses must follow each
 """
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -153,6 +154,7 @@ def train(options: argparse.Namespace) -> None:
     # this rank's part of the mean over all labels.
     loss_function, parts = model.loss_function, []
 
+    @functools.wraps(loss_function)
     def recording(*inputs: Any, **keywords: Any) -> torch.Tensor:
         loss = loss_function(*inputs, **keywords)
         parts.append(loss.detach().clone())  # Trainer scales it in place

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
-from distca_hf.integrations.mask import PackedRows, PaddedRows, RowMask, offsets_of
+from distca_hf.integrations.mask import PackedRows, PaddedRows, RowMask, check_beginnings, offsets_of
 from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
 
 
+# Attribute of attention layers whose model was enabled.
+ENABLED = "_distca_enabled"
 # Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
 # numbers.
 HARMLESS_KEYWORDS = frozenset(
@@ -79,7 +81,7 @@ def distca_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     if distca_plan is not None:
-        if not distca_plan.in_enabled_model:
+        if not getattr(module, ENABLED, False):
             raise PlanError(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
@@ -208,13 +210,14 @@ def _local_documents(
     key_rows = key.shape[2]
     device = query.device
     if packed is not None:
-        offsets, longest = packed.documents
+        offsets, longest = packed.documents_at(position_ids)
         return offsets, offsets, longest, longest
     if rows == key_rows and rows > 1 and position_ids is not None and position_ids.ndim == 2:
         if position_ids.shape[-1] != rows:
             raise PackingError(f"position_ids has {position_ids.shape[-1]} positions for {rows} tokens")
         begins = torch.ones((batch, rows), dtype=torch.bool, device=device)
         begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        check_beginnings(position_ids.expand(batch, rows)[begins])
         offsets, longest = offsets_of(begins)
         return offsets, offsets, longest, longest
     queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.errors import PackingError, UnsupportedAttentionError
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -60,6 +60,7 @@ class PackedRows(RowMask):
         self._mask_function = mask_function
         self._shape = batch_size, rows
         self._device = device
+        self._beginnings_checked = False
 
     @cached_property
     def documents(self) -> tuple[torch.Tensor, int]:
@@ -78,6 +79,31 @@ class PackedRows(RowMask):
         goes_on = self._mask_function(row, 0, query, query - 1).expand(batch_size, rows - 1)
         begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
         return offsets_of(begins)
+
+    def documents_at(self, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+        """The same, for tokens at these positions.
+
+        Raises:
+            PackingError: a document does not begin at position 0.
+        """
+        offsets, longest = self.documents
+        if position_ids is not None and position_ids.ndim == 2 and not self._beginnings_checked:
+            check_beginnings(position_ids.expand(self._shape).flatten()[offsets[:-1]])
+            self._beginnings_checked = True
+        return offsets, longest
+
+
+def check_beginnings(positions: torch.Tensor) -> None:
+    """Refuses documents that do not begin at position 0: they are parts of documents that were cut.
+
+    Raises:
+        PackingError: names the position.
+    """
+    if positions.any():
+        raise PackingError(
+            f"position_ids begin a document at position {int(positions.max())} instead of 0: part of it is missing. A "
+            "batch of plugin.dataloader must be passed on with its distca_plan"
+        )
 
 
 def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.attention import ENABLED
 from distca_hf.integrations.checkpointing import checkpointed_modules, save_attention
 from distca_hf.integrations.model_check import (
     attention_layers,
@@ -66,6 +67,8 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
     check_model(model, longest, plugin.kernel, default_device())
     if not hasattr(model, WATCH):
         setattr(model, WATCH, ForwardWatch(model, plugin))
+        for layer in attention_layers(transformers_model(model)).values():
+            setattr(layer, ENABLED, True)
     return model
 
 

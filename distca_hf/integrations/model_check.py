@@ -10,10 +10,8 @@ argument of an attention call that is not known is refused there, and the first 
 distca's attention as often as the model has layers.
 """
 
-import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -24,6 +22,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.sources import passes_keywords_on, source_of, takes_shift_labels
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job
 
@@ -137,7 +136,7 @@ def _positions(model: PreTrainedModel) -> Iterator[str]:
     """Embeddings that count positions their own way: the positions inside documents that a batch holds would be others
     than the model was trained with."""
     for name, module in model.named_modules():
-        if "create_position_ids_from_input_ids" in _source(type(module)):  # type: ignore[arg-type]
+        if "create_position_ids_from_input_ids" in source_of(getattr(type(module), "forward", None)):
             yield (
                 f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
                 "from 0 in each document"
@@ -257,38 +256,12 @@ def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.d
 @lru_cache(maxsize=1024)
 def _uses_interface(module_class: Hashable) -> bool:
     """Whether the class's own forward calls the attention interface."""
-    source = _source(module_class)
+    source = source_of(getattr(module_class, "forward", None))
     return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 @lru_cache(maxsize=128)
 def _passes_shift_labels(model_class: Hashable) -> bool:
     """Whether forward takes `shift_labels`, or passes all its keywords on to `self.loss_function`."""
-    source = _source(model_class)
-    if not source:
-        return False
-    tree = ast.parse(textwrap.dedent(source))
-    if any(_asks_for_shift_labels(node) for node in ast.walk(tree)):
-        return True
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_loss_function(node.func)]
-    return any(keyword.arg is None for call in calls for keyword in call.keywords)
-
-
-def _asks_for_shift_labels(node: ast.AST) -> bool:
-    """A parameter of that name, or the name as a key of keywords; a variable of that name is how models shift labels
-    themselves."""
-    name = node.arg if isinstance(node, ast.arg) else node.value if isinstance(node, ast.Constant) else None
-    return name == "shift_labels"
-
-
-def _is_loss_function(function: ast.expr) -> bool:
-    return isinstance(function, ast.Attribute) and function.attr == "loss_function"
-
-
-def _source(module_class: Hashable) -> str:
-    """Source of a class's forward, decorators looked through; empty if there is none."""
-    forward = getattr(module_class, "forward", None)
-    try:
-        return inspect.getsource(inspect.unwrap(forward)) if forward is not None else ""
-    except (OSError, TypeError):
-        return ""
+    forward = getattr(model_class, "forward", None)
+    return takes_shift_labels(forward) or passes_keywords_on(forward, "loss_function")

@@ -17,7 +17,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.mask import offsets_of
+from distca_hf.integrations.mask import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.routing import key_transfers, route
@@ -135,12 +135,7 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray:
                     f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
                 )
             begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
-            first = positions.expand(tokens.shape)[begins]
-            if first.any():
-                raise PackingError(
-                    f"position_ids begin a document at position {int(first.max())} instead of 0: part of it is "
-                    "missing. A batch of plugin.dataloader must be passed on with its distca_plan"
-                )
+            check_beginnings(positions.expand(tokens.shape)[begins])
         offsets, _ = offsets_of(begins)
     lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
     return lengths[lengths > 0]

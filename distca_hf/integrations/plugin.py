@@ -63,6 +63,10 @@ class DistCAPlugin(DistCAConfig):
 
     def transport(self, device: torch.device) -> Transport:
         """The transport for tensors on `device`, opened when first asked for (a collective call)."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        elif device.type == "cpu":
+            device = torch.device("cpu")  # "cpu:0" is the same
         if device not in self._transports:
             self._transports[device] = open_transport(
                 device, self.exchange_timeout_seconds, self.agreement_timeout_seconds

@@ -148,6 +148,10 @@ def _wrong_settings(trainer: Trainer, plugin: "DistCAPlugin") -> Iterator[str]:
         yield "auto_find_batch_size restarts with other batches; set tokens_per_rank or the batch size instead"
     if trainer.model_init is not None:
         yield "model_init makes another model in train(), which would not be checked; pass the model itself"
+    for asked, kind in ((args.deepspeed, "DEEPSPEED"), (getattr(args, "fsdp", None), "FSDP")):
+        got = trainer.accelerator.distributed_type
+        if asked and args.world_size > 1 and got != kind:
+            yield f"{kind} was asked for, but Accelerate runs {got}, as it does on CPUs"
     for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
         if size > 1:
             yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"

@@ -86,7 +86,6 @@ class LivePlan:
     Attributes:
         told: what every rank told in the agreement.
         num_layers: attention calls of one forward pass, once known.
-        in_enabled_model: whether a model has begun a forward pass that was enabled for plans.
         forward_calls, backward_calls: calls of the operator so far.
         handle: number by which the operator finds the plan.
     """
@@ -108,7 +107,6 @@ class LivePlan:
         self.config = config
         self.agreement = agreement
         self.fingerprint = fingerprint
-        self.in_enabled_model = False
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self.told: dict[str, list[int]] = {}
         self.num_layers: int | None = None
@@ -140,7 +138,6 @@ class LivePlan:
             facts: what must be the same on all ranks.
         """
         self.agree()
-        self.in_enabled_model = True
         self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
         facts = {**facts, "fingerprint": self.fingerprint}
         self.agreement = Agreement.start(self.transport, Occasion.FORWARD, self.micro_batch, facts, {})

@@ -67,3 +67,48 @@ def test_ranks_that_accelerate_does_not_train_together_are_refused(tmp_path: Pat
     for message in run_ranks(2, _open_transport_beside_accelerate_that_was_not_told_to_use_the_cpu, tmp_path):
         assert "2 processes are in the process group, but Accelerate trains 1 together" in message
         assert "use_cpu=True" in message
+
+
+def _evaluate_without_the_plan(folder: Path) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    batch = next(iter(plugin.dataloader(random_dataset(1, lengths=(150,)))))
+    teacher = tiny_model(num_hidden_layers=1).eval()
+    with torch.no_grad():
+        teacher(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    (folder / "evaluated").touch()
+
+
+def test_cut_document_without_its_plan_is_refused_in_evaluation_too(tmp_path: Path) -> None:
+    outcomes = start_ranks(2, _evaluate_without_the_plan, tmp_path, tmp_path, timeout_seconds=20.0)
+
+    assert all("PackingError: position_ids begin a document at position" in outcome.output for outcome in outcomes)
+    assert not (tmp_path / "evaluated").exists()
+
+
+def _train_another_model_on_the_same_batch() -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    model, other = distca_hf.enable(tiny_model(), plugin), tiny_model()
+    batch = next(iter(plugin.dataloader(random_dataset(1, lengths=(150,)))))
+    model(**batch).loss.backward()
+    other(**batch)
+
+
+def test_model_that_was_not_enabled_is_refused_after_one_that_was(tmp_path: Path) -> None:
+    for outcome in start_ranks(2, _train_another_model_on_the_same_batch, tmp_path, timeout_seconds=20.0):
+        assert outcome.exit_code == 1
+        assert "arrived in a model that was not enabled" in outcome.output
+
+
+def _attach_where_sharding_was_asked_for_in_vain(folder: Path) -> str:
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True, fsdp=True)
+    trainer = Trainer(model=tiny_model(), args=args, train_dataset=random_dataset())
+    with pytest.raises(ConfigError) as caught:
+        distca_hf.DistCAPlugin(tokens_per_rank=96).attach(trainer)
+    return str(caught.value)
+
+
+def test_fsdp_that_accelerate_does_not_run_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(2, _attach_where_sharding_was_asked_for_in_vain, tmp_path, tmp_path):
+        assert "FSDP was asked for, but Accelerate runs DistributedType.MULTI_CPU" in message

@@ -1,0 +1,60 @@
+"""LoRA adapters from PEFT, trained with Trainer on placed documents; saves the adapter alone.
+
+    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml examples/lora.py
+
+Self-contained: random documents, a tiny Llama. On GPUs take another accelerate recipe, `from_pretrained` and a
+tokenised dataset. The argument is the folder to write to.
+"""
+
+import random
+import sys
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+
+import distca_hf
+
+
+GPU = torch.cuda.is_available()
+
+
+def random_documents(count: int) -> Dataset:
+    """Documents of 2 to 1,500 tokens, most of them short."""
+    rng = random.Random(0)
+    lengths = [min(1500, max(2, int(rng.lognormvariate(4.0, 1.5)))) for _ in range(count)]
+    return Dataset.from_dict({"input_ids": [[rng.randrange(256) for _ in range(length)] for length in lengths]})
+
+
+def main(output: str) -> None:
+    args = TrainingArguments(
+        output_dir=output,
+        max_steps=4,
+        learning_rate=1e-3,
+        ddp_find_unused_parameters=False,  # what adapters leave untrained needs no gradient anyway
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        bf16=GPU,
+        use_cpu=not GPU,
+    )
+    torch.manual_seed(0)  # the same weights and adapters on every rank
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = get_peft_model(model, adapters)  # before attach: the wrapped model is what trains
+
+    trainer = Trainer(model=model, args=args, train_dataset=random_documents(400))
+    distca_hf.DistCAPlugin(tokens_per_rank=1024).attach(trainer)
+    trainer.train()
+    trainer.save_model()  # of a PEFT model the adapter
+    trainer.accelerator.wait_for_everyone()  # gloo may hang if a group is destroyed while its last operation is freed
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "lora_output")

@@ -1,0 +1,141 @@
+"""Configurations of any causal language model of Transformers, so small that it is built in a fraction of a second.
+
+The fields that make a model large, or random, have few names. `SIZES` holds a value for each of them, and a
+configuration gets those that it has fields for; so do its parts (text, vision, audio). What single classes need
+besides is in `EXCEPTIONS`.
+"""
+
+import dataclasses
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+
+VOCABULARY = 128
+LONGEST_TOKENS = 80
+HEAD_DIM = 16
+HIDDEN = 4 * HEAD_DIM
+DENSE = {"mlp_layer_types": ["dense", "dense"]}
+MIXED = {"mlp_layer_types": ["dense", "sparse"]}
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+
+SIZES: dict[str, Any] = {
+    name: value
+    for value, names in (
+        (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+        (0, "pad_token_id"),
+        (1, "bos_token_id"),
+        (2, "eos_token_id sep_token_id"),
+        (256, "max_position_embeddings n_positions max_seq_len n_ctx"),
+        # layers
+        (2, "num_hidden_layers n_layer n_layers num_layers num_blocks depth encoder_layers decoder_layers"),
+        (2, "num_encoder_layers num_decoder_layers"),
+        # widths
+        (HIDDEN, "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim mm_embed_dim adapter_in_dim"),
+        (HIDDEN, "intermediate_size ffn_dim d_ff dff dim_ff d_inner n_inner encoder_ffn_dim decoder_ffn_dim"),
+        (HIDDEN, "ffn_hidden_size feed_forward_size output_proj_dims adapter_out_dim"),
+        # attention: windows are as long as the longest document
+        (4, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads"),
+        (4, "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads index_n_heads"),
+        (2, "num_key_value_heads"),
+        (HEAD_DIM, "head_dim d_kv kv_channels d_head dim_head index_head_dim index_topk"),
+        (LONGEST_TOKENS, "sliding_window sliding_window_size"),
+        # linear attention
+        (4, "linear_num_heads linear_num_key_heads linear_num_value_heads"),
+        (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+        # experts
+        (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (2, "num_experts_per_tok moe_topk moe_k"),
+        (1, "n_group topk_group n_shared_experts first_k_dense_replace num_dense_layers"),
+        (HIDDEN // 2, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+        (HIDDEN // 2, "moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
+        # nothing random, no other losses, and weights large enough for attention to matter
+        (0.0, "dropout attention_dropout attn_pdrop attention_probs_dropout_prob activation_dropout layerdrop"),
+        (0.0, "hidden_dropout hidden_dropout_prob residual_dropout resid_pdrop embd_pdrop emb_pdrop"),
+        (False, "output_router_logits"),
+        (0.1, "initializer_range"),
+        (True, "is_decoder"),
+    )
+    for name in names.split()
+}
+# Multi-head latent attention: every head has keys of its own, and a part of each key is rotated.
+LATENT: dict[str, Any] = {
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), HEAD_DIM),
+    **{"qk_rope_head_dim": HEAD_DIM // 2, "head_dim": HEAD_DIM // 2, "num_key_value_heads": 4},
+}
+# The last layers use keys and values of earlier ones.
+SHARED_KEYS = {
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
+# By model type; a dict adds to what a part of that name has.
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "beam": MIXED,
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY, "sliding_attention": ROTARY}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": HIDDEN},
+    },
+    "dots3_note": {"vision_config": DENSE, "audio_config": {"adapter_input_size": HIDDEN}},
+    "dots3_note_text": {"per_layer_config": {1: {"head_dim": HEAD_DIM + HEAD_DIM // 2}}},
+    "gemma3n_text": SHARED_KEYS,
+    "gemma4_unified_assistant": {"text_config": SHARED_KEYS},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"zero_expert_num": 2},
+    "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
+    "modernbert-decoder": {"local_attention": 2 * LONGEST_TOKENS},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+        **{"indexer_budget": 32, "indexer_compress_ratio": 4},
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (HIDDEN // 2, HIDDEN // 2)},
+    "roc_bert": {"shape_vocab_size": 1000, "shape_embed_dim": HIDDEN, "pronunciation_embed_dim": HIDDEN},
+    "zamba": {
+        "layers_block_type": 2 * ["linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """A small configuration of this class."""
+    return config_class(**_settings(config_class))
+
+
+def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Keywords of a small configuration; those of its parts are dicts."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    settings = {name: value for name, value in SIZES.items() if name in fields}
+    if "kv_lora_rank" in fields:
+        settings |= LATENT
+    if "layer_types" in fields:
+        settings |= _one_layer_of_each_kind(config_class)
+    for name, part in config_class.sub_configs_defaults.items():
+        part_class = CONFIG_MAPPING[part.model_type] if part.model_type else part.config_class
+        settings[name] = _settings(part_class) | {"model_type": part_class.model_type}
+    for name, value in EXCEPTIONS.get(config_class.model_type, {}).items():
+        part_settings = settings.get(name)
+        settings[name] = part_settings | value if isinstance(part_settings, dict) else value
+    return settings
+
+
+def _one_layer_of_each_kind(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Layers of all kinds that the class has by default, if they are several."""
+    try:
+        layer_types = config_class().layer_types
+    except ValueError:  # the class refuses its own default
+        return {}
+    kinds = list(dict.fromkeys(layer_types or []))
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}

@@ -1,0 +1,92 @@
+"""Every example runs on two CPU processes as its docstring says."""
+
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from peft import PeftConfig
+from safetensors.torch import load_file
+
+from support.commands import REPOSITORY, SCRIPTS, run_command
+
+
+pytestmark = pytest.mark.timeout(300)  # starting a process costs seconds: each imports torch and Transformers
+
+EXAMPLES = REPOSITORY / "examples"
+SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
+RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3"}
+RUN_IN_TEST_ENTRY_POINTS = {"accelerate_loop", "train_causal_lm", "quickstart"}
+MODULES = {"python_sources"}
+
+
+def command_of(name: str) -> list[str]:
+    """The first launch line of an example's docstring."""
+    (line, *_) = re.findall(r"^    (accelerate launch .*)$", (EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
+    words = shlex.split(line)
+    assert words[0] == "accelerate"
+    assert words[-1] == f"examples/{name}.py"
+    return [str(SCRIPTS / "accelerate"), *words[1:]]
+
+
+def run_example(command: list[str], folder: Path) -> str:
+    """Runs a launch line of the repository from another folder, so that what it writes is thrown away."""
+    there = [str(REPOSITORY / word) if (REPOSITORY / word).is_file() else word for word in command]
+    return run_command(there, cwd=folder, timeout_seconds=100.0)
+
+
+def losses_of(printed: str) -> list[float]:
+    """Losses of the steps, as Trainer prints them."""
+    return [float(loss) for loss in re.findall(r"'loss': '([^']+)'", printed)]
+
+
+def check_training(printed: str) -> None:
+    losses = losses_of(printed)
+
+    assert len(losses) == 4, printed
+    assert all(math.isfinite(loss) and 3 < loss < 7 for loss in losses)
+    before, after = (
+        [float(value) for value in re.findall(rf"'distca/{name}': '([^']+)'", printed)]
+        for name in ("imbalance_before", "imbalance")
+    )
+    assert len(before) == len(after) == 4
+    assert max(after) < 1.05 < sum(before) / 4
+
+
+def test_every_example_is_run_somewhere() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_HERE | RUN_IN_TEST_ENTRY_POINTS | MODULES
+
+
+def test_sft_packing_keeps_the_packs(tmp_path: Path) -> None:
+    printed = run_example(command_of("sft_packing"), tmp_path)
+
+    check_training(printed)
+    sent = [float(number) for number in re.findall(r"'distca/mbytes_sent_max': '([\d.e+-]+)'", printed)]
+    assert sent
+    assert min(sent) > 0
+
+
+def test_lora_saves_an_adapter(tmp_path: Path) -> None:
+    check_training(run_example(command_of("lora"), tmp_path))
+
+    adapter = tmp_path / "lora_output"
+    weights = load_file(adapter / "adapter_model.safetensors")
+    assert PeftConfig.from_pretrained(adapter).peft_type == "LORA"
+    assert all("lora_" in name for name in weights)
+    assert any(weight.any() for name, weight in weights.items() if "lora_B" in name), "B begins at zero"
+
+
+def test_deepspeed_says_that_it_runs_ddp_on_cpus(tmp_path: Path) -> None:
+    printed = run_example(command_of("deepspeed_zero3"), tmp_path)
+
+    assert "distributed type: MULTI_CPU" in printed
+    check_training(printed)
+
+
+def test_deepspeed_shards_where_accelerate_lets_it(tmp_path: Path) -> None:
+    *launch, example = command_of("deepspeed_zero3")
+    printed = run_example([*launch, SHARD_ON_CPU, example], tmp_path)
+
+    assert "distributed type: DEEPSPEED" in printed
+    check_training(printed)

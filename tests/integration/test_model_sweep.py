@@ -1,0 +1,114 @@
+"""The sweep over all causal language models: what it says of some, that it notices faults, and that its page is
+whole."""
+
+import importlib
+import math
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from distca_hf.integrations import attention
+from support.commands import REPOSITORY, run_command
+
+
+PAGE = REPOSITORY / "docs" / "models.md"
+# Outcome, and what the reason says.
+SOME = {
+    "llama": ("works", ""),
+    "gpt2": ("works", ""),
+    "deepseek_v3": ("works", ""),  # keys and values of different widths
+    "gemma3n_text": ("works", ""),  # layers share keys
+    "bert": ("works", ""),
+    "gemma2": ("refused", "attn_logit_softcapping=50.0"),
+    "qwen3_next": ("refused", "layers [0] are of type 'linear_attention'"),
+    "stablelm": ("refused", "0 of its 2 attention layers came through distca in the first forward pass"),
+    "falcon": ("refused", "by Transformers: KeyError: 'distca'"),
+    "musicgen": ("not built", "MusicgenConfig"),
+}
+
+
+def rows(page: str) -> dict[str, tuple[str, str, str]]:
+    """Class, outcome and what is told, by model type, in the order of the page."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    return {model_type: (name, verdict, told) for name, model_type, verdict, told in cells[2:]}
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    return importlib.import_module("model_sweep")
+
+
+def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
+    out = tmp_path / "models.md"
+    run_command([sys.executable, "scripts/model_sweep.py", "--only", *SOME, "--out", out])
+    page = out.read_text()
+    found = rows(page)
+
+    assert {model_type: verdict for model_type, (_, verdict, _) in found.items()} == {
+        model_type: verdict for model_type, (verdict, _) in SOME.items()
+    }
+    assert [name for name, (_, told) in SOME.items() if told not in found[name][2]] == []
+    assert all(0 <= float(told) <= 1e-5 for _, verdict, told in found.values() if verdict == "works")
+    assert "10 classes: 5 works, 4 refused, 1 not built." in page
+    assert list(found)[:2] == ["bert", "deepseek_v3"], "what works comes first, by name"
+
+
+def test_attention_that_is_a_little_wrong_is_noticed(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.flash_attn
+
+    def wrong(q: Any, k: Any, v: Any, scale: float, *others: Any) -> Any:
+        return right(q, k, v, 1.001 * scale, *others)
+
+    monkeypatch.setattr(attention, "flash_attn", wrong)
+    (llama,) = sweep.config_classes(["llama"])
+
+    assert sweep.examine(llama).verdict == "WRONG"
+
+
+def test_gradient_that_is_not_a_number_is_noticed(sweep: ModuleType) -> None:
+    right = sweep.Step(1.0, torch.ones(2))
+
+    assert right.difference(right) == 0
+    assert math.isnan(sweep.Step(1.0, torch.tensor([1.0, math.nan])).difference(right))
+
+
+@pytest.mark.parametrize("name", ["check_model", "step_placed"])
+def test_error_that_is_no_refusal_is_noticed(name: str, sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(sweep, name, fail)
+    (llama,) = sweep.config_classes(["llama"])
+    outcome = sweep.examine(llama)
+
+    assert (outcome.verdict, outcome.told) == ("CRASH", "RuntimeError: something else")
+
+
+def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sweep, "examine", lambda config_class: sweep.Outcome("A", "a", sweep.WRONG, "0.1"))
+    monkeypatch.setattr(sweep, "be_quiet", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["model_sweep.py", "--only", "llama", "--out", str(tmp_path / "page.md")])
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+
+    assert ended.value.code == 1
+    assert rows((tmp_path / "page.md").read_text()) == {"a": ("A", "WRONG", "0.1")}
+
+
+def test_page_lists_every_class_of_the_transformers_that_it_was_made_with(sweep: ModuleType) -> None:
+    page = PAGE.read_text()
+    made_with = re.search(r"with Transformers (\S+),", page)
+    assert made_with is not None
+    if made_with[1] != transformers.__version__:
+        pytest.skip(f"made with Transformers {made_with[1]}; {transformers.__version__} is here")
+    found = rows(page)
+
+    assert sorted(found) == sorted(config_class.model_type for config_class in sweep.config_classes())
+    assert {verdict for _, verdict, _ in found.values()} == {"works", "refused", "not built"}
