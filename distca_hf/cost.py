@@ -5,12 +5,25 @@ same factor for every task, and exact integers up to documents of 2 ** 31 tokens
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of one token in one layer, all heads together: of its query, its output, and its key and value.
+
+    The defaults are those of an 8B Llama in bf16: 32 query heads, 8 KV heads, 128 dimensions each.
+    """
+
+    query: int = 8192
+    output: int = 8192
+    key_value: int = 4096
 
 
 def causal_pairs(start: int, stop: int) -> int:

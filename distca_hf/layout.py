@@ -6,6 +6,9 @@
     rank 1 rows | d2[0:1] | d0[2:8]                a document may span ranks; its segments cover it exactly once
 
 Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
+
+A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node: there heads, not tokens,
+are to be divided among these ranks. Placement sets the mark, the planner acts on it.
 """
 
 from collections.abc import Sequence
@@ -81,6 +84,17 @@ def check_cu_seqlens(cu_seqlens: Any, num_tokens: int) -> IntArray:
     return lengths
 
 
+@dataclass(frozen=True)
+class Stripe:
+    """Tokens [start, stop) of a document, held by ranks [first_rank, stop_rank) and no others."""
+
+    document: int
+    start: int
+    stop: int
+    first_rank: int
+    stop_rank: int
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Who holds which tokens. All arrays are int64 and never change.
@@ -90,6 +104,7 @@ class Layout:
         segment_document, segment_start, segment_stop: `[segments]` the ranges, grouped by rank, in row order.
         rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
         rank_rows: `[ranks]` rows of each rank, padding included.
+        stripes: parts of documents whose heads are to be divided.
     """
 
     document_tokens: IntArray
@@ -98,6 +113,7 @@ class Layout:
     segment_stop: IntArray
     rank_segments: IntArray
     rank_rows: IntArray
+    stripes: tuple[Stripe, ...] = ()
 
     @classmethod
     def from_segments(
@@ -105,11 +121,12 @@ class Layout:
         document_tokens: Sequence[int] | IntArray,
         segments: Sequence[Sequence[tuple[int, int, int]]],
         rank_rows: Sequence[int] | None = None,
+        stripes: Sequence[Stripe] = (),
     ) -> "Layout":
         """Layout from each rank's list of (document, start, stop); without `rank_rows` there is no padding.
 
         Raises:
-            PackingError: the segments do not cover every document exactly once.
+            PackingError: the segments do not cover every document exactly once, or a stripe is held elsewhere.
         """
         numbers = [number for rank in segments for segment in rank for number in segment]
         flat = as_int_array(numbers, "segments").reshape(-1, 3)
@@ -123,6 +140,7 @@ class Layout:
             segment_stop=flat[:, 2].copy(),
             rank_segments=rank_segments,
             rank_rows=tokens if rank_rows is None else as_int_array(rank_rows, "rank_rows"),
+            stripes=tuple(stripes),
         )
         layout.validate()
         return layout
@@ -237,3 +255,24 @@ class Layout:
         if len(full):
             at = full[0]
             raise PackingError(f"rank {at} has {self.rank_rows[at]} rows for {self.rank_tokens[at]} tokens")
+        for stripe in self.stripes:
+            self._check_stripe(stripe)
+
+    def _check_stripe(self, stripe: Stripe) -> None:
+        """Raises PackingError unless its ranks, and no others, hold what it marks, in segments that end with it."""
+        if not 0 <= stripe.first_rank < stripe.stop_rank <= self.num_ranks:
+            raise PackingError(f"{stripe} is on ranks that do not exist; there are {self.num_ranks}")
+        if not 0 <= stripe.document < self.num_documents:
+            raise PackingError(f"{stripe} is of a document that does not exist; there are {self.num_documents}")
+        of_stripe = (
+            (self.segment_document == stripe.document)
+            & (self.segment_start < stripe.stop)
+            & (self.segment_stop > stripe.start)
+        )
+        rank = self.segment_rank[of_stripe]
+        outside = (rank < stripe.first_rank) | (rank >= stripe.stop_rank)
+        if outside.any():
+            raise PackingError(f"{stripe}: rank {rank[outside][0]} holds tokens of it")
+        start, stop = self.segment_start[of_stripe], self.segment_stop[of_stripe]
+        if len(start) == 0 or start.min() != stripe.start or stop.max() != stripe.stop:
+            raise PackingError(f"{stripe}: its borders are not those of segments")

@@ -13,7 +13,7 @@ from distca_hf.planning.task import Tasks
 
 
 # Part of every fingerprint: two versions that would route the same tasks differently must not agree.
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Plan:
 
     @cached_property
     def work(self) -> IntArray:
-        """`[ranks]` attended pairs computed by each rank."""
+        """`[ranks]` attended pairs x groups of heads computed by each rank."""
         return self.tasks.work_of(self.layout.num_ranks)
 
     @property
@@ -76,6 +76,8 @@ class Plan:
             tasks.start,
             tasks.stop,
             tasks.server,
+            tasks.head,
+            np.array([tasks.head_groups]),
         ):
             digest.update(len(array).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)

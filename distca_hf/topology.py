@@ -1,0 +1,39 @@
+"""Topology: which ranks share a node, and with it fast links."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks, node after node; the last node may have fewer.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_ranks // self.ranks_per_node)
+
+    @cached_property
+    def node_of(self) -> IntArray:
+        """`[ranks]` node of each rank."""
+        return np.arange(self.num_ranks) // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """Ranks of a node."""
+        return range(node * self.ranks_per_node, min(self.num_ranks, (node + 1) * self.ranks_per_node))
