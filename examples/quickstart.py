@@ -173,7 +173,7 @@ def report(arguments, loader, logs, sdpa_losses, sent, distca_seconds, sdpa_seco
     tokens = sum(len(document.input_ids) for step in range(arguments.steps) for document in loader.documents(0, step))
     before = sum(log["distca/imbalance_before"] for log in logs) / len(logs)
     placed = sum(log["distca/imbalance"] for log in logs) / len(logs)
-    spanning = sum(sum(fact.key_tokens_sent) > 0 for fact in facts)
+    spanning = sum(sum(fact.key_rows_sent) > 0 for fact in facts)
     summary = Table(show_header=False)
     lengths = [len(row) for row in loader.dataset["input_ids"]]
     summary.add_row("documents in the dataset", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} tokens")

@@ -1,4 +1,9 @@
-"""Pieces: segments and tasks cut at each other's borders, so that every piece has one home and one server."""
+"""Pieces: segments and tasks cut at each other's borders, so that every piece has one home and one server.
+
+If a plan divides heads, a *row* is one token of one group of heads, and ranks hold `head_groups` rows per token, token
+after token. Otherwise a row is a token. A piece of all heads is consecutive rows at home; one of a single group is
+every `head_groups`-th row. Where pieces are computed, their rows follow each other either way.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +11,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray
 from distca_hf.layout import Layout
-from distca_hf.planning.task import Tasks
+from distca_hf.planning.task import ALL_HEADS, Tasks
 
 
 POSITION_BITS = 31  # documents are shorter than 2 ** 31 tokens
@@ -14,48 +19,68 @@ POSITION_BITS = 31  # documents are shorter than 2 ** 31 tokens
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Seven int64 arrays of one length, sorted by (document, start); together they cover every document once.
+    """Int64 arrays of one length, sorted by (document, head, start); together they cover every document once, and
+    those whose heads are divided once for each group.
 
     Attributes:
-        document, start, stop: the tokens.
+        document, head, start, stop: the tokens, and the group of heads or `ALL_HEADS`.
         home, row: rank that holds them, and the layout row of the first one there.
         task, server: index of the task they are queries of, and the rank that computes it.
+        head_groups: groups that the plan divides heads in; rows per token on every rank.
     """
 
     document: IntArray
+    head: IntArray
     start: IntArray
     stop: IntArray
     home: IntArray
     row: IntArray
     task: IntArray
     server: IntArray
+    head_groups: int
 
     @classmethod
     def cut(cls, layout: Layout, tasks: Tasks) -> "Pieces":
         """Cuts a layout and the tasks that cover it at each other's borders."""
-        segment_keys = position_keys(layout.segment_document, layout.segment_start)
-        task_keys = position_keys(tasks.document, tasks.start)
+        groups = tasks.head_groups
+        segment, head = _segments_of_each_group(layout, tasks)
+        segment_keys = position_keys(layout.segment_document[segment], head, layout.segment_start[segment], groups)
+        task_keys = position_keys(tasks.document, tasks.head, tasks.start, groups)
         segments, by_task = np.argsort(segment_keys), np.argsort(task_keys)
         cuts = np.union1d(segment_keys, task_keys)
-        document, start = cuts >> POSITION_BITS, cuts & ((1 << POSITION_BITS) - 1)
+        line, start = cuts >> POSITION_BITS, cuts & ((1 << POSITION_BITS) - 1)
+        document, head = line // (groups + 1), line % (groups + 1) + ALL_HEADS
         stop = layout.document_tokens[document]
-        goes_on = np.flatnonzero(document[1:] == document[:-1])
+        goes_on = np.flatnonzero(line[1:] == line[:-1])
         stop[goes_on] = start[goes_on + 1]
-        segment = segments[np.searchsorted(segment_keys[segments], cuts, side="right") - 1]
+        held = segment[segments[np.searchsorted(segment_keys[segments], cuts, side="right") - 1]]
         task = by_task[np.searchsorted(task_keys[by_task], cuts, side="right") - 1]
+        token_row = layout.segment_row[held] + start - layout.segment_start[held]
         return cls(
             document=document,
+            head=head,
             start=start,
             stop=stop,
-            home=layout.segment_rank[segment],
-            row=layout.segment_row[segment] + start - layout.segment_start[segment],
+            home=layout.segment_rank[held],
+            row=token_row * groups + np.maximum(head, 0),
             task=task,
             server=tasks.server[task],
+            head_groups=groups,
         )
 
     @property
     def tokens(self) -> IntArray:
         return self.stop - self.start
+
+    @property
+    def rows(self) -> IntArray:
+        """`[pieces]` rows of each piece."""
+        return self.tokens * rows_per_token(self.head, self.head_groups)
+
+    @property
+    def stride(self) -> IntArray:
+        """`[pieces]` distance of each piece's rows at home."""
+        return np.where(self.head == ALL_HEADS, 1, self.head_groups)
 
     @property
     def moved(self) -> np.ndarray:
@@ -66,15 +91,41 @@ class Pieces:
         """The chosen pieces (a mask or indices), in the order given."""
         return Pieces(
             self.document[chosen],
+            self.head[chosen],
             self.start[chosen],
             self.stop[chosen],
             self.home[chosen],
             self.row[chosen],
             self.task[chosen],
             self.server[chosen],
+            self.head_groups,
         )
 
 
-def position_keys(documents: IntArray, tokens: IntArray) -> IntArray:
-    """One sortable integer for each (document, position)."""
-    return (documents << POSITION_BITS) + tokens
+def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:
+    """One sortable integer for each (document, head, position)."""
+    return (line_keys(documents, heads, head_groups) << POSITION_BITS) + tokens
+
+
+def line_keys(documents: IntArray, heads: IntArray, head_groups: int) -> IntArray:
+    """One sortable integer for each (document, head)."""
+    return documents * (head_groups + 1) + heads - ALL_HEADS
+
+
+def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
+    """Rows of one token for each group of heads, or all of them."""
+    return np.where(heads == ALL_HEADS, head_groups, 1)
+
+
+def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, IntArray]:
+    """Segment and head: every segment once for all heads, or once for each group if its document's heads are
+    divided."""
+    every = np.arange(len(layout.segment_document))
+    if tasks.head_groups == 1:
+        return every, np.full(len(every), ALL_HEADS)
+    divided = np.zeros(layout.num_documents, dtype=bool)
+    divided[tasks.document[tasks.head != ALL_HEADS]] = True
+    copies = np.where(divided[layout.segment_document], tasks.head_groups, 1)
+    segment = np.repeat(every, copies)
+    group = np.arange(len(segment)) - np.repeat(np.cumsum(copies) - copies, copies)
+    return segment, np.where(divided[layout.segment_document[segment]], group, ALL_HEADS)

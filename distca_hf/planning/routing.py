@@ -12,31 +12,38 @@ once per document in the store:
 
 Keys and values of a rank are in canonical order, too: those of the first kind of tasks, then all others. If no query
 moves, both orders are the same. Otherwise queries that are computed elsewhere travel there, and their outputs back.
+
+If the plan divides heads, a row is one token of one group of heads (see `pieces`). Tasks of all heads then come before
+tasks of one group, so that kernel calls find the groups of a token side by side.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from distca_hf.cost import IntArray
-from distca_hf.planning.pieces import Pieces, position_keys
+from distca_hf.planning.pieces import Pieces, line_keys, position_keys, rows_per_token
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.task import ALL_HEADS
 
 
-StoreRow = Callable[[IntArray, IntArray], IntArray]  # (documents, positions) -> rows of the store
+StoreRow = Callable[[IntArray, IntArray, IntArray], IntArray]  # (documents, heads, positions) -> rows of the store
 
 
 @dataclass(frozen=True, eq=False)
 class KeyTransfers:
-    """Keys and values that travel: five int64 arrays, sorted by (source, destination, document, start)."""
+    """Keys and values that travel: six int64 arrays, sorted by (source, destination, document, head, start)."""
 
     source: IntArray
     destination: IntArray
     document: IntArray
+    head: IntArray
     start: IntArray
     stop: IntArray
+    head_groups: int
 
     def __len__(self) -> int:
         return len(self.source)
@@ -45,17 +52,28 @@ class KeyTransfers:
     def tokens(self) -> IntArray:
         return self.stop - self.start
 
+    @property
+    def rows(self) -> IntArray:
+        """`[transfers]` rows of each transfer."""
+        return self.tokens * rows_per_token(self.head, self.head_groups)
+
     def select(self, chosen: np.ndarray) -> "KeyTransfers":
         """The transfers where `chosen` is true, in the same order."""
         return KeyTransfers(
-            self.source[chosen], self.destination[chosen], self.document[chosen], self.start[chosen], self.stop[chosen]
+            self.source[chosen],
+            self.destination[chosen],
+            self.document[chosen],
+            self.head[chosen],
+            self.start[chosen],
+            self.stop[chosen],
+            self.head_groups,
         )
 
-    def tokens_between(self, num_ranks: int) -> IntArray:
-        """`[source, destination]` tokens whose keys and values travel."""
-        tokens = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        np.add.at(tokens, (self.source, self.destination), self.tokens)
-        return tokens
+    def rows_between(self, num_ranks: int) -> IntArray:
+        """`[source, destination]` rows of keys and values that travel."""
+        rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        np.add.at(rows, (self.source, self.destination), self.rows)
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +84,8 @@ class KernelCall:
         query_start, query_stop: canonical rows of the queries.
         key_start, key_stop: rows of the keys, canonical or of the store.
         from_store: keys are rows of the store.
-        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` offsets of each task, relative to the starts above.
+        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` offsets of each task in tokens, relative to the starts above.
+        rows_per_token: groups of heads that the call computes at once, side by side.
     """
 
     query_start: int
@@ -76,12 +95,13 @@ class KernelCall:
     from_store: bool
     cu_seqlens_q: IntArray
     cu_seqlens_k: IntArray
+    rows_per_token: int = 1
 
     @property
     def pairs(self) -> int:
-        """Attended pairs of the call."""
+        """Attended pairs x groups of heads of the call."""
         queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
-        return int((queries * (2 * keys - queries + 1) // 2).sum())
+        return int((queries * (2 * keys - queries + 1) // 2).sum()) * self.rows_per_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +132,7 @@ class Routing:
 
     Attributes:
         num_rows: rows the rank holds, padding included.
+        rows_per_token: groups that the plan divides heads in.
         row_order: `[num_rows]` layout row of each canonical row of keys and values, and of queries unless these move;
             None if both orders are the same.
         send_rows: `[sent]` canonical rows to send, grouped by destination.
@@ -125,6 +146,7 @@ class Routing:
     """
 
     num_rows: int
+    rows_per_token: int
     row_order: IntArray | None
     send_rows: IntArray
     send_counts: IntArray
@@ -145,81 +167,100 @@ class Routing:
 
 
 def key_transfers(plan: Plan) -> KeyTransfers:
-    """Keys that every server is missing for its tasks, from the ranks that hold them; each token once per server."""
-    tasks = plan.tasks
+    """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server."""
+    tasks, groups = plan.tasks, plan.tasks.head_groups
     reads = plan.reads_store
-    server, document, prefix = tasks.server[reads], tasks.document[reads], tasks.stop[reads]
-    order = np.lexsort((prefix, document, server))
-    server, document, prefix = server[order], document[order], prefix[order]
+    server, prefix = tasks.server[reads], tasks.stop[reads]
+    line = line_keys(tasks.document[reads], tasks.head[reads], groups)
+    order = np.lexsort((prefix, line, server))
+    server, line, prefix = server[order], line[order], prefix[order]
     longest = np.ones(len(order), dtype=bool)
-    longest[:-1] = (server[1:] != server[:-1]) | (document[1:] != document[:-1])
-    server, document, prefix = server[longest], document[longest], prefix[longest]
+    longest[:-1] = (server[1:] != server[:-1]) | (line[1:] != line[:-1])
+    server, line, prefix = server[longest], line[longest], prefix[longest]
 
-    # Join each need (server, document, prefix) with all pieces of the document.
+    # Join each need (server, document, head, prefix) with all pieces of that document and head.
     pieces = plan.pieces
-    first = np.searchsorted(pieces.document, document, side="left")
-    last = np.searchsorted(pieces.document, document, side="right")
-    need = np.repeat(np.arange(len(document)), last - first)
+    lines = line_keys(pieces.document, pieces.head, groups)
+    first = np.searchsorted(lines, line, side="left")
+    last = np.searchsorted(lines, line, side="right")
+    need = np.repeat(np.arange(len(line)), last - first)
     piece = _ranges(first, last - first)
     source, destination = pieces.home[piece], server[need]
     start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
-    travels = (source != destination) & (start < stop)
-    source, destination, start, stop = source[travels], destination[travels], start[travels], stop[travels]
-    document = document[need][travels]
-    order = np.lexsort((start, document, destination, source))
-    return KeyTransfers(source[order], destination[order], document[order], start[order], stop[order])
+    travels = np.flatnonzero((source != destination) & (start < stop))
+    travels = travels[np.lexsort((start[travels], line[need[travels]], destination[travels], source[travels]))]
+    return KeyTransfers(
+        source=source[travels],
+        destination=destination[travels],
+        document=pieces.document[piece[travels]],
+        head=pieces.head[piece[travels]],
+        start=start[travels],
+        stop=stop[travels],
+        head_groups=groups,
+    )
 
 
 def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routing:
     """The routing of `rank`. `transfers` may be given if it was computed already."""
-    layout, tasks = plan.layout, plan.tasks
+    layout, tasks, groups = plan.layout, plan.tasks, plan.tasks.head_groups
     transfers = key_transfers(plan) if transfers is None else transfers
     mine = np.flatnonzero(tasks.server == rank)
-    mine = mine[np.lexsort((tasks.start[mine], tasks.document[mine], plan.reads_store[mine]))]
-    document, start, stop = tasks.document[mine], tasks.start[mine], tasks.stop[mine]
-    reads_store = plan.reads_store[mine]
+    of_group = tasks.head != ALL_HEADS
+    mine = mine[
+        np.lexsort((tasks.start[mine], tasks.head[mine], tasks.document[mine], of_group[mine], plan.reads_store[mine]))
+    ]
+    task_rows = (tasks.stop - tasks.start)[mine] * rows_per_token(tasks.head[mine], groups)
     query_row = np.zeros(len(tasks), dtype=np.int64)
-    query_row[mine] = np.cumsum(stop - start) - (stop - start)
+    query_row[mine] = np.cumsum(task_rows) - task_rows
 
     held = plan.pieces.select(np.flatnonzero(plan.pieces.home == rank))
-    own_keys = ~plan.reads_store[held.task]
-    held = held.select(np.argsort(~own_keys, kind="stable"))
-    key_row = np.cumsum(held.tokens) - held.tokens
+    held = held.select(np.lexsort((of_group[held.task], plan.reads_store[held.task])))
+    key_row = np.cumsum(held.rows) - held.rows
     sent = transfers.select(transfers.source == rank)
     received = transfers.select(transfers.destination == rank)
 
-    found = np.lexsort((held.start, held.document))
-    positions = position_keys(held.document[found], held.start[found])
+    keys = position_keys(held.document, held.head, held.start, groups)
+    found = np.argsort(keys)
 
-    def canonical_row(documents: IntArray, tokens: IntArray) -> IntArray:
-        piece = found[np.searchsorted(positions, position_keys(documents, tokens), side="right") - 1]
-        return key_row[piece] + tokens - held.start[piece]
+    def canonical_row(documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
+        wanted = position_keys(documents, heads, tokens, groups)
+        piece = found[np.searchsorted(keys[found], wanted, side="right") - 1]
+        return key_row[piece] + (tokens - held.start[piece]) * rows_per_token(heads, groups)
 
-    in_store, of_task = np.unique(document[reads_store], return_inverse=True)
-    prefix = np.zeros(len(in_store), dtype=np.int64)
-    np.maximum.at(prefix, of_task, stop[reads_store])
-    offset = np.cumsum(prefix) - prefix
-
-    def store_row(documents: IntArray, tokens: IntArray) -> IntArray:
-        return offset[np.searchsorted(in_store, documents)] + tokens
-
-    kept = np.flatnonzero(np.isin(held.document, in_store))
-    kept = kept[held.start[kept] < prefix[np.searchsorted(in_store, held.document[kept])]]
-    kept_tokens = (
-        np.minimum(held.stop[kept], prefix[np.searchsorted(in_store, held.document[kept])]) - held.start[kept]
+    stored = mine[plan.reads_store[mine]]
+    stored_lines, of_task = np.unique(
+        line_keys(tasks.document[stored], tasks.head[stored], groups), return_inverse=True
     )
+    prefix = np.zeros(len(stored_lines), dtype=np.int64)
+    np.maximum.at(prefix, of_task, tasks.stop[stored])
+    stored_head = stored_lines % (groups + 1) + ALL_HEADS
+    prefix_rows = prefix * rows_per_token(stored_head, groups)
+    in_order = np.argsort(stored_head != ALL_HEADS, kind="stable")  # as the tasks
+    offset = np.zeros(len(stored_lines), dtype=np.int64)
+    offset[in_order] = np.cumsum(prefix_rows[in_order]) - prefix_rows[in_order]
+
+    def store_row(documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
+        line = np.searchsorted(stored_lines, line_keys(documents, heads, groups))
+        return offset[line] + tokens * rows_per_token(heads, groups)
+
+    held_lines = line_keys(held.document, held.head, groups)
+    kept = np.flatnonzero(np.isin(held_lines, stored_lines))
+    kept_stop = np.minimum(held.stop[kept], prefix[np.searchsorted(stored_lines, held_lines[kept])])
+    kept, kept_stop = kept[held.start[kept] < kept_stop], kept_stop[held.start[kept] < kept_stop]
+    kept_rows = (kept_stop - held.start[kept]) * rows_per_token(held.head[kept], groups)
 
     return Routing(
-        num_rows=int(layout.rank_rows[rank]),
+        num_rows=int(layout.rank_rows[rank]) * groups,
+        rows_per_token=groups,
         row_order=_row_order(plan, rank, held),
-        send_rows=_ranges(canonical_row(sent.document, sent.start), sent.tokens),
-        send_counts=_counts(sent.destination, sent.tokens, layout.num_ranks),
-        receive_counts=_counts(received.source, received.tokens, layout.num_ranks),
-        received_to_store=_ranges(store_row(received.document, received.start), received.tokens),
-        own_rows=_ranges(key_row[kept], kept_tokens),
-        own_to_store=_ranges(store_row(held.document[kept], held.start[kept]), kept_tokens),
-        store_rows=int(prefix.sum()),
-        calls=_kernel_calls(document, start, stop, query_row[mine], int(np.count_nonzero(~reads_store)), store_row),
+        send_rows=_ranges(canonical_row(sent.document, sent.head, sent.start), sent.rows),
+        send_counts=_counts(sent.destination, sent.rows, layout.num_ranks),
+        receive_counts=_counts(received.source, received.rows, layout.num_ranks),
+        received_to_store=_ranges(store_row(received.document, received.head, received.start), received.rows),
+        own_rows=_ranges(key_row[kept], kept_rows),
+        own_to_store=_ranges(store_row(held.document[kept], held.head[kept], held.start[kept]), kept_rows),
+        store_rows=int(prefix_rows.sum()),
+        calls=_kernel_calls(plan, mine, query_row[mine], store_row),
         exchanges=len(transfers) > 0,
         queries=_query_moves(plan, rank, query_row) if plan.moves_queries else None,
     )
@@ -228,58 +269,64 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
 def _row_order(plan: Plan, rank: int, held: Pieces) -> IntArray | None:
     """Layout row of each canonical row of `rank`, whose pieces are given in canonical order; None if they are the
     same."""
-    padding = np.arange(plan.layout.rank_tokens[rank], plan.layout.rank_rows[rank])
-    rows = np.concatenate([_ranges(held.row, held.tokens), padding])
+    rows = np.concatenate([_ranges(held.row, held.rows, held.stride), _padding_rows(plan, rank)])
     return None if np.array_equal(rows, np.arange(len(rows))) else rows
+
+
+def _padding_rows(plan: Plan, rank: int) -> IntArray:
+    """Layout rows of `rank` that belong to no document."""
+    layout, groups = plan.layout, plan.tasks.head_groups
+    return np.arange(layout.rank_tokens[rank] * groups, layout.rank_rows[rank] * groups)
 
 
 def _query_moves(plan: Plan, rank: int, query_row: IntArray) -> QueryMoves:
     """Queries of one rank; `query_row` is the first canonical query row of each task it computes."""
-    layout, tasks, pieces = plan.layout, plan.tasks, plan.pieces
+    tasks, pieces = plan.tasks, plan.pieces
 
     def query_rows(chosen: Pieces) -> IntArray:
-        return _ranges(query_row[chosen.task] + chosen.start - tasks.start[chosen.task], chosen.tokens)
+        into_task = (chosen.start - tasks.start[chosen.task]) * rows_per_token(chosen.head, chosen.head_groups)
+        return _ranges(query_row[chosen.task] + into_task, chosen.rows)
 
     local = pieces.select((pieces.home == rank) & (pieces.server == rank))
     sent = pieces.select((pieces.home == rank) & (pieces.server != rank))
     sent = sent.select(np.argsort(sent.server, kind="stable"))
     received = pieces.select((pieces.home != rank) & (pieces.server == rank))
     received = received.select(np.argsort(received.home, kind="stable"))
-    num_queries = int(local.tokens.sum() + received.tokens.sum())
-    padding = np.arange(layout.rank_rows[rank] - layout.rank_tokens[rank])
+    num_queries = int(local.rows.sum() + received.rows.sum())
+    padding = _padding_rows(plan, rank)
     return QueryMoves(
         num_rows=num_queries + len(padding),
-        local_rows=np.concatenate([_ranges(local.row, local.tokens), layout.rank_tokens[rank] + padding]),
-        local_to_query=np.concatenate([query_rows(local), num_queries + padding]),
-        send_rows=_ranges(sent.row, sent.tokens),
-        send_counts=_counts(sent.server, sent.tokens, layout.num_ranks),
-        receive_counts=_counts(received.home, received.tokens, layout.num_ranks),
+        local_rows=np.concatenate([_ranges(local.row, local.rows, local.stride), padding]),
+        local_to_query=np.concatenate([query_rows(local), num_queries + np.arange(len(padding))]),
+        send_rows=_ranges(sent.row, sent.rows, sent.stride),
+        send_counts=_counts(sent.server, sent.rows, plan.layout.num_ranks),
+        receive_counts=_counts(received.home, received.rows, plan.layout.num_ranks),
         received_to_query=query_rows(received),
     )
 
 
-def _kernel_calls(
-    document: IntArray, start: IntArray, stop: IntArray, row: IntArray, num_own: int, store_row: StoreRow
-) -> tuple[KernelCall, ...]:
-    """Kernel calls of tasks in canonical order, of which the first `num_own` read their own rows.
+def _kernel_calls(plan: Plan, mine: IntArray, row: IntArray, store_row: StoreRow) -> tuple[KernelCall, ...]:
+    """Kernel calls of the tasks `mine`, in canonical order, whose first query rows are `row`.
 
-    A task against the whole stored prefix of its document shares a call with its neighbours; an earlier task of a
-    document that has several gets a call of its own, on the beginning of the same stored prefix.
+    Neighbours share a call if they compute the same number of heads and read whole stored prefixes, or their own rows.
+    An earlier task of a document that has several gets a call of its own, on the beginning of the same stored prefix.
     """
+    tasks, groups = plan.tasks, plan.tasks.head_groups
+    document, head, start, stop = tasks.document[mine], tasks.head[mine], tasks.start[mine], tasks.stop[mine]
+    from_store, per_token = plan.reads_store[mine], rows_per_token(head, groups)
+    line = line_keys(document, head, groups)
+    alone = np.append(line[1:] == line[:-1], False) & from_store
+    opens = np.ones(len(mine), dtype=bool)
+    opens[1:] = (from_store[1:] != from_store[:-1]) | (per_token[1:] != per_token[:-1]) | alone[1:] | alone[:-1]
+    first_key = row.copy()
+    first_key[from_store] = store_row(document[from_store], head[from_store], np.zeros_like(start[from_store]))
+    begins = np.flatnonzero(opens)
     calls = []
-    if num_own:
-        offsets = np.concatenate([row[:num_own], [row[num_own - 1] + stop[num_own - 1]]])
-        calls.append(KernelCall(0, int(offsets[-1]), 0, int(offsets[-1]), False, offsets, offsets))
-    if num_own == len(document):
-        return tuple(calls)
-    document, start, stop, row = document[num_own:], start[num_own:], stop[num_own:], row[num_own:]
-    whole_prefix = np.append(document[1:] != document[:-1], True)
-    first_of_call = np.flatnonzero(~whole_prefix | ~np.append(False, whole_prefix[:-1]))
-    for first, last in zip(first_of_call, np.append(first_of_call[1:], len(document)), strict=True):
-        queries = _offsets((stop - start)[first:last])
-        keys = _offsets(stop[first:last])
-        query, key = int(row[first]), int(store_row(document[first:last], np.zeros(1, dtype=np.int64))[0])
-        calls.append(KernelCall(query, query + int(queries[-1]), key, key + int(keys[-1]), True, queries, keys))
+    for first, last in pairwise([*begins.tolist(), len(mine)]):
+        queries, keys = _offsets((stop - start)[first:last]), _offsets(stop[first:last])
+        rows, query, key = int(per_token[first]), int(row[first]), int(first_key[first])
+        query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
+        calls.append(KernelCall(query, query_stop, key, key_stop, bool(from_store[first]), queries, keys, rows))
     return tuple(calls)
 
 
@@ -287,13 +334,15 @@ def _offsets(lengths: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _counts(ranks: IntArray, tokens: IntArray, num_ranks: int) -> IntArray:
-    """`[ranks]` tokens of each rank."""
-    return np.bincount(ranks, weights=tokens, minlength=num_ranks).astype(np.int64)
+def _counts(ranks: IntArray, rows: IntArray, num_ranks: int) -> IntArray:
+    """`[ranks]` rows of each rank."""
+    return np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64)
 
 
-def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """`[start, ..., start + length)` of every pair, concatenated."""
+def _ranges(starts: IntArray, lengths: IntArray, strides: IntArray | None = None) -> IntArray:
+    """`[start, start + stride, ...)` of `length` numbers each, concatenated; the stride is 1 unless given."""
     total = int(lengths.sum())
     before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(total)
+    if strides is None or (strides == 1).all():
+        return np.repeat(starts - before, lengths) + np.arange(total)
+    return np.repeat(starts, lengths) + (np.arange(total) - np.repeat(before, lengths)) * np.repeat(strides, lengths)

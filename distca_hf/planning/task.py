@@ -27,7 +27,7 @@ class Tasks:
         document, start, stop: query range.
         server: rank that computes it.
         head: group of heads, or `ALL_HEADS`.
-        head_groups: groups that the heads are divided in.
+        head_groups: groups that the heads are divided in; 1 if every task is of all heads.
     """
 
     document: IntArray
@@ -49,22 +49,14 @@ class Tasks:
     ) -> "Tasks":
         """Tasks in their one order, so that equal sets of tasks are equal arrays; of all heads unless `head` is
         given."""
-        head = np.full(len(document), ALL_HEADS) if head is None else head
+        if head is None or head_groups == 1:  # the only group is all heads
+            head = np.full(len(document), ALL_HEADS)
+        head_groups = head_groups if np.any(head != ALL_HEADS) else 1
         order = np.lexsort((start, head, document, start > 0, server))
         return cls(document[order], start[order], stop[order], server[order], head[order], head_groups)
 
     def __len__(self) -> int:
         return len(self.document)
-
-    @property
-    def splits_heads(self) -> bool:
-        """Whether any task is of one group of heads."""
-        return bool(np.any(self.head != ALL_HEADS))
-
-    @property
-    def groups(self) -> IntArray:
-        """`[tasks]` groups of heads that each task computes."""
-        return np.where(self.head == ALL_HEADS, self.head_groups, 1)
 
     @property
     def pairs(self) -> IntArray:
@@ -74,7 +66,7 @@ class Tasks:
     @property
     def work(self) -> IntArray:
         """`[tasks]` attended pairs x groups of heads."""
-        return self.pairs * self.groups
+        return self.pairs * np.where(self.head == ALL_HEADS, self.head_groups, 1)
 
     def work_of(self, num_ranks: int) -> IntArray:
         """`[ranks]` attended pairs x groups of heads computed by each server."""

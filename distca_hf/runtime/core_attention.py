@@ -11,24 +11,21 @@ either direction.
 Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
 in which no rank sends anything makes none, on all ranks alike.
 
-Shape legend in `kernels.interface`; T counts the rows of this rank, padding included.
+Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included. Inside, tensors are `[rows,
+heads, dim]`: a row is a token, or one group of heads of a token if the plan divides heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import Spans, accumulation_dtype
+from distca_hf.kernels.interface import Kernel, accumulation_dtype
 from distca_hf.runtime.combine import send_home, sum_at_home
-from distca_hf.runtime.dispatch import fill_store, start_keys, unpack_rows
-from distca_hf.runtime.maps import Maps
+from distca_hf.runtime.dispatch import apart, fill_store, row_width, start_keys
+from distca_hf.runtime.maps import DeviceCall, Maps
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.queries import bring_home, send_queries
-
-
-# Gradients of one kernel call: query rows, keys, values, spans, and where the gradients of keys and values go.
-Derive = Callable[[slice, torch.Tensor, torch.Tensor, Spans, torch.Tensor, torch.Tensor], None]
 
 
 def attend(
@@ -38,47 +35,37 @@ def attend(
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
-        lse: `[N, T]` log-sum-exp of the scaled scores in max(fp32, dtype), zero in padding rows.
-        received: `[received, G * (H + V)]` keys and values that came from other ranks.
+        lse: `[T, N]` log-sum-exp of the scaled scores in max(fp32, dtype), zero in padding rows.
+        received: `[elements]` keys and values that came from other ranks.
 
     Raises:
-        PlanError: the tensors have other row counts than the plan.
+        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
     where, maps = plan.begin_forward(), plan.maps
-    _check_rows(q_TNH, plan, where)
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV)
-    k_TGH, v_TGV = _in_canonical_order(maps, k_TGH, v_TGV)
-    exchange = start_keys(k_TGH, v_TGV, plan, where) if maps.exchanges else None
-    flight = send_queries([q_TNH], maps.queries, plan.transport, where) if maps.queries is not None else None
-    (q_TNH,) = _in_canonical_order(maps, q_TNH) if flight is None else flight.at_server
+    q, k, v = _as_rows((q_TNH, k_TGH, v_TGV), plan, where)
+    k, v = _in_canonical_order(maps, k, v)
+    exchange = start_keys(k, v, plan, where) if maps.exchanges else None
+    flight = send_queries([q], maps.queries, plan.transport, where) if maps.queries is not None else None
+    (q,) = _in_canonical_order(maps, q) if flight is None else flight.at_server
 
-    out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
-    lse_NT = q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0]), dtype=accumulation_dtype(q_TNH.dtype))
-    out_TNV[maps.task_rows :] = 0
-    lse_NT[:, maps.task_rows :] = 0
-    for call in maps.calls:
-        if not call.from_store:
-            rows = call.queries
-            kernel.forward(q_TNH[rows], k_TGH[rows], v_TGV[rows], call.spans, scale, out_TNV[rows], lse_NT[:, rows])
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+    out[maps.task_rows :] = 0
+    lse[maps.task_rows :] = 0
+    _attend_calls(_own(maps), kernel, q, k, v, scale, out, lse)
     if flight is not None:
         flight.land()
-    received = exchange.wait() if exchange is not None else k_TGH.new_empty((0, _row_width(k_TGH, v_TGV)))
+    received = exchange.wait() if exchange is not None else k.new_empty((0, row_width(k, v)))
     if maps.store_rows:
-        store_k, store_v = unpack_rows(fill_store(k_TGH, v_TGV, received, plan), k_TGH.shape[1:], v_TGV.shape[1:])
-        for call in maps.calls:
-            if call.from_store:
-                rows, keys = call.queries, call.keys
-                kernel.forward(
-                    q_TNH[rows], store_k[keys], store_v[keys], call.spans, scale, out_TNV[rows], lse_NT[:, rows]
-                )
+        _attend_calls(_stored(maps), kernel, q, *fill_store(k, v, received, plan), scale, out, lse)
     if maps.queries is not None:
-        out_TNV, lse_TN = bring_home([out_TNV, lse_NT.T], maps.num_rows, maps.queries, plan.transport, where)
-        return out_TNV, lse_TN.T.contiguous(), received
-    if maps.canonical_of is not None:
-        out_TNV, lse_NT = out_TNV.index_select(0, maps.canonical_of), lse_NT.index_select(1, maps.canonical_of)
-    return out_TNV, lse_NT, received
+        out, lse = bring_home([out, lse], maps.num_rows, maps.queries, plan.transport, where)
+    else:
+        out, lse = _in_layout_order(maps, out, lse)
+    return out.view(*q_TNH.shape[:2], v.shape[2]), lse.view(q_TNH.shape[:2]), received.flatten()
 
 
 def attend_backward(
@@ -87,7 +74,7 @@ def attend_backward(
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
     out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
+    lse_TN: torch.Tensor,
     received: torch.Tensor | None,
     scale: float,
     plan: LivePlan,
@@ -95,91 +82,152 @@ def attend_backward(
     """Gradients of q, k and v from those of the output; `received` None means: fetch the keys again."""
     where, maps = plan.begin_backward(), plan.maps
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV)
-    k_TGH, v_TGV = _in_canonical_order(maps, k_TGH, v_TGV)
-    exchange = start_keys(k_TGH, v_TGV, plan, where) if maps.exchanges and received is None else None
+    q, k, v, dout, out = _as_rows((q_TNH, k_TGH, v_TGV, dout_TNV, out_TNV), plan, where)
+    lse = lse_TN.view(q.shape[:2])
+    k, v = _in_canonical_order(maps, k, v)
+    exchange = start_keys(k, v, plan, where) if maps.exchanges and received is None else None
     flight = None
     if maps.queries is not None:  # what is under way is filled in by flight.land()
-        flight = send_queries([q_TNH, dout_TNV, out_TNV, lse_NT.T], maps.queries, plan.transport, where)
-        q_TNH, dout_TNV, out_TNV, lse_TN = flight.at_server
+        flight = send_queries([q, dout, out, lse], maps.queries, plan.transport, where)
+        q, dout, out, lse = flight.at_server
     else:
-        q_TNH, dout_TNV, out_TNV = _in_canonical_order(maps, q_TNH, dout_TNV, out_TNV)
-        (lse_TN,) = _in_canonical_order(maps, lse_NT.T)
-    lse_NT = lse_TN.T.contiguous()
+        q, dout, out, lse = _in_canonical_order(maps, q, dout, out, lse)
 
-    dq_TNH, dk_TGH, dv_TGV = torch.empty_like(q_TNH), torch.empty_like(k_TGH), torch.empty_like(v_TGV)
-    own_rows = max((call.queries.stop for call in maps.calls if not call.from_store), default=0)
-    dq_TNH[maps.task_rows :] = 0
-    dk_TGH[own_rows:] = 0
-    dv_TGV[own_rows:] = 0
-
-    def derive(
-        rows: slice, k: torch.Tensor, v: torch.Tensor, spans: Spans, dk: torch.Tensor, dv: torch.Tensor
-    ) -> None:
-        dout, q, out, lse, dq = dout_TNV[rows], q_TNH[rows], out_TNV[rows], lse_NT[:, rows], dq_TNH[rows]
-        kernel.backward(dout, q, k, v, out, lse, spans, scale, plan.config.deterministic, dq, dk, dv)
-
-    for call in maps.calls:
-        if not call.from_store:
-            rows = call.queries
-            derive(rows, k_TGH[rows], v_TGV[rows], call.spans, dk_TGH[rows], dv_TGV[rows])
-    if received is None or not maps.exchanges:
-        received = exchange.wait() if exchange is not None else k_TGH.new_empty((0, _row_width(k_TGH, v_TGV)))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    own_rows = max((call.queries.stop for call in _own(maps)), default=0)
+    dq[maps.task_rows :] = 0
+    dk[own_rows:] = 0
+    dv[own_rows:] = 0
+    derive = _Derivation(kernel, dout, q, out, lse, dq, scale, plan.config.deterministic)
+    for call in _own(maps):
+        derive(call, k[call.keys], v[call.keys], dk[call.keys], dv[call.keys])
+    if exchange is not None:
+        received = exchange.wait()
     if flight is not None:
         flight.land()
-        lse_NT = flight.at_server[3].T.contiguous()
     if maps.exchanges or maps.store_rows:
-        dstore = _store_gradients(derive, k_TGH, v_TGV, received, plan)
-        returned = send_home(dstore, k_TGH.dtype, plan, where) if maps.exchanges else received
-        sum_at_home(dk_TGH, dv_TGV, dstore, returned, plan)
+        come = k.new_empty(0) if received is None else received
+        stores = fill_store(k, v, come.view(-1, row_width(k, v)), plan)
+        dstores = _store_gradients(derive, *stores, maps)
+        returned = send_home(*dstores, k.dtype, plan, where) if maps.exchanges else k.new_empty((0, row_width(k, v)))
+        for gradient, dstore, part in zip((dk, dv), dstores, apart(returned, k, v), strict=True):
+            sum_at_home(gradient, dstore, part, maps)
     if maps.queries is not None:
-        (dq_TNH,) = bring_home([dq_TNH], maps.num_rows, maps.queries, plan.transport, where)
-    elif maps.canonical_of is not None:
-        dq_TNH = dq_TNH.index_select(0, maps.canonical_of)
-    if maps.canonical_of is not None:
-        dk_TGH, dv_TGV = dk_TGH.index_select(0, maps.canonical_of), dv_TGV.index_select(0, maps.canonical_of)
-    return dq_TNH, dk_TGH, dv_TGV
+        (dq,) = bring_home([dq], maps.num_rows, maps.queries, plan.transport, where)
+    else:
+        (dq,) = _in_layout_order(maps, dq)
+    dk, dv = _in_layout_order(maps, dk, dv)
+    return dq.view(q_TNH.shape), dk.view(k_TGH.shape), dv.view(v_TGV.shape)
+
+
+class _Derivation:
+    """Backward of kernel calls whose queries are the rows of some canonical tensors."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+        scale: float,
+        deterministic: bool,
+    ) -> None:
+        self._kernel, self._of_queries, self._lse, self._dq = kernel, (dout, q, out), lse, dq
+        self._scale, self._deterministic = scale, deterministic
+
+    def __call__(self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Writes the gradients of the call's queries, keys and values."""
+        dout, q, out = (_heads_of_tokens(x[call.queries], call) for x in self._of_queries)
+        lse, dq = _heads_of_tokens(self._lse[call.queries], call).T, _heads_of_tokens(self._dq[call.queries], call)
+        k, v, dk, dv = (_heads_of_tokens(x, call) for x in (k, v, dk, dv))
+        self._kernel.backward(dout, q, k, v, out, lse, call.spans, self._scale, self._deterministic, dq, dk, dv)
+
+
+def _attend_calls(
+    calls: Iterable[DeviceCall],
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Runs kernel calls whose keys are rows of `k` and `v`; writes their rows of `out` and `lse`."""
+    for call in calls:
+        call_q, call_out, call_lse = (_heads_of_tokens(x[call.queries], call) for x in (q, out, lse))
+        call_k, call_v = (_heads_of_tokens(x[call.keys], call) for x in (k, v))
+        kernel.forward(call_q, call_k, call_v, call.spans, scale, call_out, call_lse.T)
 
 
 def _store_gradients(
-    derive: Derive, k_TGH: torch.Tensor, v_TGV: torch.Tensor, received: torch.Tensor, plan: LivePlan
-) -> torch.Tensor:
-    """`[store rows, G * (H + V)]` gradients of the stored rows, from all calls that read them."""
-    maps = plan.maps
-    key_shape, value_shape = k_TGH.shape[1:], v_TGV.shape[1:]
-    store = fill_store(k_TGH, v_TGV, received, plan)
-    store_k, store_v = unpack_rows(store, key_shape, value_shape)
+    derive: _Derivation, store_k: torch.Tensor, store_v: torch.Tensor, maps: Maps
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the stored keys and values, from all calls that read them."""
     if not maps.store_sums:
-        dstore = torch.empty_like(store)
-        dstore_k, dstore_v = unpack_rows(dstore, key_shape, value_shape)
-        for call in maps.calls:
-            if call.from_store:
-                keys = call.keys
-                derive(call.queries, store_k[keys], store_v[keys], call.spans, dstore_k[keys], dstore_v[keys])
-        return dstore
-    dstore = torch.zeros_like(store, dtype=accumulation_dtype(store.dtype))
-    for call in maps.calls:
-        if call.from_store:
+        dstore_k, dstore_v = torch.empty_like(store_k), torch.empty_like(store_v)
+        for call in _stored(maps):
             keys = call.keys
-            part = torch.empty_like(store[keys])
-            derive(call.queries, store_k[keys], store_v[keys], call.spans, *unpack_rows(part, key_shape, value_shape))
-            dstore[keys] += part
-    return dstore
+            derive(call, store_k[keys], store_v[keys], dstore_k[keys], dstore_v[keys])
+        return dstore_k, dstore_v
+    dtype = accumulation_dtype(store_k.dtype)
+    dstore_k, dstore_v = torch.zeros_like(store_k, dtype=dtype), torch.zeros_like(store_v, dtype=dtype)
+    for call in _stored(maps):
+        k, v = store_k[call.keys], store_v[call.keys]
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        derive(call, k, v, dk, dv)
+        dstore_k[call.keys] += dk
+        dstore_v[call.keys] += dv
+    return dstore_k, dstore_v
+
+
+def _own(maps: Maps) -> list[DeviceCall]:
+    """Calls whose keys are own rows."""
+    return [call for call in maps.calls if not call.from_store]
+
+
+def _stored(maps: Maps) -> list[DeviceCall]:
+    """Calls whose keys are in the store."""
+    return [call for call in maps.calls if call.from_store]
+
+
+def _heads_of_tokens(rows: torch.Tensor, call: DeviceCall) -> torch.Tensor:
+    """`[rows, heads, ...]` as `[tokens, rows per token * heads, ...]`, a view."""
+    if call.rows_per_token == 1:
+        return rows
+    return rows.view(rows.shape[0] // call.rows_per_token, call.rows_per_token * rows.shape[1], *rows.shape[2:])
+
+
+def _as_rows(tensors: Iterable[torch.Tensor], plan: LivePlan, where: str) -> tuple[torch.Tensor, ...]:
+    """`[T, heads, dim]` as `[rows, heads of a row, dim]`; views of contiguous tensors."""
+    maps = plan.maps
+    rows = []
+    for x in tensors:
+        if x.shape[0] * maps.rows_per_token != maps.num_rows:
+            raise PlanError(
+                f"rank {plan.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
+                f"{maps.num_rows // maps.rows_per_token}; feed the batch to the model as the loader made it"
+            )
+        if x.shape[1] % maps.rows_per_token:
+            raise PlanError(
+                f"rank {plan.transport.rank}, {where}: the plan divides heads in {maps.rows_per_token} groups, the "
+                f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
+            )
+        rows.append(x.reshape(maps.num_rows, x.shape[1] // maps.rows_per_token, x.shape[2]))
+    return tuple(rows)
 
 
 def _in_canonical_order(maps: Maps, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows `[T, ...]` in canonical order; the very tensors if they are so already."""
+    """Rows in canonical order; the very tensors if they are so already."""
     if maps.row_order is None:
         return tensors
     return tuple(x.index_select(0, maps.row_order) for x in tensors)
 
 
-def _row_width(k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
-    return k_TGH.shape[1] * k_TGH.shape[2] + v_TGV.shape[1] * v_TGV.shape[2]
-
-
-def _check_rows(q_TNH: torch.Tensor, plan: LivePlan, where: str) -> None:
-    if q_TNH.shape[0] != plan.maps.num_rows:
-        raise PlanError(
-            f"rank {plan.transport.rank}, {where}: attention got {q_TNH.shape[0]} rows, the plan of this batch has "
-            f"{plan.maps.num_rows}; feed the batch to the model as the loader made it"
-        )
+def _in_layout_order(maps: Maps, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Canonical rows in layout order; the very tensors if they are so already."""
+    if maps.canonical_of is None:
+        return tensors
+    return tuple(x.index_select(0, maps.canonical_of) for x in tensors)

@@ -1,9 +1,7 @@
 """Dispatch: keys and values travel to the servers that need them, and are put into the store in document order.
 
-A row is one token's keys and values side by side: `[G * H | G * V]` elements.
+They travel side by side: `[G * H | G * V]` elements a row. In the store they lie apart, as kernels like them.
 """
-
-from collections.abc import Sequence
 
 import torch
 
@@ -11,30 +9,36 @@ from distca_hf.comm.transport import Exchange
 from distca_hf.runtime.plans import LivePlan
 
 
-def start_keys(k_TGH: torch.Tensor, v_TGV: torch.Tensor, plan: LivePlan, where: str) -> Exchange:
+def start_keys(k: torch.Tensor, v: torch.Tensor, plan: LivePlan, where: str) -> Exchange:
     """Starts sending the rows that other ranks need."""
     maps = plan.maps
-    rows = pack_rows(k_TGH, v_TGV, maps.send_rows)
+    rows = side_by_side(k.index_select(0, maps.send_rows), v.index_select(0, maps.send_rows))
     return plan.transport.exchange(rows, maps.send_counts, maps.receive_counts, where)
 
 
-def fill_store(k_TGH: torch.Tensor, v_TGV: torch.Tensor, received: torch.Tensor, plan: LivePlan) -> torch.Tensor:
-    """`[store rows, G * (H + V)]`: received and own rows of every document whose keys came from elsewhere."""
-    maps = plan.maps
-    store = received.new_empty((maps.store_rows, received.shape[1]))
-    store.index_copy_(0, maps.received_to_store, received)
-    store.index_copy_(0, maps.own_to_store, pack_rows(k_TGH, v_TGV, maps.own_rows))
-    return store
-
-
-def pack_rows(k_TGH: torch.Tensor, v_TGV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Keys and values of some rows, side by side."""
-    return torch.cat([k_TGH.index_select(0, rows).flatten(1), v_TGV.index_select(0, rows).flatten(1)], dim=1)
-
-
-def unpack_rows(
-    rows: torch.Tensor, key_shape: Sequence[int], value_shape: Sequence[int]
+def fill_store(
+    k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, plan: LivePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the key part and the value part of rows; shapes are `[G, H]` and `[G, V]`."""
-    width = key_shape[0] * key_shape[1]
-    return rows[:, :width].unflatten(1, tuple(key_shape)), rows[:, width:].unflatten(1, tuple(value_shape))
+    """Keys and values `[store rows, ...]`, received and own, of every document whose keys came from elsewhere."""
+    maps = plan.maps
+    stores = tuple(x.new_empty((maps.store_rows, *x.shape[1:])) for x in (k, v))
+    for store, own, come in zip(stores, (k, v), apart(received, k, v), strict=True):
+        store.index_copy_(0, maps.received_to_store, come)
+        store.index_copy_(0, maps.own_to_store, own.index_select(0, maps.own_rows))
+    return stores[0], stores[1]
+
+
+def side_by_side(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`[rows, G, H]` and `[rows, G, V]` as `[rows, G * H + G * V]`."""
+    return torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+
+
+def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
+    width = k.shape[1] * k.shape[2]
+    return rows[:, :width].unflatten(1, k.shape[1:]), rows[:, width:].unflatten(1, v.shape[1:])
+
+
+def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Elements of one row of keys and values side by side."""
+    return k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]

@@ -13,12 +13,13 @@ from distca_hf.planning.routing import KernelCall, QueryMoves, Routing
 
 @dataclass(frozen=True, eq=False)
 class DeviceCall:
-    """A kernel call with its offsets on the device."""
+    """A kernel call with its offsets on the device; names as in `KernelCall`."""
 
     queries: slice
     keys: slice
     from_store: bool
     spans: Spans
+    rows_per_token: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,7 @@ class Maps:
     """
 
     num_rows: int
+    rows_per_token: int
     task_rows: int
     store_rows: int
     exchanges: bool
@@ -118,6 +120,7 @@ class HostMaps:
         reordered = routing.row_order is not None
         return Maps(
             num_rows=routing.num_rows,
+            rows_per_token=routing.rows_per_token,
             task_rows=max((call.query_stop for call in routing.calls), default=0),
             store_rows=routing.store_rows,
             exchanges=routing.exchanges,
@@ -165,7 +168,11 @@ def _device_calls(calls: tuple[KernelCall, ...], offsets: torch.Tensor) -> tuple
         at += 2 * entries
         made.append(
             DeviceCall(
-                slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop), call.from_store, spans
+                queries=slice(call.query_start, call.query_stop),
+                keys=slice(call.key_start, call.key_stop),
+                from_store=call.from_store,
+                spans=spans,
+                rows_per_token=call.rows_per_token,
             )
         )
     return tuple(made)

@@ -20,7 +20,7 @@ from distca_hf.runtime.plans import LivePlan, find_plan
 def flash_attn(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, keep_received: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention output, log-sum-exp and, if they are to be kept for backward, the received rows."""
+    """Attention output, log-sum-exp `[T, N]` and, if they are to be kept for backward, what was received."""
     live = find_plan(plan)
     try:
         out, lse, received = attend(q_TNH, k_TGH, v_TGV, scale, live)
@@ -35,11 +35,8 @@ def _(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, keep_received: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
-    lse = q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0]), dtype=accumulation_dtype(q_TNH.dtype))
-    if not keep_received:
-        return out, lse, k_TGH.new_empty(0)
-    rows = torch.library.get_ctx().new_dynamic_size()
-    return out, lse, k_TGH.new_empty((rows, k_TGH.shape[1] * k_TGH.shape[2] + v_TGV.shape[1] * v_TGV.shape[2]))
+    lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
+    return out, lse, k_TGH.new_empty(torch.library.get_ctx().new_dynamic_size() if keep_received else 0)
 
 
 @torch.library.custom_op("distca::flash_attn_backward", mutates_args=())
@@ -49,7 +46,7 @@ def flash_attn_backward(
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
     out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
+    lse_TN: torch.Tensor,
     received: torch.Tensor,
     scale: float,
     plan: int,
@@ -59,7 +56,7 @@ def flash_attn_backward(
     live = find_plan(plan)
     try:
         return attend_backward(
-            dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_NT, received if keep_received else None, scale, live
+            dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, received if keep_received else None, scale, live
         )
     except Exception as error:
         _add_place(error, live, live.backward_calls, "backward")
@@ -73,7 +70,7 @@ def _(
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
     out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
+    lse_TN: torch.Tensor,
     received: torch.Tensor,
     scale: float,
     plan: int,

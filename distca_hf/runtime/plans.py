@@ -34,30 +34,33 @@ class PlanFacts:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
         work: attended pairs of each rank, as planned.
         work_before: the same, had the documents been packed one after the other.
-        key_tokens_sent: tokens whose keys and values each rank sends, per layer, forward.
-        query_tokens_sent: tokens whose queries each rank sends; their outputs come back.
+        key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
+        query_rows_sent: rows of queries that each rank sends; their outputs come back.
+        rows_per_token: 1, or the groups that the plan divides heads in.
     """
 
     num_documents: int
     longest_document_tokens: int
     work: tuple[int, ...]
     work_before: tuple[int, ...]
-    key_tokens_sent: tuple[int, ...]
-    query_tokens_sent: tuple[int, ...] = ()
+    key_rows_sent: tuple[int, ...]
+    query_rows_sent: tuple[int, ...] = ()
+    rows_per_token: int = 1
     num_tokens: int = 0
 
     @classmethod
     def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
         """Facts of a plan, whose key transfers are computed already."""
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
-        queries_sent = np.bincount(moved.home, weights=moved.tokens, minlength=layout.num_ranks).astype(np.int64)
+        queries_sent = np.bincount(moved.home, weights=moved.rows, minlength=layout.num_ranks).astype(np.int64)
         return cls(
             num_documents=layout.num_documents,
             longest_document_tokens=layout.longest_document_tokens,
             work=tuple(plan.work.tolist()),
-            work_before=tuple(work_before.tolist()),
-            key_tokens_sent=tuple(transfers.tokens_between(layout.num_ranks).sum(axis=1).tolist()),
-            query_tokens_sent=tuple(queries_sent.tolist()),
+            work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
+            key_rows_sent=tuple(transfers.rows_between(layout.num_ranks).sum(axis=1).tolist()),
+            query_rows_sent=tuple(queries_sent.tolist()),
+            rows_per_token=plan.tasks.head_groups,
             num_tokens=int(layout.document_tokens.sum()),
         )
 

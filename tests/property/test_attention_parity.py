@@ -5,8 +5,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca_hf.planning.planner import plan_in_place
 from distca_hf.testing.loopback import run_ranks
-from support.layouts import random_layout, random_plan
+from support.layouts import random_layout, random_plan, striped_layout
 from support.parity import Case, compare
 
 
@@ -27,6 +28,41 @@ def test_queries_computed_anywhere_give_the_same(seed: int, num_ranks: int) -> N
     rng = random.Random(seed)
     layout = random_layout(rng, num_ranks)
     case = Case.draw(seed, layout, random_plan(rng, layout))
+
+    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
+        assert difference.largest <= 1e-10
+        assert difference.exchanges == difference.exchanges_expected
+        assert difference.bytes_sent == difference.bytes_expected
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    head_groups=st.sampled_from([2, 3, 4]),
+)
+def test_heads_computed_anywhere_give_the_same(seed: int, num_ranks: int, head_groups: int) -> None:
+    rng = random.Random(seed)
+    layout = random_layout(rng, num_ranks)
+    case = Case.draw(seed, layout, random_plan(rng, layout, head_groups))
+
+    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
+        assert difference.largest <= 1e-10
+        assert difference.exchanges == difference.exchanges_expected
+        assert difference.bytes_sent == difference.bytes_expected
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    head_groups=st.sampled_from([1, 2, 3, 4]),
+)
+def test_stripes_give_the_same(seed: int, num_ranks: int, head_groups: int) -> None:
+    layout = striped_layout(random.Random(seed), num_ranks)
+    plan = plan_in_place(layout, head_groups)
+    plan.validate()
+    case = Case.draw(seed, layout, plan)
 
     for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
         assert difference.largest <= 1e-10

@@ -213,7 +213,7 @@ def test_key_transfers_are_what_the_routings_send(seed: int, num_ranks: int) -> 
     world = draw_world(seed, num_ranks)
     transfers = key_transfers(plan_in_place(world.layout))
 
-    assert transfers.tokens_between(num_ranks).tolist() == [routing.send_counts.tolist() for routing in world.routings]
+    assert transfers.rows_between(num_ranks).tolist() == [routing.send_counts.tolist() for routing in world.routings]
     order = list(
         zip(
             transfers.source.tolist(),

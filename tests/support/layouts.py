@@ -1,12 +1,13 @@
 """Layouts for tests: random, and as adversarial as a layout may be."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Stripe
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.task import Tasks
+from distca_hf.planning.task import ALL_HEADS, Tasks
 
 
 def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) -> Layout:
@@ -36,14 +37,37 @@ def packed_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 3000
     return Layout.from_packs([pack() for _ in range(num_ranks)])
 
 
-def random_plan(rng: random.Random, layout: Layout) -> Plan:
-    """Tasks cut anywhere, without regard to segments, on any server."""
+def random_plan(rng: random.Random, layout: Layout, head_groups: int = 1) -> Plan:
+    """Tasks cut anywhere, without regard to segments, on any server; heads of about half of the documents divided."""
     tasks = []
     servers = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
     for document, length in enumerate(layout.document_tokens.tolist()):
-        cuts = sorted(rng.sample(range(1, length), min(length - 1, rng.choice([0, 1, 2, 4]))))
-        for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
-            tasks.append((document, start, stop, rng.choice(servers)))
-    plan = Plan(layout, Tasks.sort(*np.array(tasks, dtype=np.int64).T.copy()))
+        for head in range(head_groups) if head_groups > 1 and rng.random() < 0.5 else [ALL_HEADS]:
+            cuts = sorted(rng.sample(range(1, length), min(length - 1, rng.choice([0, 1, 2, 4]))))
+            for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+                tasks.append((document, start, stop, rng.choice(servers), head))
+    document, start, stop, server, head = np.array(tasks, dtype=np.int64).T.copy()
+    plan = Plan(layout, Tasks.sort(document, start, stop, server, head, head_groups))
     plan.validate()
     return plan
+
+
+def striped_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) -> Layout:
+    """Documents of which some are striped over ranks next to each other, entirely or from the middle on."""
+    lengths = [rng.randint(1, longest_tokens) for _ in range(rng.randint(1, 5))]
+    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    stripes = []
+    for document, length in enumerate(lengths):
+        start = rng.choice([0, 0, length // 2])
+        first, last = sorted(rng.choices(range(num_ranks), k=2))
+        cuts = [start + (length - start) * part // (last - first + 1) for part in range(last - first + 2)]
+        for rank, (begin, end) in enumerate(pairwise(cuts), first):
+            segments[rank] += [(document, begin, end)] if begin < end else []
+        if start:
+            segments[rng.randrange(num_ranks)].append((document, 0, start))
+        if rng.random() < 0.8:
+            stripes.append(Stripe(document, start, length, first, last + 1))
+    for held in segments:
+        rng.shuffle(held)
+    rows = [sum(stop - start for _, start, stop in held) + rng.choice([0, 0, 3]) for held in segments]
+    return Layout.from_segments(lengths, segments, rows, stripes)

@@ -19,7 +19,7 @@ from distca_hf.testing.reference import attend_documents, rows_of_rank
 
 SCALE = 0.4
 # (query heads, KV heads, head dimension, value dimension): MHA, GQA, MQA, and unequal dimensions.
-HEADS = ((4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 8, 8), (4, 2, 8, 4))
+HEADS = ((4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 8, 8), (4, 2, 8, 4), (6, 3, 4, 4))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
         rng = random.Random(seed)
         return cls(
             layout,
-            rng.choice(HEADS),
+            rng.choice([heads for heads in HEADS if plan is None or heads[1] % plan.tasks.head_groups == 0]),
             rng.choice(["reference", "auto"]),
             rng.choice(["refetch", "keep"]),
             seed,
@@ -111,11 +111,11 @@ def compare(case: Case, transport: Transport) -> Difference:
     assert not out[len(rows) :].any(), "padding rows must be zero"
     assert not any(gradient[len(rows) :].any() for gradient in gradients), "padding rows must have no gradient"
     fetches = 1 if case.received_kv == "keep" else 2
-    sent = key_transfers(case.plan).tokens_between(layout.num_ranks)
-    heads, groups, dim, value_dim = case.heads
-    row_bytes = groups * (dim + value_dim) * 8
+    sent = key_transfers(case.plan).rows_between(layout.num_ranks)
+    heads, kv_heads, dim, value_dim = case.heads
+    row_bytes = kv_heads // case.plan.tasks.head_groups * (dim + value_dim) * 8
     moved = case.plan.pieces.select(case.plan.pieces.moved)
-    left, came = (int(moved.tokens[by == rank].sum()) for by in (moved.home, moved.server))
+    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.home, moved.server))
     query_bytes = left * (2 * dim + 2 * value_dim + 1) + came * (dim + value_dim + 1)
     return Difference(
         out=_largest(out[: len(rows)], expected[rows]),
@@ -125,7 +125,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         exchanges=transport.traffic.exchanges - before[0],
         exchanges_expected=((fetches + 1) if sent.any() else 0) + (4 if len(moved.tokens) else 0),
         bytes_sent=transport.traffic.bytes_sent - before[1],
-        bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes + 8 * heads * query_bytes,
+        bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes
+        + 8 * heads // case.plan.tasks.head_groups * query_bytes,
     )
 
 

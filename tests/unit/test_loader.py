@@ -477,7 +477,7 @@ def test_history_and_times_tell_what_was_handed_out() -> None:
     assert facts.longest_document_tokens == lengths[-1]
     assert facts.work == facts.work_before == (sum(length * (length + 1) // 2 for length in lengths),)
     assert facts.imbalance == 1.0
-    assert facts.key_tokens_sent == (0,)
+    assert facts.key_rows_sent == (0,)
     assert loader.times.plan_seconds > 0
     assert loader.times.step_seconds >= 0.002 * (len(loader) - 1)
     assert 0 <= loader.times.wait_share < 1

@@ -198,8 +198,8 @@ def test_plan_checks_its_layout_too() -> None:
 # --- fingerprint
 
 
-LAYOUT_ARRAYS = [field.name for field in dataclasses.fields(Layout)]
-TASK_ARRAYS = [field.name for field in dataclasses.fields(Tasks)]
+LAYOUT_ARRAYS = [field.name for field in dataclasses.fields(Layout) if field.name != "stripes"]
+TASK_ARRAYS = [field.name for field in dataclasses.fields(Tasks) if field.name != "head_groups"]
 
 
 def changed(plan: Plan, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Plan:

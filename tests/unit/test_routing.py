@@ -93,7 +93,7 @@ def test_only_the_needed_part_of_a_prefix_travels() -> None:
     plan = plan_in_place(Layout.from_segments([9], [[(0, 0, 2)], [(0, 2, 5)], [(0, 5, 9)]]))
     transfers = key_transfers(plan)
 
-    assert transfers.tokens_between(3).tolist() == [[0, 2, 2], [0, 0, 3], [0, 0, 0]]
+    assert transfers.rows_between(3).tolist() == [[0, 2, 2], [0, 0, 3], [0, 0, 0]]
     assert len(transfers) == 3
     assert transfers.tokens.tolist() == [2, 2, 3]
     chosen = transfers.select(transfers.destination == 2)
