@@ -1,7 +1,7 @@
 """Collate: the rows of one rank as arrays, from a layout and a document source. Labels are shifted before documents
 are cut."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,11 +70,4 @@ def pad_rows(layout: Layout, multiple: int, most_rows: int) -> Layout:
     """The layout with every rank padded to the same number of rows: a multiple, but no more than `most_rows`."""
     fullest = int(layout.rank_tokens.max(initial=0))
     rows = max(min(-(-fullest // multiple) * multiple, most_rows), fullest, 1)
-    return Layout(
-        document_tokens=layout.document_tokens,
-        segment_document=layout.segment_document,
-        segment_start=layout.segment_start,
-        segment_stop=layout.segment_stop,
-        rank_segments=layout.rank_segments,
-        rank_rows=np.full(layout.num_ranks, rows, dtype=np.int64),
-    )
+    return replace(layout, rank_rows=np.full(layout.num_ranks, rows, dtype=np.int64))

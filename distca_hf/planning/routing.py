@@ -1,5 +1,5 @@
-"""Routing: the index maps of one rank, derived from a plan. Integers only; `runtime` puts them on a device and uses
-them.
+"""Routing: the index maps of one rank, derived from a plan. Runs of integers only; `runtime` writes them out on a
+device and uses them.
 
 A rank computes its tasks in canonical order: first those that begin their document and are held here (all keys are
 their own rows), then those whose keys are, in part, elsewhere. For the latter, keys of the whole prefix are gathered
@@ -27,6 +27,7 @@ import numpy as np
 from distca_hf.cost import IntArray
 from distca_hf.planning.pieces import Pieces, line_keys, position_keys, rows_per_token
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.runs import Runs
 from distca_hf.planning.task import ALL_HEADS
 
 
@@ -118,12 +119,12 @@ class QueryMoves:
     """
 
     num_rows: int
-    local_rows: IntArray
-    local_to_query: IntArray
-    send_rows: IntArray
+    local_rows: Runs
+    local_to_query: Runs
+    send_rows: Runs
     send_counts: IntArray
     receive_counts: IntArray
-    received_to_query: IntArray
+    received_to_query: Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,23 +148,23 @@ class Routing:
 
     num_rows: int
     rows_per_token: int
-    row_order: IntArray | None
-    send_rows: IntArray
+    row_order: Runs | None
+    send_rows: Runs
     send_counts: IntArray
     receive_counts: IntArray
-    received_to_store: IntArray
-    own_rows: IntArray
-    own_to_store: IntArray
+    received_to_store: Runs
+    own_rows: Runs
+    own_to_store: Runs
     store_rows: int
     calls: tuple[KernelCall, ...]
     exchanges: bool
     queries: QueryMoves | None = None
 
     @cached_property
-    def shared_rows(self) -> IntArray:
+    def shared_rows(self) -> Runs:
         """Canonical rows whose key gradients have more than one part: those sent elsewhere or copied into the
         store."""
-        return np.unique(np.concatenate([self.send_rows, self.own_rows]))
+        return self.send_rows.union(self.own_rows)
 
 
 def key_transfers(plan: Plan) -> KeyTransfers:
@@ -184,7 +185,7 @@ def key_transfers(plan: Plan) -> KeyTransfers:
     first = np.searchsorted(lines, line, side="left")
     last = np.searchsorted(lines, line, side="right")
     need = np.repeat(np.arange(len(line)), last - first)
-    piece = _ranges(first, last - first)
+    piece = Runs.of(first, last - first).numbers
     source, destination = pieces.home[piece], server[need]
     start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
     travels = np.flatnonzero((source != destination) & (start < stop))
@@ -253,12 +254,12 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
         num_rows=int(layout.rank_rows[rank]) * groups,
         rows_per_token=groups,
         row_order=_row_order(plan, rank, held),
-        send_rows=_ranges(canonical_row(sent.document, sent.head, sent.start), sent.rows),
+        send_rows=Runs.of(canonical_row(sent.document, sent.head, sent.start), sent.rows),
         send_counts=_counts(sent.destination, sent.rows, layout.num_ranks),
         receive_counts=_counts(received.source, received.rows, layout.num_ranks),
-        received_to_store=_ranges(store_row(received.document, received.head, received.start), received.rows),
-        own_rows=_ranges(key_row[kept], kept_rows),
-        own_to_store=_ranges(store_row(held.document[kept], held.head[kept], held.start[kept]), kept_rows),
+        received_to_store=Runs.of(store_row(received.document, received.head, received.start), received.rows),
+        own_rows=Runs.of(key_row[kept], kept_rows),
+        own_to_store=Runs.of(store_row(held.document[kept], held.head[kept], held.start[kept]), kept_rows),
         store_rows=int(prefix_rows.sum()),
         calls=_kernel_calls(plan, mine, query_row[mine], store_row),
         exchanges=len(transfers) > 0,
@@ -266,26 +267,26 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
     )
 
 
-def _row_order(plan: Plan, rank: int, held: Pieces) -> IntArray | None:
+def _row_order(plan: Plan, rank: int, held: Pieces) -> Runs | None:
     """Layout row of each canonical row of `rank`, whose pieces are given in canonical order; None if they are the
     same."""
-    rows = np.concatenate([_ranges(held.row, held.rows, held.stride), _padding_rows(plan, rank)])
-    return None if np.array_equal(rows, np.arange(len(rows))) else rows
+    rows = Runs.join([Runs.of(held.row, held.rows, held.stride), _padding_rows(plan, rank)])
+    return None if rows.counts_up else rows
 
 
-def _padding_rows(plan: Plan, rank: int) -> IntArray:
+def _padding_rows(plan: Plan, rank: int) -> Runs:
     """Layout rows of `rank` that belong to no document."""
     layout, groups = plan.layout, plan.tasks.head_groups
-    return np.arange(layout.rank_tokens[rank] * groups, layout.rank_rows[rank] * groups)
+    return Runs.range(int(layout.rank_tokens[rank]) * groups, int(layout.rank_rows[rank]) * groups)
 
 
 def _query_moves(plan: Plan, rank: int, query_row: IntArray) -> QueryMoves:
     """Queries of one rank; `query_row` is the first canonical query row of each task it computes."""
     tasks, pieces = plan.tasks, plan.pieces
 
-    def query_rows(chosen: Pieces) -> IntArray:
+    def query_rows(chosen: Pieces) -> Runs:
         into_task = (chosen.start - tasks.start[chosen.task]) * rows_per_token(chosen.head, chosen.head_groups)
-        return _ranges(query_row[chosen.task] + into_task, chosen.rows)
+        return Runs.of(query_row[chosen.task] + into_task, chosen.rows)
 
     local = pieces.select((pieces.home == rank) & (pieces.server == rank))
     sent = pieces.select((pieces.home == rank) & (pieces.server != rank))
@@ -295,10 +296,10 @@ def _query_moves(plan: Plan, rank: int, query_row: IntArray) -> QueryMoves:
     num_queries = int(local.rows.sum() + received.rows.sum())
     padding = _padding_rows(plan, rank)
     return QueryMoves(
-        num_rows=num_queries + len(padding),
-        local_rows=np.concatenate([_ranges(local.row, local.rows, local.stride), padding]),
-        local_to_query=np.concatenate([query_rows(local), num_queries + np.arange(len(padding))]),
-        send_rows=_ranges(sent.row, sent.rows, sent.stride),
+        num_rows=num_queries + padding.total,
+        local_rows=Runs.join([Runs.of(local.row, local.rows, local.stride), padding]),
+        local_to_query=Runs.join([query_rows(local), Runs.range(num_queries, num_queries + padding.total)]),
+        send_rows=Runs.of(sent.row, sent.rows, sent.stride),
         send_counts=_counts(sent.server, sent.rows, plan.layout.num_ranks),
         receive_counts=_counts(received.home, received.rows, plan.layout.num_ranks),
         received_to_query=query_rows(received),
@@ -337,12 +338,3 @@ def _offsets(lengths: IntArray) -> IntArray:
 def _counts(ranks: IntArray, rows: IntArray, num_ranks: int) -> IntArray:
     """`[ranks]` rows of each rank."""
     return np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64)
-
-
-def _ranges(starts: IntArray, lengths: IntArray, strides: IntArray | None = None) -> IntArray:
-    """`[start, start + stride, ...)` of `length` numbers each, concatenated; the stride is 1 unless given."""
-    total = int(lengths.sum())
-    before = np.cumsum(lengths) - lengths
-    if strides is None or (strides == 1).all():
-        return np.repeat(starts - before, lengths) + np.arange(total)
-    return np.repeat(starts, lengths) + (np.arange(total) - np.repeat(before, lengths)) * np.repeat(strides, lengths)

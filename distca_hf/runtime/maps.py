@@ -9,6 +9,7 @@ import torch
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.planning.routing import KernelCall, QueryMoves, Routing
+from distca_hf.planning.runs import Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,50 +73,44 @@ class Maps:
 
 @dataclass(frozen=True, eq=False)
 class HostMaps:
-    """Maps before they are copied: all integers of a micro-batch in one pinned buffer, so that one copy brings them
-    over."""
+    """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy."""
 
     routing: Routing
-    index: torch.Tensor
-    index_sizes: list[int]
+    runs: tuple[Runs, ...]
+    table: torch.Tensor
     offsets: torch.Tensor
 
     @classmethod
     def prepare(cls, routing: Routing, pin: bool = False) -> "HostMaps":
         """Gathers a routing's integers; safe in a background thread."""
-        shared = routing.shared_rows
-        nothing = np.zeros(0, dtype=np.int64)
-        order = nothing if routing.row_order is None else routing.row_order
-        moves = routing.queries
-        arrays = [
+        shared, moves = routing.shared_rows, routing.queries
+        runs = [
             routing.send_rows,
             routing.received_to_store,
             routing.own_rows,
             routing.own_to_store,
             shared,
-            np.searchsorted(shared, routing.send_rows),
-            np.searchsorted(shared, routing.own_rows),
-            order,
-            np.argsort(order),
-            nothing if moves is None else moves.local_rows,
-            nothing if moves is None else moves.local_to_query,
-            nothing if moves is None else moves.send_rows,
-            nothing if moves is None else moves.received_to_query,
+            routing.send_rows.places_in(shared),
+            routing.own_rows.places_in(shared),
+            Runs.range(0, 0) if routing.row_order is None else routing.row_order,
         ]
+        if moves is not None:
+            runs += [moves.local_rows, moves.local_to_query, moves.send_rows, moves.received_to_query]
         offsets = [offset for call in routing.calls for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
         return cls(
             routing=routing,
-            index=_pinned(np.concatenate(arrays), pin),
-            index_sizes=[len(array) for array in arrays],
+            runs=tuple(runs),
+            table=_pinned(_table(Runs.join(runs)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
         )
 
     def to(self, device: torch.device) -> Maps:
         """Maps on the device: two copies that the host does not wait for."""
         routing = self.routing
-        send, received, own, own_to, shared, send_in, own_in, order, canonical, *moves = self.index.to(
-            device, non_blocking=True
-        ).split(self.index_sizes)
+        table = self.table.to(device, non_blocking=True).split([len(runs.starts) for runs in self.runs], dim=1)
+        send, received, own, own_to, shared, send_in, own_in, order, *moves = (
+            _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
+        )
         offsets = self.offsets.to(device, non_blocking=True)
         reordered = routing.row_order is not None
         return Maps(
@@ -130,7 +125,7 @@ class HostMaps:
             send_counts=routing.send_counts.tolist(),
             receive_counts=routing.receive_counts.tolist(),
             row_order=order if reordered else None,
-            canonical_of=canonical if reordered else None,
+            canonical_of=_inverse(order) if reordered else None,
             send_rows=send,
             received_to_store=received,
             own_rows=own,
@@ -141,6 +136,27 @@ class HostMaps:
             calls=_device_calls(routing.calls, offsets),
             queries=_query_maps(routing.queries, moves),
         )
+
+
+def _table(runs: Runs) -> np.ndarray:
+    """`[4, runs]` length, stride and start of each run, and the numbers before it."""
+    before = np.cumsum(runs.lengths) - runs.lengths
+    return np.stack((runs.lengths, runs.strides, runs.starts, before))
+
+
+def _written_out(table: torch.Tensor, total: int) -> torch.Tensor:
+    """`[total]` the numbers of some runs, on the device; the host does not wait."""
+    lengths, strides, starts, before = table
+    run = torch.repeat_interleave(lengths, output_size=total)
+    within = torch.arange(total, device=table.device) - (before - before[:1])[run]
+    return starts[run] + within * strides[run]
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes `order`."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
 
 
 def _parts(counts: IntArray) -> tuple[slice, ...]:

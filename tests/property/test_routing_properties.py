@@ -52,7 +52,7 @@ class World:
     def canonical_tokens(self) -> list[list[Token | None]]:
         """Token in each canonical row of each rank, as `row_order` says."""
         return [
-            tokens if routing.row_order is None else [tokens[row] for row in routing.row_order]
+            tokens if routing.row_order is None else [tokens[row] for row in routing.row_order.numbers]
             for tokens, routing in zip(self.layout_tokens, self.routings, strict=True)
         ]
 
@@ -76,7 +76,7 @@ class World:
     def sent(self, rank: int) -> list[list[Token]]:
         """Tokens that a rank sends to each rank."""
         routing = self.routings[rank]
-        tokens = [self.canonical_tokens[rank][row] for row in routing.send_rows]
+        tokens = [self.canonical_tokens[rank][row] for row in routing.send_rows.numbers]
         borders = np.cumsum([0, *routing.send_counts])
         return [tokens[start:stop] for start, stop in pairwise(borders)]
 
@@ -88,8 +88,11 @@ class World:
         """Content of a rank's store; asserts that every row is written once."""
         routing = self.routings[rank]
         store: list[Token | None] = [None] * routing.store_rows
-        own = [self.canonical_tokens[rank][row] for row in routing.own_rows]
-        for tokens, rows in ((self.received(rank), routing.received_to_store), (own, routing.own_to_store)):
+        own = [self.canonical_tokens[rank][row] for row in routing.own_rows.numbers]
+        for tokens, rows in (
+            (self.received(rank), routing.received_to_store.numbers),
+            (own, routing.own_to_store.numbers),
+        ):
             for token, row in zip(tokens, rows, strict=True):
                 assert store[row] is None
                 store[row] = token
@@ -118,7 +121,7 @@ def test_canonical_rows_are_tasks_then_padding(seed: int, num_ranks: int) -> Non
         tokens = [token for run in runs for token in run]
         assert world.canonical_tokens[rank] == tokens + [None] * (routing.num_rows - len(tokens))
         if routing.row_order is not None:
-            assert sorted(routing.row_order.tolist()) == list(range(routing.num_rows))
+            assert sorted(routing.row_order.numbers.tolist()) == list(range(routing.num_rows))
 
 
 @settings(max_examples=300)
@@ -129,11 +132,11 @@ def test_every_missing_key_is_received_once_and_nothing_else(seed: int, num_rank
     for rank, routing in enumerate(world.routings):
         received = world.received(rank)
         assert sorted(received) == sorted(world.needed(rank) - world.held(rank))
-        assert len(routing.send_rows) == routing.send_counts.sum()
+        assert len(routing.send_rows.numbers) == routing.send_counts.sum()
         assert routing.send_counts[rank] == 0
         for other, other_routing in enumerate(world.routings):
             assert routing.send_counts[other] == other_routing.receive_counts[rank]
-    sends = any(len(routing.send_rows) for routing in world.routings)
+    sends = any(len(routing.send_rows.numbers) for routing in world.routings)
     assert all(routing.exchanges == sends for routing in world.routings)
 
 
@@ -191,10 +194,10 @@ def test_shared_rows_are_those_whose_gradients_come_from_elsewhere_or_from_the_s
         elsewhere = {token for token in parts if token in world.stored(rank)}
         for other in range(num_ranks):
             elsewhere |= {token for token in parts if other != rank and token in world.needed(other)}
-        shared = [world.canonical_tokens[rank][row] for row in routing.shared_rows]
+        shared = [world.canonical_tokens[rank][row] for row in routing.shared_rows.numbers]
 
         assert sorted(shared) == sorted(elsewhere)
-        assert routing.shared_rows.tolist() == sorted(set(routing.shared_rows.tolist()))
+        assert routing.shared_rows.numbers.tolist() == sorted(set(routing.shared_rows.numbers.tolist()))
         assert all(parts[token] == 1 for token in parts if token not in elsewhere)
 
 

@@ -50,25 +50,28 @@ def test_two_ranks_that_share_one_document() -> None:
     """Rank 0 holds d1 and the beginning of d0, rank 1 holds d2 and the rest of d0, and one row of padding."""
     left, right = routings(Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], [5, 8]))
 
-    assert left.row_order.tolist() == [3, 4, 0, 1, 2]  # d0 before d1
-    assert left.send_rows.tolist() == [0, 1]
+    assert left.row_order.numbers.tolist() == [3, 4, 0, 1, 2]  # d0 before d1
+    assert left.send_rows.numbers.tolist() == [0, 1]
     assert (left.send_counts.tolist(), left.receive_counts.tolist()) == ([0, 2], [0, 0])
-    assert left.store_rows == len(left.own_rows) == len(left.received_to_store) == 0
+    assert left.store_rows == len(left.own_rows.numbers) == len(left.received_to_store.numbers) == 0
     assert calls_of(left) == [((0, 5), (0, 5), False, [0, 2, 5], [0, 2, 5])]
-    assert left.shared_rows.tolist() == [0, 1]
+    assert left.shared_rows.numbers.tolist() == [0, 1]
 
     assert right.row_order is None
     assert right.num_rows == 8
-    assert right.send_rows.tolist() == []
+    assert right.send_rows.numbers.tolist() == []
     assert (right.send_counts.tolist(), right.receive_counts.tolist()) == ([0, 0], [2, 0])
-    assert right.received_to_store.tolist() == [0, 1]
-    assert (right.own_rows.tolist(), right.own_to_store.tolist()) == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7])
+    assert right.received_to_store.numbers.tolist() == [0, 1]
+    assert (right.own_rows.numbers.tolist(), right.own_to_store.numbers.tolist()) == (
+        [1, 2, 3, 4, 5, 6],
+        [2, 3, 4, 5, 6, 7],
+    )
     assert right.store_rows == 8
     assert calls_of(right) == [
         ((0, 1), (0, 1), False, [0, 1], [0, 1]),
         ((1, 7), (0, 8), True, [0, 6], [0, 8]),
     ]
-    assert right.shared_rows.tolist() == [1, 2, 3, 4, 5, 6]
+    assert right.shared_rows.numbers.tolist() == [1, 2, 3, 4, 5, 6]
     assert left.exchanges
     assert right.exchanges
 
@@ -85,7 +88,7 @@ def test_several_tasks_of_one_document_read_one_stored_prefix() -> None:
         ((2, 6), (0, 14), True, [0, 2, 4], [0, 9, 14]),
     ]
     assert first.receive_counts.tolist() == [0, 2 + 3 + 3]
-    assert sorted(first.received_to_store.tolist() + first.own_to_store.tolist()) == list(range(14))
+    assert sorted(first.received_to_store.numbers.tolist() + first.own_to_store.numbers.tolist()) == list(range(14))
 
 
 def test_only_the_needed_part_of_a_prefix_travels() -> None:
@@ -103,7 +106,7 @@ def test_only_the_needed_part_of_a_prefix_travels() -> None:
 def test_documents_on_one_rank_each_need_no_exchange() -> None:
     for routing in routings(Layout.from_segments([4, 2, 3], [[(1, 0, 2), (2, 0, 1), (2, 1, 3)], [(0, 0, 4)]])):
         assert not routing.exchanges
-        assert len(routing.send_rows) == routing.store_rows == len(routing.shared_rows) == 0
+        assert len(routing.send_rows.numbers) == routing.store_rows == len(routing.shared_rows.numbers) == 0
         assert len(routing.calls) == 1
         assert not routing.calls[0].from_store
 
@@ -112,7 +115,7 @@ def test_exchange_of_two_ranks_is_announced_to_a_third_that_has_no_part_in_it() 
     layout = Layout.from_segments([4, 2], [[(0, 0, 1)], [(0, 1, 4)], [(1, 0, 2)], []])
 
     assert [routing.exchanges for routing in routings(layout)] == [True] * 4
-    assert [len(routing.send_rows) for routing in routings(layout)] == [1, 0, 0, 0]
+    assert [len(routing.send_rows.numbers) for routing in routings(layout)] == [1, 0, 0, 0]
 
 
 def test_rank_without_tokens_has_padding_rows_and_nothing_else() -> None:
@@ -126,7 +129,7 @@ def test_rank_without_tokens_has_padding_rows_and_nothing_else() -> None:
 def test_padding_rows_stay_behind_the_tasks() -> None:
     routing = routings(Layout.from_segments([4, 2], [[(1, 0, 2), (0, 0, 4)]], [9]))[0]
 
-    assert routing.row_order.tolist() == [2, 3, 4, 5, 0, 1, 6, 7, 8]
+    assert routing.row_order.numbers.tolist() == [2, 3, 4, 5, 0, 1, 6, 7, 8]
     assert routing.calls[-1].query_stop == 6
 
 
@@ -137,21 +140,21 @@ def test_transfers_given_are_the_same_as_transfers_derived() -> None:
     for rank in range(4):
         given, derived = route(plan, rank, transfers), route(plan, rank)
         assert calls_of(given) == calls_of(derived)
-        assert given.send_rows.tolist() == derived.send_rows.tolist()
-        assert given.received_to_store.tolist() == derived.received_to_store.tolist()
+        assert given.send_rows.numbers.tolist() == derived.send_rows.numbers.tolist()
+        assert given.received_to_store.numbers.tolist() == derived.received_to_store.numbers.tolist()
 
 
 def test_all_index_arrays_are_int64() -> None:
     for seed in range(20):
         for routing in routings(random_layout(random.Random(seed), 3)):
             arrays = [
-                routing.send_rows,
+                routing.send_rows.numbers,
                 routing.send_counts,
                 routing.receive_counts,
-                routing.received_to_store,
-                routing.own_rows,
-                routing.own_to_store,
-                routing.shared_rows,
+                routing.received_to_store.numbers,
+                routing.own_rows.numbers,
+                routing.own_to_store.numbers,
+                routing.shared_rows.numbers,
                 *(call.cu_seqlens_q for call in routing.calls),
                 *(call.cu_seqlens_k for call in routing.calls),
             ]
@@ -227,9 +230,11 @@ def test_queries_computed_elsewhere_are_sent_received_and_attend_all_pairs(
 
     assert queries is not None
     assert sum(call.pairs for call in routing.calls) == plan.work[rank]
-    assert sorted([*queries.local_rows, *queries.send_rows]) == list(range(held))
-    assert sorted([*queries.local_to_query, *queries.received_to_query]) == list(range(queries.num_rows))
+    assert sorted([*queries.local_rows.numbers, *queries.send_rows.numbers]) == list(range(held))
+    assert sorted([*queries.local_to_query.numbers, *queries.received_to_query.numbers]) == list(
+        range(queries.num_rows)
+    )
     assert (queries.send_counts.sum(), queries.receive_counts.sum()) == (
-        len(queries.send_rows),
-        len(queries.received_to_query),
+        len(queries.send_rows.numbers),
+        len(queries.received_to_query.numbers),
     )
