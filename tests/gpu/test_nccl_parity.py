@@ -1,6 +1,7 @@
 """Core attention over NCCL: documents that span GPUs, bf16, no more than twice the error of bf16 PyTorch."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
+from distca_hf.layout import Layout, Stripe
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
@@ -23,16 +25,25 @@ pytestmark = pytest.mark.multigpu
 HEADS, GROUPS, DIM, SCALE = 8, 2, 128, 0.09
 
 
-def _plan(num_ranks: int, moves: bool) -> Plan:
-    """The plan of a placed layout, or one whose tasks are cut anywhere and computed anywhere."""
+def _plan(num_ranks: int, kind: str) -> Plan:
+    """The plan of a placed layout; or one whose queries, or single heads of them, are cut and computed anywhere; or
+    one with a document whose heads all ranks divide."""
+    if kind == "striped":
+        tokens = 3000
+        cuts = [tokens * rank // num_ranks for rank in range(num_ranks + 1)]
+        held = [[(0, start, stop), (1 + rank, 0, 200)] for rank, (start, stop) in enumerate(pairwise(cuts))]
+        stripe = Stripe(0, 0, tokens, 0, num_ranks)
+        return plan_in_place(Layout.from_segments([tokens, *[200] * num_ranks], held, None, [stripe]), GROUPS)
     layout = place([3000, 900, 411, 1, 1, 77, 1500, 260], num_ranks)
-    return random_plan(random.Random(0), layout) if moves else plan_in_place(layout)
+    if kind == "placed":
+        return plan_in_place(layout)
+    return random_plan(random.Random(0), layout, GROUPS if kind == "moved heads" else 1)
 
 
-def _errors(num_ranks: int, received_kv: str, moves: bool) -> dict[str, tuple[float, float]]:
+def _errors(num_ranks: int, received_kv: str, kind: str) -> dict[str, tuple[float, float]]:
     """Error of this rank's rows and what is allowed, for output and gradients."""
     device = torch.device("cuda", torch.cuda.current_device())
-    plan = _plan(num_ranks, moves)
+    plan = _plan(num_ranks, kind)
     layout = plan.layout
     generator = torch.Generator(device).manual_seed(0)
     tokens = int(layout.document_tokens.sum())
@@ -51,7 +62,7 @@ def _errors(num_ranks: int, received_kv: str, moves: bool) -> dict[str, tuple[fl
     q, k, v, dout = (x[rows].requires_grad_() for x in whole)
     out, _, _ = flash_attn(q, k, v, SCALE, live.handle, received_kv == "keep")
     results = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())]
-    assert transport.traffic.exchanges == (2 if received_kv == "keep" else 3) + (4 if moves else 0)
+    assert transport.traffic.exchanges == (2 if received_kv == "keep" else 3) + (4 if plan.moves_queries else 0)
 
     errors = {}
     for name, result, truth, bf16 in zip(("out", "dq", "dk", "dv"), results, exact, rounded, strict=True):
@@ -60,12 +71,12 @@ def _errors(num_ranks: int, received_kv: str, moves: bool) -> dict[str, tuple[fl
     return errors
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["placed", "moved"])
+@pytest.mark.parametrize("kind", ["placed", "moved", "moved heads", "striped"])
 @pytest.mark.parametrize("received_kv", ["refetch", "keep"])
-def test_error_is_at_most_twice_that_of_bf16_pytorch(received_kv: str, moves: bool, tmp_path: Path) -> None:
+def test_error_is_at_most_twice_that_of_bf16_pytorch(received_kv: str, kind: str, tmp_path: Path) -> None:
     num_ranks = min(4, torch.cuda.device_count())
     by_rank = run_ranks(
-        num_ranks, _errors, tmp_path, num_ranks, received_kv, moves, timeout_seconds=110.0, backend="nccl"
+        num_ranks, _errors, tmp_path, num_ranks, received_kv, kind, timeout_seconds=110.0, backend="nccl"
     )
 
     for errors in by_rank:
