@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import platform
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.integrations.launch import find_recipe, shipped_recipes
 from distca_hf.version import __version__
 
@@ -39,6 +41,71 @@ def recipes(name: str = typer.Argument(None, help="recipe whose path to print; w
         typer.echo(find_recipe(name))
     except ConfigError as error:
         typer.echo(f"distca: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        Path,
+        typer.Argument(
+            help="document lengths: a flat JSON list, .jsonl or .parquet with a column length, lengths, num_tokens or "
+            "input_ids, or a saved datasets folder"
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
+    tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
+    ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
+    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step, planned together")] = 1,
+    model: Annotated[str | None, typer.Option(help="shape of attention, llama3-8b if nothing is said")] = None,
+    model_config: Annotated[Path | None, typer.Option(help="shape from a Transformers config.json instead")] = None,
+    layout: Annotated[
+        str, typer.Option(help="placed: distca chooses who holds what; fixed: documents in order, tasks move")
+    ] = "placed",
+    overlong: Annotated[
+        str, typer.Option(help="documents longer than a whole batch: error, split (into several) or truncate")
+    ] = "error",
+    bytes_limit: Annotated[
+        int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="decides which documents are drawn, and their order")] = 0,
+    lengths_are_batch: Annotated[
+        bool, typer.Option("--lengths-are-batch", help="plan exactly these documents; none are drawn")
+    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
+) -> None:
+    """Plans a global batch of a file of document lengths: how equal the work of all ranks gets, and what must be sent.
+
+    Documents are drawn in a random order, each once, until a batch holds ranks x tokens per rank tokens. None is
+    cut: what does not fit into the rest is skipped (and waits for the next micro-step), and after 100 misfits in a
+    row the batch is full.
+
+    Bytes are those of one layer's forward pass. Bad input is one line on stderr and exit status 2.
+    """
+    from distca_hf.insight.plan_command import run_plan
+
+    try:
+        run_plan(
+            lengths,
+            ranks=ranks,
+            tokens_per_rank=tokens_per_rank,
+            ranks_per_node=ranks_per_node,
+            micro_steps=micro_steps,
+            model=model,
+            model_config=model_config,
+            layout=layout,
+            overlong=overlong,
+            bytes_limit=bytes_limit,
+            seed=seed,
+            lengths_are_batch=lengths_are_batch,
+            compare=compare,
+            as_json=as_json,
+            plot=plot,
+        )
+    except DistCAError as error:
+        typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 
 

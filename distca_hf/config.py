@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import yaml
 
 from distca_hf.errors import ConfigError
+from distca_hf.topology import Topology
 
 
 ENVIRONMENT_PREFIX = "DISTCA_"
@@ -94,10 +95,37 @@ class DistCAConfig:
         "Packs of others: choose which rank runs which pack of an optimizer step when, so that equally heavy ones run "
         "at the same time.",
     )
+    ranks_per_node: int = _setting(
+        "ranks_per_node",
+        0,
+        "Ranks that share a node, and with it fast links; 0: as launched (LOCAL_WORLD_SIZE).",
+    )
     deterministic: bool = _setting(
         "deterministic",
         False,
         "Bit-equal gradients from run to run; costs about a quarter of the backward kernel's speed.",
+    )
+    save_on_signal: bool = _setting(
+        "save_on_signal",
+        True,
+        "Trainer, on SIGTERM (preemption) or Ctrl-C: end the step, save a checkpoint on all ranks at the same step, "
+        "and leave with status 143 or 130. A handler that is there already stays.",
+    )
+    check_weights_every_steps: int = _setting(
+        "check_weights_every_steps",
+        0,
+        "Trainer: every so many steps compare the weights that all ranks should hold alike, bit by bit; 0 never does.",
+    )
+    check_exchanges: bool = _setting(
+        "check_exchanges",
+        False,
+        "For debugging: before every exchange ranks show each other which one they mean; costs a message each.",
+    )
+    check_finite: bool = _setting(
+        "check_finite",
+        False,
+        "For debugging: look for numbers that are not finite in what goes into and comes out of every attention call; "
+        "waits for the device each time.",
     )
     prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.")
     exchange_timeout_seconds: float = _setting(
@@ -118,7 +146,14 @@ class DistCAConfig:
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(DistCAConfig):
             _check_type(setting.name, getattr(self, setting.name))
-        at_least = {"tokens_per_rank": 1, "pad_to_multiple_of": 1, "prefetch": 1, "plans_in_flight": 1}
+        at_least = {
+            "tokens_per_rank": 1,
+            "pad_to_multiple_of": 1,
+            "ranks_per_node": 0,
+            "check_weights_every_steps": 0,
+            "prefetch": 1,
+            "plans_in_flight": 1,
+        }
         for name, smallest in at_least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {smallest}")
@@ -136,6 +171,11 @@ class DistCAConfig:
         """
         content = read_yaml(path)
         return cls(**check_settings(content.get("plugin", content), f"{path}"))
+
+    def topology(self, num_ranks: int) -> Topology:
+        """Which ranks share a node."""
+        launched = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        return Topology(num_ranks, self.ranks_per_node or launched)
 
     def shared_settings(self) -> dict[str, int]:
         """Settings that ranks must share, as integers: numbers in their smallest unit, choices by their place."""

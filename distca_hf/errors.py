@@ -25,6 +25,10 @@ class UnsupportedAttentionError(DistCAError, NotImplementedError):
     """A model, layer or kernel asks for something core attention here does not compute."""
 
 
+class NotFiniteError(DistCAError, ArithmeticError):
+    """A number that is infinite or none, found because the setting `check_finite` asks for it."""
+
+
 class PlanMismatchError(DistCAError, RuntimeError):
     """Ranks disagree about what to do next; found before anything was sent."""
 

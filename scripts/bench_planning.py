@@ -1,132 +1,106 @@
-"""Balance, padding and planning time on real document lengths, as a Markdown table.
+"""Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
 
-    python scripts/bench_planning.py [LENGTHS.json[.gz] ...]
+    python scripts/bench_planning.py [placed] [fixed] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
 
-For every file and world the first micro-batches of an epoch are placed, planned and routed, documents longer than a
-micro-batch being split. Balance is counted from the kernel calls of all ranks. The last table times what the loader's
-background thread does for one micro-batch, reading its tokens included.
+placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
+         bound; bytes between nodes; windows of several micro-steps
+fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
+times    planning and routing, each measured once in fresh processes, the median of several
+epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and what the loader does
+
+Bytes are of one layer's forward pass of Llama-3-8B in bf16: queries and outputs 8 KB, keys and values 4 KB a token.
 """
 
 import argparse
-import gzip
+import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from datasets import Dataset
-from datasets.utils.logging import disable_progress_bar
+from bench_epochs import print_epochs
+from bench_fixed import print_fixed
+from bench_placed import print_balance, print_bytes, print_ratio_to_bound, print_windows
+from bench_tools import RANKS_PER_NODE, K, plan_fixed, plan_placed, row, table
+from length_mixes import batch
 
-from distca_hf import DistCAPlugin
-from distca_hf.comm.transport import LocalTransport
-from distca_hf.cost import imbalance
-from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.preparer import Cursor
-from distca_hf.packing.collate import pad_rows
-from distca_hf.packing.epochs import EpochPacker
-from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.packing.source import split_documents
-from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers, route
+from distca_hf.planning.routing import route
+from distca_hf.topology import Topology
 
 
-SHIPPED = sorted((Path(__file__).parents[1] / "tests" / "data" / "lengths").glob("*.json.gz"))
-RANKS = (2, 8, 64)
-TOKENS_PER_RANK = (32_768, 65_536, 131_072)
-MICRO_BATCHES = 8
+RANKS = (4, 8, 64, 512)
+TABLES = ("placed", "fixed", "times", "epochs")
+# Fresh processes for every time: the median of them is reported.
+PROCESSES = 7
 
 
-def read_lengths(path: Path) -> np.ndarray:
-    """A flat JSON list of lengths, possibly compressed."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return np.array(json.loads(text), dtype=np.int64)
-
-
-def balance(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
-    """One row: balance of the first micro-batches, and padding of the whole epoch."""
-    capacity_tokens = num_ranks * tokens_per_rank
-    _, _, documents = split_documents(lengths, capacity_tokens)
-    packer = EpochPacker(documents, capacity_tokens)
-    epoch = packer.epoch(0)
-    before, placed, spread, sent = [], [], 0, []
-    for micro_batch in range(min(MICRO_BATCHES, packer.num_micro_batches)):
-        tokens = documents[epoch.micro_batch(micro_batch)]
-        layout = place(tokens, num_ranks)
-        plan = plan_in_place(layout)
-        transfers = key_transfers(plan)
-        work = [sum(call.pairs for call in route(plan, rank, transfers).calls) for rank in range(num_ranks)]
-        before.append(imbalance(fill_in_order(tokens, num_ranks).rank_work))
-        placed.append(imbalance(work))
-        spread = max(spread, int(np.ptp(layout.rank_tokens)))
-        sent.append(int(transfers.tokens.sum()) / max(1, int(tokens.sum())))
-    rows = 0
-    for micro_batch in range(packer.num_micro_batches):
-        tokens = int(documents[epoch.micro_batch(micro_batch)].sum())
-        fullest = -(-tokens // num_ranks)
-        rows += num_ranks * min(-(-fullest // 128) * 128, tokens_per_rank)
-    padding = 1 - documents.sum() / rows
-    full_padding = 1 - documents.sum() / (packer.num_micro_batches * capacity_tokens)
-    return (
-        f"| {name} | {num_ranks} | {tokens_per_rank // 1024}K | {spread} | {statistics.mean(before):.3f} | "
-        f"{max(placed):.4f} | {statistics.mean(sent):.2f} | {100 * padding:.3f} % | {100 * full_padding:.3f} % |"
+def print_times(ranks: list[int]) -> None:
+    """First plan of a process, imports excluded."""
+    table(
+        "First plan of a process, ms (limits: placed 3, 5, 15, 300; fixed 5, 8, 100, 2000; routing 5, 5, 15, 80)",
+        *("mix", "ranks", "tokens/rank", "documents", "placed ms", "routing ms", "fixed ms", "routing ms"),
     )
+    for mix in ("pretrain", "prolong"):
+        for num_ranks in ranks:
+            cells: list[str] = []
+            documents = 0
+            for kind in ("placed", "fixed"):
+                measured = list(_measure(kind, mix, num_ranks))
+                documents = int(measured[0]["documents"])
+                cells += [f"{1e3 * statistics.median(m[what] for m in measured):.1f}" for what in ("plan", "route")]
+            row(mix, num_ranks, "128K", documents, *cells)
 
 
-class OneOfMany(LocalTransport):
-    """Enough of a transport for a loader that only prepares: this rank, and how many there are."""
+def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
+    """What fresh processes say, one after the other."""
+    command = [sys.executable, Path(__file__), "--measure", kind, mix, str(num_ranks)]
+    for _ in range(PROCESSES):
+        yield json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
 
-
-def preparation(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
-    """One row: milliseconds of one micro-batch, from lengths to the rows of a rank."""
-    import torch
-
-    enough = np.searchsorted(np.cumsum(lengths), 12 * num_ranks * tokens_per_rank)
-    dataset = Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths[:enough]]})
-    plugin = DistCAPlugin(tokens_per_rank=tokens_per_rank, overlong="split")
-    loader = PlacedLoader(dataset, plugin, OneOfMany(1, num_ranks), torch.device("cpu"))
-    epoch = EpochPacker(loader._source.document_tokens, num_ranks * tokens_per_rank).epoch(0)
-    times, pads, documents = [], [], []
-    for micro_batch in range(10):
-        chosen = loader._source.document_tokens[epoch.micro_batch(micro_batch)]
-        began = time.perf_counter()
-        layout = pad_rows(place(chosen, num_ranks), 128, tokens_per_rank)
-        plan = plan_in_place(layout)
-        route(plan, 1, key_transfers(plan))
-        pads.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        loader.preparer.prepare(epoch, Cursor(0, micro_batch))
-        times.append(time.perf_counter() - began)
-        documents.append(len(chosen))
-    planning, total = 1e3 * statistics.median(pads), 1e3 * statistics.median(times)
-    documents_mean = statistics.mean(documents)
-    return (
-        f"| {name} | {num_ranks} | {tokens_per_rank // 1024}K | {documents_mean:.0f} | {planning:.1f} | {total:.1f} |"
-    )
+def measure_once(kind: str, mix: str, num_ranks: int) -> None:
+    """Plans and routes once, and prints seconds as JSON."""
+    lengths = batch(mix, num_ranks, 128 * K, 128 * K, seed=0)
+    topology = Topology(num_ranks, RANKS_PER_NODE)
+    gc.collect()  # what imports left behind is no part of planning
+    gc.freeze()
+    began = time.perf_counter()
+    plan = plan_placed(lengths, topology) if kind == "placed" else plan_fixed(lengths, topology)
+    planned = time.perf_counter()
+    route(plan, num_ranks // 2)
+    routed = time.perf_counter()
+    print(json.dumps({"documents": len(lengths), "plan": planned - began, "route": routed - planned}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lengths", nargs="*", type=Path, default=SHIPPED)
+    parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    disable_progress_bar()
-    files = {path.name.split(".")[0]: read_lengths(path) for path in options.lengths}
-    columns = "| lengths | ranks | tokens/rank | token spread | imbalance in order | placed (worst) "
-    print(columns + "| key tokens sent / token | padding (128) | padding (full) |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, lengths in files.items():
-        for num_ranks in RANKS:
-            for tokens_per_rank in TOKENS_PER_RANK:
-                print(balance(name, lengths, num_ranks, tokens_per_rank), flush=True)
-    print("\n| lengths | ranks | tokens/rank | documents | placing, planning, routing ms | with collation ms |")
-    print("|---|---|---|---|---|---|")
-    for name, lengths in files.items():
-        for num_ranks, tokens_per_rank in ((8, 32_768), (8, 131_072), (64, 131_072)):
-            print(preparation(name, lengths, num_ranks, tokens_per_rank), flush=True)
+    if options.measure:
+        kind, mix, num_ranks = options.measure
+        measure_once(kind, mix, int(num_ranks))
+        return
+    unknown = sorted(set(options.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    chosen = options.tables or TABLES
+    if "placed" in chosen:
+        print_balance(options.ranks, options.seeds)
+        print_bytes(options.ranks, options.seeds)
+        print_ratio_to_bound(options.ranks, options.seeds)
+        print_windows(options.ranks, options.seeds)
+    if "fixed" in chosen:
+        print_fixed(options.ranks, options.seeds)
+    if "times" in chosen:
+        print_times(options.ranks)
+    if "epochs" in chosen:
+        print_epochs()
 
 
 if __name__ == "__main__":

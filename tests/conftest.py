@@ -1,6 +1,8 @@
 """Fixtures and settings for all tests."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +20,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_are_no_garbage() -> Iterator[None]:
+    """Accelerate collects garbage after every training, and would spend half of the time of tests with a Trainer on
+    what imported modules hold."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

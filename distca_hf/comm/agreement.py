@@ -5,10 +5,10 @@ gathered while the batch is still being prepared, turn that into an error that n
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distca_hf.comm.transport import Gather, Transport
+from distca_hf.comm.transport import Gather, Traffic, Transport
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
 from distca_hf.telemetry import get_logger
 
@@ -23,16 +23,19 @@ class Occasion(enum.IntEnum):
     FORWARD = 2  # run a model on it
     PLAN = 4  # plan a batch that somebody else packed
     REPORT = 5  # log what was measured
+    COMPARE = 6  # compare weights
     UNABLE = 3  # give up, because it cannot prepare the micro-batch
 
 
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
-WIDTH = 24
+WIDTH = 32
+# The first of them: occasion, micro-batch, whether the rank wants to leave.
+HEADER = 3
 
 
 @dataclass
 class Agreement:
-    """Facts on their way to all ranks.
+    """Facts on their way to all ranks. By the way every rank tells whether it wants to leave: see `Traffic.leaving`.
 
     Attributes:
         facts: must be the same everywhere.
@@ -45,6 +48,7 @@ class Agreement:
     told: Mapping[str, int]
     gather: Gather
     where: str
+    traffic: Traffic
 
     @classmethod
     def start(
@@ -57,10 +61,10 @@ class Agreement:
     ) -> "Agreement":
         """Starts showing `facts` and telling `told`; for one occasion both have the same names on all ranks."""
         where = f"micro-batch {micro_batch}"
-        values = [occasion, micro_batch, *facts.values(), *told.values()]
+        values = [occasion, micro_batch, transport.traffic.wants_to_leave, *facts.values(), *told.values()]
         padded = values + [0] * (WIDTH - len(values))
         gather = transport.gather(padded, where)
-        return cls(occasion, micro_batch, facts, told, gather, f"rank {transport.rank}, {where}")
+        return cls(occasion, micro_batch, facts, told, gather, f"rank {transport.rank}, {where}", transport.traffic)
 
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int) -> None:
@@ -79,6 +83,7 @@ class Agreement:
             PlanMismatchError: ranks are about to do different things; lists ranks by value.
         """
         rows = self.gather.wait()
+        self.traffic.leaving |= {rank: row[2] for rank, row in enumerate(rows) if row[2]}
         unable = [rank for rank, row in enumerate(rows) if row[0] == Occasion.UNABLE]
         if unable:
             ranks = ", ".join(map(str, unable))
@@ -86,18 +91,19 @@ class Agreement:
         doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
         shown = {"what they do": doing}
         if len(set(doing)) == 1:
-            shown = {name: [str(row[2 + at]) for row in rows] for at, name in enumerate(self.facts)}
-        different = [f"{name} is {_by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
+            shown = {name: [str(row[HEADER + at]) for row in rows] for at, name in enumerate(self.facts)}
+        different = [f"{name} is {by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
         if different:
             raise PlanMismatchError(
                 f"{self.where}: ranks disagree, nothing was sent: {'; '.join(different)}. All ranks need the same "
                 "dataset, seed, settings and version of distca_hf, and must run the same micro-batches in one order."
             )
-        first = 2 + len(self.facts)
+        first = HEADER + len(self.facts)
         return {name: [row[first + at] for row in rows] for at, name in enumerate(self.told)}
 
 
-def _by_value(values: list[str]) -> str:
+def by_value(values: Sequence[str]) -> str:
+    """Which ranks have which value: "5 on rank 0, 2, 7 on rank 1"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)

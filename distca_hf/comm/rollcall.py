@@ -11,6 +11,7 @@ from types import TracebackType
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from distca_hf.errors import DistCAError
 from distca_hf.telemetry import get_logger
 
 
@@ -75,11 +76,12 @@ class RollCall:
 
     def announce_uncaught_errors(self) -> None:
         """From now on an exception that ends this process is left as a message first. One that another rank's end
-        brought about, in a collective of somebody else, gets a note that names that rank."""
+        brought about, in a collective of somebody else, gets a note that names that rank; ours have asked already."""
         earlier = sys.excepthook
 
         def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
+            foreign = isinstance(error, RuntimeError) and not isinstance(error, DistCAError)
+            if foreign and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
                 for rank, words in self.missing().items():
                     error.add_note(f"distca_hf: rank {rank} {words}")
             self.leave(f"{kind.__name__}: {error}")

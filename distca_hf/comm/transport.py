@@ -7,7 +7,8 @@ gloo), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,11 +28,22 @@ REMEMBERED_EXCHANGES = 64
 
 @dataclass
 class Traffic:
-    """What a transport has moved so far."""
+    """What a transport has moved so far, and what ranks told each other by the way.
+
+    Attributes:
+        exchanges, bytes_sent, recent: how many exchanges, their bytes to other ranks, and the places of the last ones.
+        waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
+            for rows by itself, as with NCCL, is not seen here.
+        wants_to_leave: number of the signal that this rank got; told in all agreements from now on, 0 says nothing.
+        leaving: ranks that told so, and their signals; the same on all ranks after the same agreement.
+    """
 
     exchanges: int = 0
     bytes_sent: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
+    waited_seconds: float = 0.0
+    wants_to_leave: int = 0
+    leaving: dict[int, int] = field(default_factory=dict)
 
     def count(self, rows: torch.Tensor, send_counts: Sequence[int], rank: int, where: str) -> None:
         """Adds one exchange. Rows a rank sends to itself are not traffic."""
@@ -39,6 +51,15 @@ class Traffic:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         self.bytes_sent += (len(rows) - send_counts[rank]) * row_bytes
         self.recent.append(where)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside as waiting for other ranks."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - began
 
 
 class Exchange(Protocol):
@@ -188,7 +209,8 @@ class TorchExchange:
 
     def wait(self) -> torch.Tensor:
         try:
-            self.work.wait()
+            with self.transport.traffic.waiting():
+                self.work.wait()
         except RuntimeError as error:
             raise self.transport.failure(error, self.where, self.began) from error
         return self.received
@@ -206,7 +228,8 @@ class TorchGather:
 
     def wait(self) -> list[list[int]]:
         try:
-            self.work.wait()
+            with self.transport.traffic.waiting():
+                self.work.wait()
         except RuntimeError as error:
             raise self.transport.failure(error, self.where, self.began) from error
         return [values.tolist() for values in self.received]

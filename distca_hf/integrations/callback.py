@@ -4,11 +4,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.drift import WeightsCheck
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable, packs_of
+from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.runtime.plans import PlanFacts
 from distca_hf.telemetry import LoaderTimes
 
@@ -37,8 +41,12 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     It adds to every log, over the micro-batches since the last one and all ranks: `distca/imbalance_before` and
     `distca/imbalance` (mean of max/mean work), `distca/mbytes_sent_max` (by the rank that sends most, per
     micro-batch), `distca/plan_ms`, `distca/loader_wait_ms` (of the slowest rank, per micro-batch),
-    `distca/tokens_per_second` and `distca/documents_truncated`. `plugin.attach` puts it before the callbacks that
-    report logs to trackers.
+    `distca/wait_ms_max` (of the rank that waited longest for others, per micro-batch), `distca/slowest_rank` (the one
+    that waited least), `distca/tokens_per_second` and `distca/documents_truncated`. `plugin.attach` puts it before the
+    callbacks that report logs to trackers.
+
+    It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
+    compares weights every `check_weights_every_steps`.
 
     Args:
         plugin: settings and transport.
@@ -52,6 +60,9 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         self._began = time.perf_counter()
         self._seen = LoaderTimes()
         self._seen_bytes = 0
+        self._seen_waiting = 0.0
+        self._weights: WeightsCheck | None = None
+        self._leave: LeaveOnSignal | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -62,6 +73,8 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
         """
         self.watch(enable(model, self._plugin))
+        if self._plugin.save_on_signal:
+            self._leave = LeaveOnSignal(self._plugin.transport)
 
     def watch(self, model: Any) -> None:
         """Reports on this enabled model."""
@@ -74,26 +87,54 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         steps, or of ranks, it is another place in the data.
 
         Raises:
-            ConfigError: the dataset or its order are not those of the checkpoint; names both values.
+            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all.
         """
         saved = state.stateful_callbacks.get(LOADER_STATE)
         if self._loader is not None:
             self._loader.restart()
-            if state.global_step > 0 and saved is not None and not args.ignore_data_skip:
+            if state.global_step > 0 and not args.ignore_data_skip:
+                if saved is None:
+                    raise ConfigError(
+                        f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes "
+                        "from a training without plugin.attach, and nobody knows which documents it has seen. "
+                        "ignore_data_skip=True begins the data anew"
+                    )
                 self._loader.load_state_dict(saved)
         self._began = time.perf_counter()
+        if self._leave is not None:
+            self._leave.on_train_begin(args, state, control)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        """Notes where the loader is.
+
+        Raises:
+            PlanMismatchError: weights were compared after this step, and differ.
+        """
         if self._loader is not None:
             state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
+        every = self._plugin.check_weights_every_steps
+        if every and state.global_step % every == 0:
+            if self._weights is None:
+                self._weights = WeightsCheck(self._plugin.transport(args.device))
+            self._weights.compare(model, state.global_step)
+        if self._leave is not None:
+            self._leave.on_step_end(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._leave is not None:
+            self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._loader is not None:
             self._loader.close()
+        if self._leave is not None:
+            self._leave.on_train_end(args, state, control)
 
     def on_log(
         self,
@@ -122,9 +163,11 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             micro_batches=times.micro_batches - self._seen.micro_batches,
         )
         transport = self._plugin.transport(args.device)
-        sent_bytes = transport.traffic.bytes_sent - self._seen_bytes
+        traffic = transport.traffic
+        sent_bytes, waited = traffic.bytes_sent - self._seen_bytes, traffic.waited_seconds - self._seen_waiting
         seconds = now - self._began
-        self._seen, self._seen_bytes, self._began = LoaderTimes(**vars(times)), transport.traffic.bytes_sent, now
+        self._seen, self._began = LoaderTimes(**vars(times)), now
+        self._seen_bytes, self._seen_waiting = traffic.bytes_sent, traffic.waited_seconds
         facts = list(source.history)[-new.micro_batches :] if new.micro_batches else []
         if not facts:
             return {}
@@ -132,15 +175,18 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             "wait_ns": round(1e9 * new.wait_seconds),
             "plan_ns": round(1e9 * new.plan_seconds),
             "sent_bytes": sent_bytes,
+            "waited_ns": round(1e9 * waited),
         }
         by_rank = Agreement.start(transport, Occasion.REPORT, step, {}, measured).wait()
-        wait_ns, plan_ns, sent = (max(values) / new.micro_batches for values in by_rank.values())
+        wait_ns, plan_ns, sent, waited_ns = (max(values) / new.micro_batches for values in by_rank.values())
         return {
             "distca/imbalance_before": sum(fact.imbalance_before for fact in facts) / len(facts),
             "distca/imbalance": sum(fact.imbalance for fact in facts) / len(facts),
             "distca/mbytes_sent_max": sent / 1e6,
             "distca/plan_ms": plan_ns / 1e6,
             "distca/loader_wait_ms": wait_ns / 1e6,
+            "distca/wait_ms_max": waited_ns / 1e6,
+            "distca/slowest_rank": float(np.argmin(by_rank["waited_ns"])),
             "distca/tokens_per_second": sum(fact.num_tokens for fact in facts) / seconds,
             "distca/documents_truncated": float(self._loader.documents_truncated if self._loader is not None else 0),
         }

@@ -51,6 +51,7 @@ class PlacedLoader:
         device: where batches go.
         seed, shuffle: order of documents, together with the epoch's number.
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
+        head_groups: groups that plans may divide the heads of the model in.
         endless: an iteration is the next `len(loader)` micro-batches of the endless stream, wherever the last one
             stopped: for loops that count epochs by themselves.
 
@@ -70,6 +71,7 @@ class PlacedLoader:
         shuffle: bool = True,
         prefetch: int | None = None,
         endless: bool = False,
+        head_groups: int = 1,
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
@@ -84,7 +86,7 @@ class PlacedLoader:
         self._capacity_tokens = transport.world_size * config.tokens_per_rank
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
-        self.preparer = Preparer(self._source, config, transport.rank, transport.world_size, device)
+        self.preparer = Preparer(self._source, config, transport.rank, transport.world_size, device, head_groups)
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._stream: Generator[dict[str, Any], None, None] | None = None

@@ -6,7 +6,7 @@ be said as causal documents is refused here or, with the layer's name, in the at
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -20,8 +20,14 @@ class RowMask:
     """Stands in for an attention mask. Nothing is computed until a layer asks: with a plan none does."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Torch calls this when something computes with the mask: a layer that does not attend through distca."""
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch calls this when something computes with the mask: a layer that does not attend through distca.
+
+        Compiled checkpointing calls it, too, but only passes the mask on to the layer.
+        """
+        if function is torch.ops.higher_order.tag_activation_checkpoint:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         raise UnsupportedAttentionError(
             f"a layer computed {getattr(function, '__name__', function)} with the mask of a packed or padded batch "
             "instead of attending through distca; it would see tokens it must not see, and no step was taken"

@@ -15,6 +15,7 @@ from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import ENABLED
 from distca_hf.integrations.checkpointing import checkpointed_modules, save_attention
+from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.model_check import (
     attention_layers,
     check_model,
@@ -89,6 +90,9 @@ class ForwardWatch:
         self._attention_layers = len(attention_layers(inner))
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
+        self._config = inner.config
+        self._told_of_cache = False
+        self._head_groups, self._token_bytes = head_groups_of(model), token_bytes_of(model)
         self._longest_rotary_tokens = longest_rotary_tokens(model)
         self._calls: int | None = None
         self._checkpointed: list[nn.Module] | None = None
@@ -117,18 +121,20 @@ class ForwardWatch:
                 "gradients": int(torch.is_grad_enabled()),
                 "training": int(module.training),
                 "parameter_dtype": _dtype_number(module),
+                "attention layers": self._attention_layers,
             },
         )
-        added: dict[str, Any] = {}
-        count = kwargs.get("num_items_in_batch")
-        if count is None and plan.label_tokens is not None and kwargs.get("labels") is not None:
-            share = max(1, plan.label_tokens) / plan.transport.world_size
-            added["num_items_in_batch"] = kwargs["labels"].new_tensor(share, dtype=torch.float32)
-        elif count is not None:
-            added["num_items_in_batch"] = count + (count == 0)  # a window without labels has loss 0, not 0 / 0
-        if self._accepts_use_cache and kwargs.get("use_cache") is None:
-            added["use_cache"] = False  # nobody generates from a training batch, and a cache would keep all keys alive
-        return args, {**kwargs, **added}
+        return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
+
+    def _no_cache(self, kwargs: dict[str, Any]) -> dict[str, bool]:
+        """`use_cache=False`, unless the caller decided: nobody generates from a batch with a plan, and a cache would
+        keep the keys of all layers alive."""
+        if not self._accepts_use_cache or kwargs.get("use_cache") is not None:
+            return {}
+        if getattr(self._config, "use_cache", False) and not self._told_of_cache:
+            self._told_of_cache = True
+            log.info("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
+        return {"use_cache": False}
 
     def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
         """The plan of a batch without one; None if it attends locally, which is decided alike on all ranks: there is
@@ -140,7 +146,8 @@ class ForwardWatch:
         if self.packs is None:
             if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
                 return None
-            self.packs = PackPlanner(self._plugin, self._plugin.transport(tokens_of(batch).device))
+            transport = self._plugin.transport(tokens_of(batch).device)
+            self.packs = PackPlanner(self._plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
 
     def _save_attention(self, module: nn.Module) -> None:
@@ -169,6 +176,18 @@ class ForwardWatch:
                 "through distca in the first forward pass; the others computed something else, and no step was taken"
             )
         self._calls = plan.forward_calls
+
+
+def _label_count(kwargs: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
+    """`num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were counted.
+    Never 0: a window without labels has loss 0, not 0 / 0."""
+    count, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
+    if count is not None:
+        return {"num_items_in_batch": count + (count == 0)}
+    if labels is None or plan.label_tokens is None:
+        return {}
+    share = max(1, plan.label_tokens) / plan.transport.world_size
+    return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}
 
 
 def _dtype_number(module: nn.Module) -> int:

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray
+from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.mask import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
@@ -34,11 +35,20 @@ class PackPlanner:
         history, times: facts of the latest micro-batches and how long planning took, for whoever reports them.
     """
 
-    def __init__(self, config: DistCAConfig, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: DistCAConfig,
+        transport: Transport,
+        head_groups: int = 1,
+        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+    ) -> None:
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
         self._config = config
         self._transport = transport
+        self._topology = config.topology(transport.world_size)
+        self._head_groups = head_groups
+        self._token_bytes = token_bytes
 
     def plan(self, batch: Mapping[str, Any]) -> LivePlan:
         """The plan of a batch, on the device of its tokens. A collective call.
@@ -51,7 +61,7 @@ class PackPlanner:
         number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         layout = Layout.from_packs(self._all_lengths(lengths, number))
-        plan = plan_by_moving(layout)
+        plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
         transfers = key_transfers(plan)
         maps = HostMaps.prepare(route(plan, self._transport.rank, transfers), tokens.is_cuda)
         facts = PlanFacts.of(plan, transfers, layout.rank_work)
@@ -113,7 +123,7 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray:
     They are what, in this order, `cu_seq_lens_q` says; `position_ids` that restart; the rows of the batch.
 
     Raises:
-        PackingError: the offsets do not fit the tokens.
+        PackingError: offsets or positions do not fit the tokens, or each other.
         UnsupportedAttentionError: the batch is padded.
     """
     tokens = tokens_of(batch)
@@ -126,16 +136,47 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray:
     if tokens.numel() == 0:
         return as_int_array([], "document lengths")
     offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
-    if offsets is None:
-        begins = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-        begins[:, 0] = True
-        if positions is not None:
-            if positions.ndim != 2 or positions.shape[-1] != tokens.shape[-1]:
-                raise PackingError(
-                    f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
-                )
-            begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
-            check_beginnings(positions.expand(tokens.shape)[begins])
-        offsets, _ = offsets_of(begins)
-    lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
+    if offsets is not None and positions is not None and positions.ndim != 2:
+        positions = None  # several positions per token, as of images: they need not restart with the documents
+    if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
+        raise PackingError(
+            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
+        )
+    if offsets is not None and positions is not None:
+        lengths = _agreed_lengths(offsets, positions.expand(tokens.shape))
+    else:
+        offsets = _offsets_of_rows(tokens, positions) if offsets is None else offsets
+        lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
     return lengths[lengths > 0]
+
+
+def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """`[documents + 1]` offsets: a document begins with every row, and where positions restart."""
+    begins = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+    begins[:, 0] = True
+    if positions is not None:
+        begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+        check_beginnings(positions.expand(tokens.shape)[begins])
+    offsets, _ = offsets_of(begins)
+    return offsets
+
+
+def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
+    """`[documents]` lengths from offsets, at which `[B, T]` positions must restart.
+
+    Raises:
+        PackingError: names the first token where they disagree.
+    """
+    # Side by side, so that one copy brings both to the host.
+    numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
+    lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    given, expected = numbers[offsets.numel() :], np.arange(positions.numel()) - begins
+    wrong = np.flatnonzero(given != expected)
+    if len(wrong):
+        at = int(wrong[0])
+        raise PackingError(
+            f"token {at}: position_ids say position {given[at]}, but cu_seq_lens_q says {expected[at]} (its document "
+            f"begins at token {begins[at]}); leave one of the two out of the batch, or make them agree"
+        )
+    return lengths

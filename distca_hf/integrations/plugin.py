@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distca_hf.comm.checked import CheckedTransport
 from distca_hf.comm.groups import default_device, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.heads import head_groups_of
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.telemetry import get_logger
 
@@ -42,6 +44,7 @@ class DistCAPlugin(DistCAConfig):
         device: torch.device | str | None = None,
         prefetch: int | None = None,
         endless: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> PlacedLoader:
         """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
@@ -53,13 +56,16 @@ class DistCAPlugin(DistCAConfig):
             device: where batches go; by default where the process group works.
             prefetch: micro-batches to prepare ahead, if not as many as the settings say.
             endless: iterate over slices of the endless stream instead of epochs; see `PlacedLoader`.
+            model: the model that batches are for: then the heads of very long documents may be divided, too.
 
         Raises:
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         target = default_device() if device is None else torch.device(device)
-        return PlacedLoader(dataset, self, self.transport(target), target, seed, shuffle, prefetch, endless)
+        head_groups = 1 if model is None else head_groups_of(model)
+        transport = self.transport(target)
+        return PlacedLoader(dataset, self, transport, target, seed, shuffle, prefetch, endless, head_groups)
 
     def transport(self, device: torch.device) -> Transport:
         """The transport for tensors on `device`, opened when first asked for (a collective call)."""
@@ -68,10 +74,9 @@ class DistCAPlugin(DistCAConfig):
         elif device.type == "cpu":
             device = torch.device("cpu")  # "cpu:0" is the same
         if device not in self._transports:
-            self._transports[device] = open_transport(
-                device, self.exchange_timeout_seconds, self.agreement_timeout_seconds
-            )
-            _check_accelerate(self._transports[device])
+            opened = open_transport(device, self.exchange_timeout_seconds, self.agreement_timeout_seconds)
+            _check_accelerate(opened)
+            self._transports[device] = opened if not self.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
     def attach(self, trainer: "Trainer") -> None:

@@ -52,13 +52,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preparer:
-    """Prepares micro-batches of one rank."""
+    """Prepares micro-batches of one rank; `head_groups` is in how many groups plans may divide heads."""
 
     source: DocumentSource
     config: DistCAConfig
     rank: int
     num_ranks: int
     device: torch.device
+    head_groups: int = 1
 
     def rest(self, begin: Cursor, epoch: Epoch) -> Iterator[Prepared]:
         """Micro-batches from `begin` to the end of its epoch."""
@@ -72,10 +73,10 @@ class Preparer:
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
-        layout = pad_rows(
-            place(document_tokens, self.num_ranks), self.config.pad_to_multiple_of, self.config.tokens_per_rank
-        )
-        plan = plan_in_place(layout)
+        topology = self.config.topology(self.num_ranks)
+        placed = place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)
+        layout = pad_rows(placed, self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        plan = plan_in_place(layout, self.head_groups)
         transfers = key_transfers(plan)
         pin = self.device.type == "cuda"
         maps = HostMaps.prepare(route(plan, self.rank, transfers), pin)

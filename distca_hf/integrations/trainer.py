@@ -13,6 +13,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable
+from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.sources import calls_super, takes_shift_labels
 from distca_hf.packing.sorted_packs import SortedPacks
 from distca_hf.packing.source import DocumentSource
@@ -50,7 +51,7 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
             trainer._get_train_sampler = lambda dataset=None: _sorted_packs(trainer)
         callback = DistCACallback(plugin)
         callback.watch(enable(trainer.model, plugin))
-        trainer.callback_handler.callbacks.insert(0, callback)
+        _add_callbacks(trainer, plugin, callback)
         return
     args = trainer.args
     if not args.average_tokens_across_devices:
@@ -68,16 +69,19 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     # A window's micro-batches are taken one right after the other: have all of the next one ready.
     prefetch = max(plugin.prefetch, args.gradient_accumulation_steps + 1)
     seed = args.seed if args.data_seed is None else args.data_seed
-    loader = plugin.dataloader(_dataset(trainer), seed, device=args.device, prefetch=prefetch, endless=True)
+    loader = plugin.dataloader(
+        _dataset(trainer), seed, device=args.device, prefetch=prefetch, endless=True, model=trainer.model
+    )
     enable(trainer.model, plugin, loader.longest_document_tokens)
     trainer_resume.apply()
     if plugin.evaluate == "distca":
         args.prediction_loss_only = True
         trainer.get_eval_dataloader = lambda dataset=None: _evaluation_loader(trainer, plugin, dataset)
+        trainer.get_test_dataloader = lambda dataset: _evaluation_loader(trainer, plugin, dataset)
     trainer.get_train_dataloader = lambda: loader
     callback = DistCACallback(plugin, loader)
     callback.watch(trainer.model)
-    trainer.callback_handler.callbacks.insert(0, callback)
+    _add_callbacks(trainer, plugin, callback)
     log.info(
         "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
         loader.num_documents,
@@ -85,6 +89,13 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         len(loader),
         plugin.tokens_per_rank,
     )
+
+
+def _add_callbacks(trainer: Trainer, plugin: "DistCAPlugin", callback: DistCACallback) -> None:
+    """Metrics come before the callbacks that report them; leaving comes after all others have ended."""
+    trainer.callback_handler.callbacks.insert(0, callback)
+    if plugin.save_on_signal:
+        trainer.add_callback(LeaveOnSignal(plugin.transport))
 
 
 def _dataset(trainer: Trainer) -> Any:
@@ -112,7 +123,7 @@ def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -
     """Placed micro-batches of an evaluation dataset: Trainer's own (by name, if it has several), or the given one."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
-    return plugin.dataloader(dataset, shuffle=False, device=trainer.args.device)
+    return plugin.dataloader(dataset, shuffle=False, device=trainer.args.device, model=trainer.model)
 
 
 def _sorted_packs(trainer: Trainer) -> SortedPacks:

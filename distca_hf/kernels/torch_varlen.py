@@ -62,8 +62,8 @@ class TorchVarlenKernel:
         dv_SGV: torch.Tensor,
     ) -> None:
         dropout, causal = 0.0, True
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_TNH.device)
-        unused = torch.empty(0, device=q_TNH.device)
+        rng_state = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)  # of dropout: there is none
+        unused = rng_state.new_empty(0)
         with _deterministic_algorithms(deterministic):
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 dout_TNV,

@@ -1,82 +1,158 @@
 """Moving tasks: a plan for a layout that must stay as it is, because somebody else packed it.
 
-Tokens stay where they are; ranks with more than the mean work hand queries, from the end of their longest documents,
-to those with less.
+Tokens stay where they are. Ranks with more than their share of the work hand queries to others: heads of their longest
+documents, the latest queries first (`stacks`), since these take most work along for the same bytes. How deep and how
+many heads is a matter of what remains to be given and of who takes it (`cuts`, `exports`). One pass is fast and cannot
+look ahead; so several are made (`strategy`), their bytes are counted exactly, and the best one is kept.
 """
 
-import heapq
-from math import isqrt
+from collections.abc import Sequence
 
-import numpy as np
-
-from distca_hf.cost import IntArray, causal_pairs
+from distca_hf.cost import TokenBytes
+from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
+from distca_hf.planning.attempts import Attempt, Attempts
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.task import Tasks
+from distca_hf.planning.strategy import MANY_DOCUMENTS, STRATEGIES, Effort
+from distca_hf.topology import Topology
 
 
-# Work this small a share of the mean is not worth moving: its keys would cost more than it saves.
-SLIVER = 0.01
+# A rank may compute this share more than its own: the last two percent would cost bytes and win nothing.
+TOLERANCE = 0.02
+# If the largest rank moves this much more than the least it has to, about, no other strategy is tried.
+GOOD_ENOUGH = 1.02
+# A node-aware plan is preferred if its largest rank moves at most this much more.
+NEARLY_AS_GOOD = 1.05
+# Tolerances to try where bytes are limited, up to the one that moves nothing; then so many halvings in between.
+TOLERANCE_GROWS = 2
+HALVINGS = 3
+STRATEGIES_IN_NEED = 2
 
 
-def plan_by_moving(layout: Layout) -> Plan:
-    """A two-sided greedy plan: no rank that gives falls below the mean, none that takes gets above it.
+def plan_by_moving(
+    layout: Layout,
+    head_groups: int = 1,
+    *,
+    topology: Topology | None = None,
+    token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+    capacities: Sequence[float] | None = None,
+    bytes_limit: int | None = None,
+) -> Plan:
+    """A plan in which no rank computes more than 1.02 times its share, plus a tile of the longest document, and the
+    rank that sends or receives most does so with few bytes.
 
-    The longest document goes first: the later a query is in its document, the more work it takes along for the same
-    bytes.
+    Args:
+        layout: who holds what.
+        head_groups: groups that heads may be divided in; 1 keeps heads together.
+        topology: which ranks share a node; of plans that are nearly as good, the one with fewest bytes between nodes
+            is taken.
+        token_bytes: bytes of one token in one layer.
+        capacities: `[ranks]` relative speeds; a rank of capacity 0 computes nothing.
+        bytes_limit: most bytes that a rank may send, and most that it may receive, in one layer forward. Where it is
+            tight work is balanced as well as it permits.
+
+    Raises:
+        ConfigError: head groups below 1, capacities that are no speeds, a topology of other ranks.
+        PlanError: no plan meets the limit.
     """
-    start_plan = plan_in_place(layout)
-    work = start_plan.work
-    mean = -(-int(work.sum()) // layout.num_ranks)
-    sliver = max(1, int(SLIVER * mean))
-    if int(work.max(initial=0)) <= mean + sliver:
-        return start_plan
-    takers = [(-(mean - int(load)), rank) for rank, load in enumerate(work) if mean - load > sliver]
-    heapq.heapify(takers)
-    tasks = start_plan.tasks
-    stays = np.ones(len(tasks), dtype=bool)
-    changed: list[tuple[int, int, int, int]] = []
-    for giver in np.argsort(-work, kind="stable"):
-        surplus = int(work[giver]) - mean
-        longest_first = _longest_first(tasks, int(giver)) if surplus > sliver else iter(())
-        for task in longest_first:
-            document, start, stop = int(tasks.document[task]), int(tasks.start[task]), int(tasks.stop[task])
-            end = stop
-            while surplus > sliver and takers and end > start:
-                lack, taker = heapq.heappop(takers)
-                begin = _tail(start, end, min(surplus, -lack))
-                pairs = causal_pairs(begin, end)
-                if pairs == 0:
-                    heapq.heappush(takers, (lack, taker))
-                    break
-                changed.append((document, begin, end, taker))
-                surplus, lack, end = surplus - pairs, lack + pairs, begin
-                if -lack > sliver:
-                    heapq.heappush(takers, (lack, taker))
-            if end < stop:
-                stays[task] = False
-                if end > start:
-                    changed.append((document, start, end, int(giver)))
-            if surplus <= sliver or not takers:
-                break
-    moved = np.array(changed, dtype=np.int64).reshape(-1, 4)
-    columns = (tasks.document, tasks.start, tasks.stop, tasks.server)
-    return Plan(
-        layout, Tasks.sort(*(np.concatenate([column[stays], moved[:, at]]) for at, column in enumerate(columns)))
+    if head_groups < 1:
+        raise ConfigError(f"head_groups={head_groups} must be at least 1")
+    if topology is not None and topology.num_ranks != layout.num_ranks:
+        raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks}")
+    attempts = Attempts(layout, head_groups, topology, token_bytes, capacities)
+    best = _best(attempts, layout.num_ranks, topology, TOLERANCE)
+    if bytes_limit is not None and best.moved.largest_rank > bytes_limit:
+        best = _within(attempts, bytes_limit, best)
+    return attempts.plan(best) if best.moves else plan_in_place(layout)
+
+
+def _best(attempts: Attempts, num_ranks: int, topology: Topology | None, tolerance: float) -> Attempt:
+    """The best of what there is time to try."""
+    best = attempts.stay(tolerance)
+    if best.overload == 0 and best.moved.largest_rank == 0:
+        return best
+    effort = Effort.for_ranks(num_ranks)
+    steps = 0
+    for strategy in STRATEGIES[: effort.strategies]:
+        tried = attempts.move(strategy, tolerance)
+        best, steps = min(best, tried, key=_quality), steps + tried.steps
+        if _is_good_enough(best) or steps > effort.steps:
+            break
+    last = best
+    for _ in range(effort.rounds):
+        if _is_good_enough(best) or steps > effort.steps:
+            break
+        last = attempts.move_again(last, best.strategy, tolerance)
+        best, steps = min(best, last, key=_quality), steps + last.steps
+    if topology is None or topology.num_nodes == 1:
+        return best
+    return _for_nodes(attempts, best, tolerance)
+
+
+def _for_nodes(attempts: Attempts, best: Attempt, tolerance: float) -> Attempt:
+    """A node-aware plan, if it is nearly as good for the largest rank and moves fewer bytes between nodes."""
+    allowed = NEARLY_AS_GOOD * best.moved.largest_rank
+    aware = attempts.move_by_nodes(best, best.strategy, tolerance)
+    if aware.overload > best.overload or aware.moved.largest_rank > allowed:
+        return best
+    return min(best, aware, key=lambda attempt: attempt.moved.largest_between_nodes)
+
+
+def _quality(attempt: Attempt) -> tuple[float, int, int]:
+    return attempt.quality
+
+
+def _is_good_enough(attempt: Attempt) -> bool:
+    """Whether other strategies have nothing to win, or too much to do."""
+    if len(attempt.stacks) > MANY_DOCUMENTS:
+        return True
+    return attempt.overload == 0 and attempt.moved.largest_rank <= GOOD_ENOUGH * attempt.busy_bytes
+
+
+def _within(attempts: Attempts, bytes_limit: int, least: Attempt) -> Attempt:
+    """The plan with the smallest tolerance whose bytes stay within the limit.
+
+    Raises:
+        PlanError: there is none.
+    """
+
+    def attempt(tolerance: float) -> Attempt:
+        found = [attempts.move(strategy, tolerance) for strategy in STRATEGIES[:STRATEGIES_IN_NEED]]
+        return min(found, key=lambda one: one.moved.largest_rank)
+
+    too_tight, tolerance = TOLERANCE, TOLERANCE
+    fits: Attempt | None = None
+    stays = attempts.stay(tolerance)
+    while fits is None:
+        too_tight, tolerance = tolerance, tolerance * TOLERANCE_GROWS
+        found = attempt(tolerance)
+        least = min(least, found, key=lambda one: one.moved.largest_rank)
+        if found.moved.largest_rank <= bytes_limit:
+            fits = found
+        elif tolerance > attempts.most_tolerance:
+            break
+    if fits is None:
+        least = min(least, stays, key=lambda one: one.moved.largest_rank)
+        if attempts.may_stay and stays.moved.largest_rank <= bytes_limit:
+            return stays
+        raise PlanError(_over_the_limit(least, bytes_limit))
+    for _ in range(HALVINGS):
+        middle = (too_tight + tolerance) / 2
+        found = attempt(middle)
+        if found.moved.largest_rank <= bytes_limit:
+            fits, tolerance = found, middle
+        else:
+            too_tight = middle
+    return fits
+
+
+def _over_the_limit(least: Attempt, bytes_limit: int) -> str:
+    sent, received = least.moved.sent, least.moved.received
+    sends = int(sent.max()) >= int(received.max())
+    rank = int((sent if sends else received).argmax())
+    return (
+        f"rank {rank} has to {'send' if sends else 'receive'} {least.moved.largest_rank} bytes per layer, but "
+        f"bytes_limit={bytes_limit}; no plan for these packs was found that moves less. Set bytes_limit to at least "
+        f"{least.moved.largest_rank}, or pack documents so that fewer of them span ranks"
     )
-
-
-def _longest_first(tasks: Tasks, server: int) -> IntArray:
-    """Indices of a server's tasks, most work first."""
-    mine = np.flatnonzero(tasks.server == server)
-    return mine[np.argsort(-tasks.pairs[mine], kind="stable")]
-
-
-def _tail(start: int, stop: int, most_pairs: int) -> int:
-    """Where the longest tail of [start, stop) begins that has at most `most_pairs` attended pairs."""
-    left = stop * (stop + 1) - 2 * most_pairs
-    if left <= start * (start + 1):
-        return start
-    begin = (isqrt(4 * left + 1) - 1) // 2
-    return begin if begin * (begin + 1) >= left else begin + 1

@@ -25,6 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.cost import IntArray
+from distca_hf.layout import Layout
 from distca_hf.planning.pieces import Pieces, line_keys, position_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.runs import Runs
@@ -133,6 +134,7 @@ class Routing:
 
     Attributes:
         num_rows: rows the rank holds, padding included.
+        held: `[segments, 3]` document, first token and first row of each segment, by row; rows here are tokens.
         rows_per_token: groups that the plan divides heads in.
         row_order: `[num_rows]` layout row of each canonical row of keys and values, and of queries unless these move;
             None if both orders are the same.
@@ -147,6 +149,7 @@ class Routing:
     """
 
     num_rows: int
+    held: IntArray
     rows_per_token: int
     row_order: Runs | None
     send_rows: Runs
@@ -252,6 +255,7 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
 
     return Routing(
         num_rows=int(layout.rank_rows[rank]) * groups,
+        held=_held(layout, rank),
         rows_per_token=groups,
         row_order=_row_order(plan, rank, held),
         send_rows=Runs.of(canonical_row(sent.document, sent.head, sent.start), sent.rows),
@@ -265,6 +269,12 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routi
         exchanges=len(transfers) > 0,
         queries=_query_moves(plan, rank, query_row) if plan.moves_queries else None,
     )
+
+
+def _held(layout: Layout, rank: int) -> IntArray:
+    """Document, first token and first row of each segment of a rank."""
+    mine = layout.segments_of(rank)
+    return np.stack((layout.segment_document[mine], layout.segment_start[mine], layout.segment_row[mine]), axis=1)
 
 
 def _row_order(plan: Plan, rank: int, held: Pieces) -> Runs | None:

@@ -23,6 +23,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import Kernel, accumulation_dtype
 from distca_hf.runtime.combine import send_home, sum_at_home
 from distca_hf.runtime.dispatch import apart, fill_store, row_width, start_keys
+from distca_hf.runtime.finite import check_finite
 from distca_hf.runtime.maps import DeviceCall, Maps
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.queries import bring_home, send_queries
@@ -46,6 +47,7 @@ def attend(
     where, maps = plan.begin_forward(), plan.maps
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV)
     q, k, v = _as_rows((q_TNH, k_TGH, v_TGV), plan, where)
+    check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     k, v = _in_canonical_order(maps, k, v)
     exchange = start_keys(k, v, plan, where) if maps.exchanges else None
     flight = send_queries([q], maps.queries, plan.transport, where) if maps.queries is not None else None
@@ -65,7 +67,9 @@ def attend(
         out, lse = bring_home([out, lse], maps.num_rows, maps.queries, plan.transport, where)
     else:
         out, lse = _in_layout_order(maps, out, lse)
-    return out.view(*q_TNH.shape[:2], v.shape[2]), lse.view(q_TNH.shape[:2]), received.flatten()
+    out_TNV = out.view(*q_TNH.shape[:2], v.shape[2])
+    check_finite(plan, where, output=out_TNV)
+    return out_TNV, lse.view(q_TNH.shape[:2]), received.flatten()
 
 
 def attend_backward(
@@ -84,6 +88,7 @@ def attend_backward(
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV)
     q, k, v, dout, out = _as_rows((q_TNH, k_TGH, v_TGV, dout_TNV, out_TNV), plan, where)
     lse = lse_TN.view(q.shape[:2])
+    check_finite(plan, where, output_gradient=dout_TNV)
     k, v = _in_canonical_order(maps, k, v)
     exchange = start_keys(k, v, plan, where) if maps.exchanges and received is None else None
     flight = None
@@ -205,6 +210,11 @@ def _as_rows(tensors: Iterable[torch.Tensor], plan: LivePlan, where: str) -> tup
     maps = plan.maps
     rows = []
     for x in tensors:
+        if x.device != maps.send_rows.device:
+            raise PlanError(
+                f"rank {plan.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
+                f"on {maps.send_rows.device}; keep the model where the loader puts batches (its argument device)"
+            )
         if x.shape[0] * maps.rows_per_token != maps.num_rows:
             raise PlanError(
                 f"rank {plan.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "

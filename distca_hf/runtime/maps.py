@@ -50,6 +50,7 @@ class Maps:
     """
 
     num_rows: int
+    held: IntArray
     rows_per_token: int
     task_rows: int
     store_rows: int
@@ -69,6 +70,14 @@ class Maps:
     own_in_shared: torch.Tensor
     calls: tuple[DeviceCall, ...]
     queries: QueryMaps | None
+
+    def name_of(self, row: int) -> str:
+        """Document and token that a row of this rank holds; rows here are tokens."""
+        segment = int(np.searchsorted(self.held[:, 2], row, side="right")) - 1
+        if segment < 0:
+            return "padding"
+        document, start, first_row = self.held[segment].tolist()
+        return f"document {document} of the micro-batch, token {start + row - first_row}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +124,7 @@ class HostMaps:
         reordered = routing.row_order is not None
         return Maps(
             num_rows=routing.num_rows,
+            held=routing.held,
             rows_per_token=routing.rows_per_token,
             task_rows=max((call.query_stop for call in routing.calls), default=0),
             store_rows=routing.store_rows,

@@ -1,8 +1,9 @@
-"""Faults on request: a transport that raises, stalls or is killed at a chosen exchange."""
+"""Faults on request: a transport that raises, stalls, is killed, or lets another exchange overtake a chosen one."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,8 @@ class Fault:
 
     Attributes:
         at: number of the exchange or gather.
-        action: called before it starts; it may raise, sleep or kill, and returns normally to go on.
+        action: called before it starts; it may raise, sleep or kill, and returns normally to go on. `swap` lets the
+            next exchange start first.
         of: what is counted.
     """
 
@@ -39,6 +41,27 @@ def fail(error: Exception) -> Callable[[], None]:
     return action
 
 
+def swap() -> None:
+    """The action of an exchange that starts only after the next one, or when it is waited for: reordered messages."""
+
+
+@dataclass
+class Overtaken:
+    """An exchange that has not started yet."""
+
+    begin: Callable[[], Exchange]
+    begun: list[Exchange] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Starts it, once."""
+        if not self.begun:
+            self.begun.append(self.begin())
+
+    def wait(self) -> torch.Tensor:
+        self.start()
+        return self.begun[0].wait()
+
+
 class FaultTransport:
     """Passes everything on to another transport, after the faults planned for it."""
 
@@ -46,6 +69,7 @@ class FaultTransport:
         self._inner = inner
         self._faults = list(faults)
         self._started = {"exchange": 0, "gather": 0}
+        self._overtaken: Overtaken | None = None
 
     @property
     def rank(self) -> int:
@@ -62,15 +86,24 @@ class FaultTransport:
     def exchange(
         self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
     ) -> Exchange:
-        self._fail_if_planned("exchange")
-        return self._inner.exchange(rows, send_counts, receive_counts, where)
+        begin = partial(self._inner.exchange, rows, send_counts, receive_counts, where)
+        if self._run_planned("exchange"):
+            self._overtaken = Overtaken(begin)
+            return self._overtaken
+        exchange = begin()
+        if self._overtaken is not None:
+            self._overtaken.start()
+            self._overtaken = None
+        return exchange
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
-        self._fail_if_planned("gather")
+        self._run_planned("gather")
         return self._inner.gather(values, where)
 
-    def _fail_if_planned(self, of: Literal["exchange", "gather"]) -> None:
+    def _run_planned(self, of: Literal["exchange", "gather"]) -> bool:
+        """Lets the faults happen that are planned for this one; whether the next one may overtake it."""
         number, self._started[of] = self._started[of], self._started[of] + 1
-        for fault in self._faults:
-            if (fault.of, fault.at) == (of, number):
-                fault.action()
+        actions = [fault.action for fault in self._faults if (fault.of, fault.at) == (of, number)]
+        for action in actions:
+            action()
+        return swap in actions

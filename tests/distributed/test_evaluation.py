@@ -18,8 +18,8 @@ def _documents() -> list[list[int]]:
     return random_documents(3, lengths=(170,)) + random_documents(8, seed=1, lengths=(20, 30))
 
 
-def _evaluate(folder: Path) -> tuple[float, float]:
-    """Loss before training and within it."""
+def _evaluate(folder: Path) -> tuple[float, float, float]:
+    """Loss before training, within it, and of a prediction after it."""
     from transformers import Trainer, TrainingArguments
 
     import distca_hf
@@ -42,7 +42,9 @@ def _evaluate(folder: Path) -> tuple[float, float]:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     within = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    return before, within[-1]
+    predicted = trainer.predict(dataset)
+    assert predicted.predictions is None, "only the loss is reported"
+    return before, within[-1], predicted.metrics["test_loss"]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -69,6 +71,5 @@ def test_loss_is_the_mean_of_the_micro_batches_of_whole_documents(world: int, tm
         means.append(sum(losses))
     expected = sum(means) / len(means)
 
-    for before, within in run_ranks(world, _evaluate, tmp_path, tmp_path / "run"):
-        assert before == pytest.approx(expected, rel=1e-5)
-        assert within == pytest.approx(expected, rel=1e-5)
+    for losses in run_ranks(world, _evaluate, tmp_path, tmp_path / "run"):
+        assert losses == pytest.approx((expected,) * 3, rel=1e-5)

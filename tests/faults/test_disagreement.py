@@ -1,5 +1,6 @@
 """Ranks that are about to do different things find out before anything is sent."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def _train(folder: Path, what: str) -> None:
     plugin = distca_hf.DistCAPlugin(**settings)
     dataset = random_dataset(seed=1 if different and what == "dataset" else 0)
     loader = plugin.dataloader(dataset, seed=1 if different and what == "seed" else 0)
-    model = tiny_model(num_hidden_layers=NUM_LAYERS)
+    model = _model(what if different else "")
     distca_hf.enable(model, plugin)
     batches = iter(loader)
     if different and what == "position":
@@ -44,23 +45,48 @@ def _train(folder: Path, what: str) -> None:
         (folder / f"exchanges-{rank}").write_text(str(_traffic(plugin).exchanges))
 
 
+def _model(what: str) -> nn.Module:
+    """A model in training, of another dtype or in evaluation if that is what is different."""
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train(what != "mode")
+    return model.to(torch.bfloat16) if what == "dtype" else model
+
+
 def _traffic(plugin: distca_hf.DistCAPlugin) -> Traffic:
     return plugin.transport(torch.device("cpu")).traffic
 
 
+def _train_on_packs(folder: Path, what: str) -> None:
+    """The same with batches that were packed elsewhere, planned together also in evaluation."""
+    rank = torch.distributed.get_rank()
+    plugin = distca_hf.DistCAPlugin(evaluate="distca")
+    model = _model(what if rank == 1 else "")
+    distca_hf.enable(model, plugin)
+    try:
+        model(input_ids=torch.ones((1, 90 if rank == 0 else 9), dtype=torch.int64))
+    finally:
+        (folder / f"exchanges-{rank}").write_text(str(_traffic(plugin).exchanges))
+
+
 @pytest.mark.parametrize(
-    ("what", "named"),
+    ("train", "what", "named"),
     [
-        ("dataset", "dataset is"),
-        ("seed", "seed is 0 on rank 0, 2, 1 on rank 1"),
-        ("settings", "received_kv (refetch|keep) is 0 on rank 0, 2, 1 on rank 1"),
-        ("capacity", "tokens_per_rank is 96 on rank 0, 2, 80 on rank 1"),
-        ("position", "forward micro-batch 0 on rank 0, 2, take micro-batch 1 on rank 1"),
-        ("gradients", "gradients is 1 on rank 0, 2, 0 on rank 1"),
+        (_train, "dataset", "dataset is"),
+        (_train, "seed", "seed is 0 on rank 0, 2, 1 on rank 1"),
+        (_train, "settings", "received_kv (refetch|keep) is 0 on rank 0, 2, 1 on rank 1"),
+        (_train, "capacity", "tokens_per_rank is 96 on rank 0, 2, 80 on rank 1"),
+        (_train, "position", "forward micro-batch 0 on rank 0, 2, take micro-batch 1 on rank 1"),
+        (_train, "gradients", "gradients is 1 on rank 0, 2, 0 on rank 1"),
+        (_train, "mode", "training is 1 on rank 0, 2, 0 on rank 1"),
+        (_train, "dtype", "parameter_dtype is 0 on rank 0, 2, 1 on rank 1"),
+        (_train_on_packs, "mode", "training is 1 on rank 0, 2, 0 on rank 1"),
+        (_train_on_packs, "dtype", "parameter_dtype is 0 on rank 0, 2, 1 on rank 1"),
     ],
+    ids=lambda given: given.__name__ if callable(given) else given.split()[0],
 )
-def test_every_rank_raises_before_anything_is_sent(what: str, named: str, tmp_path: Path) -> None:
-    outcomes = start_ranks(WORLD, _train, tmp_path, tmp_path, what, timeout_seconds=20.0)
+def test_every_rank_raises_before_anything_is_sent(
+    train: Callable[[Path, str], None], what: str, named: str, tmp_path: Path
+) -> None:
+    outcomes = start_ranks(WORLD, train, tmp_path, tmp_path, what, timeout_seconds=20.0)
 
     for outcome in outcomes:
         assert outcome.exit_code == 1

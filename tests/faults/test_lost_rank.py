@@ -3,7 +3,9 @@
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,32 +13,52 @@ import torch
 
 import distca_hf
 from support.harm import Harm, finished_steps, seconds_since_harm, train_until_harm
-from support.ranks import start_ranks
+from support.ranks import Outcome, start_ranks
 
 
 WORLD = 3
 HARMED = 1
 ATTEMPTS = 5
-# Five runs of three processes share the machine.
+# Runs of three processes that share the machine: most of their time is waiting.
+AT_ONCE = 10
 LEAVE_SECONDS = 15.0
+DEADLINE_SECONDS = {"raise": 20.0, "kill": 20.0, "stop": 4.0}
+KINDS = ("stop", "kill", "raise")
 PHASES = ("agreement", "forward", "backward")
+BATCHES = ("placed", "packs")
+# What survivors say of the rank.
+WORDS = {"raise": "left: ValueError: this batch is bad", "kill": "does not answer", "stop": "does not answer"}
+ERRORS = {"raise": ("PeerLostError",), "kill": ("PeerLostError",), "stop": ("StepTimeoutError", "PeerLostError")}
+
+Case = tuple[str, str, str]
 
 
-def _survivors(harm: Harm, folder: Path, deadline: float = 20.0) -> list[str]:
-    """Runs into the harm; returns what the survivors said, all of them having left in time without another step."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _run(harm: Harm, folder: Path) -> tuple[float, list[Outcome]]:
+    """Runs into the harm; when it began, and how the ranks ended."""
+    folder.mkdir(parents=True)
     endless = frozenset([HARMED] if harm.kind == "stop" else [])
-    began = time.time()
+    deadline, began = DEADLINE_SECONDS[harm.kind], time.time()
     outcomes = start_ranks(
         WORLD, train_until_harm, folder, harm, folder, deadline, timeout_seconds=60.0, endless=endless
     )
-    survivors = [outcome for outcome in outcomes if outcome.rank != HARMED]
-    for outcome in survivors:
-        assert outcome.exit_code == 1, outcome.output
-        allowed = LEAVE_SECONDS + (deadline if harm.kind == "stop" else 0.0)
-        assert seconds_since_harm(folder, began + outcome.seconds) < allowed
-        assert finished_steps(folder, outcome.rank) == harm.step, "no step may be taken after the harm"
-    return [outcome.output for outcome in survivors]
+    return began, outcomes
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, list[tuple[Harm, Path, Future]]]]:
+    """The same harm at different steps and layers: all runs, some of them at once, the longest first."""
+    folder = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        started: dict[Case, list[tuple[Harm, Path, Future]]] = {}
+        for case in product(KINDS, PHASES, BATCHES):
+            kind, phase, batches = case
+            harms = [Harm(HARMED, kind, attempt % 3, attempt % 2, phase, batches) for attempt in range(ATTEMPTS)]
+            folders = [folder.joinpath(*case, str(attempt)) for attempt in range(ATTEMPTS)]
+            started[case] = [
+                (harm, place, pool.submit(_run, harm, place)) for harm, place in zip(harms, folders, strict=True)
+            ]
+        yield started
+        pool.shutdown(cancel_futures=True)
 
 
 def _place(harm: Harm) -> str:
@@ -44,44 +66,25 @@ def _place(harm: Harm) -> str:
     return place if harm.phase == "agreement" else f"{place}, layer {harm.layer}, {harm.phase}"
 
 
-def _many(kind: str, phase: str, batches: str, folder: Path, deadline: float = 20.0) -> list[tuple[Harm, list[str]]]:
-    """The same harm at different steps and layers, all at once: most of the time is waiting."""
-    harms = [Harm(HARMED, kind, attempt % 3, attempt % 2, phase, batches) for attempt in range(ATTEMPTS)]
-    with ThreadPoolExecutor(ATTEMPTS) as pool:
-        outputs = pool.map(
-            lambda attempt: _survivors(harms[attempt], folder / f"{attempt}", deadline), range(ATTEMPTS)
-        )
-        return list(zip(harms, outputs, strict=True))
-
-
-@pytest.mark.parametrize("batches", ["placed", "packs"])
+@pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_that_raises_is_named_with_its_words(phase: str, batches: str, tmp_path: Path) -> None:
-    for harm, outputs in _many("raise", phase, batches, tmp_path):
-        for output in outputs:
-            assert "PeerLostError" in output
-            assert _place(harm) in output
-            assert f"rank {HARMED} left: ValueError: this batch is bad" in output
-
-
-@pytest.mark.parametrize("batches", ["placed", "packs"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_rank_is_named(phase: str, batches: str, tmp_path: Path) -> None:
-    for harm, outputs in _many("kill", phase, batches, tmp_path):
-        for output in outputs:
-            assert "PeerLostError" in output
-            assert _place(harm) in output
-            assert f"rank {HARMED} does not answer" in output
-
-
-@pytest.mark.parametrize("batches", ["placed", "packs"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_stopped_rank_is_named_at_the_deadline(phase: str, batches: str, tmp_path: Path) -> None:
-    for harm, outputs in _many("stop", phase, batches, tmp_path, deadline=4.0):
-        for output in outputs:
-            assert "StepTimeoutError" in output or "PeerLostError" in output
-            assert _place(harm) in output
-            assert f"rank {HARMED} does not answer" in output
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_name_the_rank_and_the_place_and_leave_without_another_step(
+    kind: str, phase: str, batches: str, runs: dict[Case, list[tuple[Harm, Path, Future]]]
+) -> None:
+    assert len(runs[kind, phase, batches]) == ATTEMPTS
+    for harm, folder, run in runs[kind, phase, batches]:
+        began, outcomes = run.result()
+        survivors = [outcome for outcome in outcomes if outcome.rank != HARMED]
+        assert len(survivors) == WORLD - 1
+        for outcome in survivors:
+            assert outcome.exit_code == 1, outcome.output
+            allowed = LEAVE_SECONDS + (DEADLINE_SECONDS[kind] if kind == "stop" else 0.0)
+            assert seconds_since_harm(folder, began + outcome.seconds) < allowed
+            assert finished_steps(folder, outcome.rank) == harm.step, "no step may be taken after the harm"
+            assert any(error in outcome.output for error in ERRORS[kind])
+            assert _place(harm) in outcome.output
+            assert f"rank {HARMED} {WORDS[kind]}" in outcome.output
 
 
 def _reduce_until_a_rank_is_gone(folder: Path) -> None:

@@ -101,8 +101,6 @@ def test_numbers_are_equal_and_saved_attention_runs_once(
     received_kv: str,
     expected: list[tuple[float, float]],
 ) -> None:
-    if compiled and checkpoint is _wrapped:
-        pytest.skip("layers behind a checkpoint wrapper are compiled with it")
     torch._dynamo.reset()
     numbers, calls = _steps(checkpoint, compiled, received_kv, attention)
 

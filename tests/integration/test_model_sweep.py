@@ -5,6 +5,7 @@ import importlib
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,13 +103,27 @@ def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.Mon
     assert rows((tmp_path / "page.md").read_text()) == {"a": ("A", "WRONG", "0.1")}
 
 
-def test_page_lists_every_class_of_the_transformers_that_it_was_made_with(sweep: ModuleType) -> None:
-    page = PAGE.read_text()
-    made_with = re.search(r"with Transformers (\S+),", page)
+def version_of_the_page() -> str:
+    """The Transformers that the page was made with."""
+    made_with = re.search(r"with Transformers (\S+),", PAGE.read_text())
     assert made_with is not None
-    if made_with[1] != transformers.__version__:
-        pytest.skip(f"made with Transformers {made_with[1]}; {transformers.__version__} is here")
-    found = rows(page)
+    return made_with[1]
 
-    assert sorted(found) == sorted(config_class.model_type for config_class in sweep.config_classes())
-    assert {verdict for _, verdict, _ in found.values()} == {"works", "refused", "not built"}
+
+def test_page_tells_of_no_fault_and_counts_what_it_lists() -> None:
+    page = PAGE.read_text()
+    found = rows(page)
+    counts = Counter(verdict for _, verdict, _ in found.values())
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("works", "refused", "not built"))
+
+    assert set(counts) == {"works", "refused", "not built"}
+    assert f"\n{len(found)} classes: {summary}.\n" in page
+    assert all(0 <= float(told) <= 1e-5 for _, verdict, told in found.values() if verdict == "works")
+
+
+@pytest.mark.skipif(
+    version_of_the_page() != transformers.__version__,
+    reason=f"made with Transformers {version_of_the_page()}; {transformers.__version__} is here",
+)
+def test_page_lists_every_class_of_the_transformers_that_it_was_made_with(sweep: ModuleType) -> None:
+    assert sorted(rows(PAGE.read_text())) == sorted(config_class.model_type for config_class in sweep.config_classes())

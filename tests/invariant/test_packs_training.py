@@ -11,7 +11,7 @@ from datasets import Dataset
 from support.data import random_dataset
 from support.models import VOCABULARY, save_tiny_model
 from support.ranks import run_ranks
-from support.training import Curve, load_model, sharding_arguments
+from support.training import Curve, load_model, quiet_arguments, sharding_arguments
 
 
 STEPS = 30
@@ -59,23 +59,15 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> tuple[Curve
 def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], sharding: dict[str, Any]) -> Any:
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-    arguments: dict[str, Any] = {
-        "output_dir": str(folder / "trainer"),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": GLOBAL_BATCH // run.world_size,
-        "gradient_accumulation_steps": run.accumulation,
-        "dataloader_drop_last": True,  # or ranks would repeat samples at the end of an epoch
-        "gradient_checkpointing": run.checkpointing,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "bf16": False,
+    arguments = quiet_arguments(
+        folder / "trainer",
+        max_steps=STEPS,
+        per_device_train_batch_size=GLOBAL_BATCH // run.world_size,
+        gradient_accumulation_steps=run.accumulation,
+        dataloader_drop_last=True,  # or ranks would repeat samples at the end of an epoch
+        gradient_checkpointing=run.checkpointing,
         **sharding,
-    }
+    )
     if run.packs == "collator":
         args = TrainingArguments(**arguments)
         collator = DataCollatorWithFlattening()

@@ -16,13 +16,12 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "attn_implementation": None,
 }
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
     """Configuration of a tiny "llama" or "qwen3"."""
-    sizes = {name: value for name, value in (SIZES | changes).items() if value is not None}
+    sizes = SIZES | changes
     return Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else LlamaConfig(**sizes)
 
 

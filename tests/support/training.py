@@ -46,6 +46,23 @@ class Run:
     steps: int = 50
 
 
+def quiet_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of `TrainingArguments`, or of `SFTConfig`: every step is logged, nothing is saved, shown or reported,
+    and what is learnt does not depend on how many steps there are."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    } | changes
+
+
 def training_dataset() -> Dataset:
     return random_dataset(count=240)
 
@@ -129,26 +146,18 @@ def train_with_trainer(run: Run, folder: Path) -> Curve:
     sharding = sharding_arguments(run.wrap, {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model])
     from transformers import Trainer, TrainingArguments
 
-    args = TrainingArguments(
-        output_dir=str(folder / "trainer"),
+    arguments = quiet_arguments(
+        folder / "trainer",
         max_steps=run.steps,
-        per_device_train_batch_size=1,
         gradient_accumulation_steps=run.accumulation,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
         optim="adamw_torch",
-        weight_decay=0.0,
         max_grad_norm=1.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         seed=SEED,
         gradient_checkpointing=run.checkpointing,
         **sharding,
     )
     model = load_model(folder, "distca", run.lora)
-    trainer = Trainer(model=model, args=args, train_dataset=training_dataset())
+    trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=training_dataset())
     _plugin(run).attach(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -203,6 +212,9 @@ def sharding_arguments(wrap: str, layer: str) -> dict[str, Any]:
         return {"use_cpu": True}
     let_accelerate_shard_on_cpu()
     if wrap.startswith("zero"):
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile collectives of its own first
         stage: dict[str, Any] = {"stage": int(wrap[-1]), "stage3_param_persistence_threshold": 0}
         auto = dict.fromkeys(
             ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"

@@ -24,18 +24,10 @@ from transformers.cache_utils import StaticCache
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.attention import distca_attention
 from distca_hf.testing.reference import attend_documents
-from support.models import VOCABULARY, tiny_config, tiny_model
+from support.models import SIZES, VOCABULARY, tiny_config, tiny_model
 
 
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+TINY = SIZES | {"num_hidden_layers": 2}
 TOKENS = 10
 # Three documents of 4, 3 and 3 tokens, one after the other.
 OFFSETS = torch.tensor([0, 4, 7, 10], dtype=torch.int32)

@@ -8,8 +8,11 @@ import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.errors import NotFiniteError, PlanError
+from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
+from distca_hf.runtime.core_attention import attend
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from distca_hf.testing.reference import rows_of_rank
@@ -63,3 +66,39 @@ def test_other_documents_are_bit_equal(seed: int, moves: bool, which: int, value
     for before, after in zip(clean, dirty, strict=True):
         assert torch.equal(before[others], after[others])
     assert not torch.stack([after[~others].isfinite().all() for after in dirty]).all()
+
+
+@pytest.mark.parametrize(("which", "name"), [(0, "query"), (1, "key"), (2, "value"), (3, "output_gradient")])
+@pytest.mark.parametrize("checked", [False, True])
+def test_setting_names_layer_and_document(which: int, name: str, checked: bool) -> None:
+    layout = Layout.from_segments([5, 9], [[(1, 6, 9), (0, 0, 5), (1, 0, 6)]], [16])
+    case = Case.draw(0, layout)
+    tensors = [torch.cat([x, torch.zeros(2, *x.shape[1:], dtype=x.dtype)]) for x in case.tensors()]
+    tensors[which][1] = math.nan  # the first segment's second row
+
+    def run(transport: Transport) -> None:
+        live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=checked))
+        q, k, v, dout = tensors
+        held = [x.requires_grad_() for x in (q, k, v)]
+        out, _, _ = flash_attn(*held, SCALE, live.handle, False)
+        torch.autograd.grad(out, held, dout)
+
+    if not checked:
+        run_ranks(1, run)
+        return
+    expected = (
+        rf"layer 0, (for|back)ward: {name} is not finite in row 1, document 1 of the micro-batch, token 7; 1 of 16"
+    )
+    with pytest.raises(NotFiniteError, match=expected):
+        run_ranks(1, run)
+
+
+def test_tensors_on_another_device_than_the_plan_are_refused() -> None:
+    layout = Layout.from_segments([5], [[(0, 0, 5)]])
+
+    def run(transport: Transport) -> None:
+        live = live_plan(layout, transport, DistCAConfig(kernel="reference"))
+        attend(*(torch.zeros(5, 2, 4, device="meta") for _ in range(3)), SCALE, live)
+
+    with pytest.raises(PlanError, match="tensors on meta, the plan of this batch is on cpu"):
+        run_ranks(1, run)

@@ -12,7 +12,8 @@ import pytest
 
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
-from distca_hf.packing.placement import TILE_TOKENS, fill_in_order, place
+from distca_hf.packing.accordion import TILE_TOKENS
+from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import route
@@ -84,18 +85,14 @@ def test_no_documents_leave_all_ranks_empty(num_ranks: int) -> None:
     + [(tokens, ranks) for tokens in (65536, 65537, 131071, 2**20) for ranks in (2, 3, 4, 5, 8, 24, 64)],
 )
 def test_one_document_over_all_ranks_is_a_zigzag(tokens: int, num_ranks: int) -> None:
-    """Rank r holds the r-th part from the front and the r-th from the back, up to a tile each; the last one holds the
-    middle."""
-    ranges = [[(start, stop) for _, start, stop in runs] for runs in all_runs(place([tokens], num_ranks))]
-    front, back = 0, tokens
-    for rank, held in enumerate(ranges):
-        if rank == num_ranks - 1:
-            assert held == [(front, back)]
-            break
-        (start, cut), (tail, stop) = held
-        assert (start, stop) == (front, back)
-        assert abs((cut - start) - (stop - tail)) <= 2 * TILE_TOKENS
-        front, back = cut, tail
+    """The n-th rank from the back ends where the n-th of 2 x ranks equal parts from the back does, up to a tile: work is
+    equal, and keys and values cost what they cost in a zigzag."""
+    layout = place([tokens], num_ranks)
+    ends = sorted((runs[-1][2] for runs in all_runs(layout)), reverse=True)
+
+    for rank, end in enumerate(ends):
+        assert abs(end - tokens * (2 * num_ranks - rank) / (2 * num_ranks)) <= (rank + 1) * TILE_TOKENS
+    assert work_off(layout) <= 0.008 + 4 * num_ranks / tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 1000, 1024, 4096, 2**20])

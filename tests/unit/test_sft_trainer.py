@@ -12,6 +12,7 @@ from trl import SFTConfig, SFTTrainer
 import distca_hf
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
+from support.training import quiet_arguments
 
 
 LENGTHS = (20, 60, 100, 150)
@@ -19,19 +20,7 @@ LENGTHS = (20, 60, 100, 150)
 
 def make(dataset: Dataset, folder: Path, **settings: Any) -> SFTTrainer:
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
-    args = SFTConfig(
-        output_dir=str(folder),
-        max_steps=2,
-        per_device_train_batch_size=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **settings,
-    )
+    args = SFTConfig(**quiet_arguments(folder, max_steps=2, use_cpu=True, gradient_checkpointing=False), **settings)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
     return SFTTrainer(model=tiny_model(), args=args, train_dataset=dataset, processing_class=tokenizer)
 

@@ -38,6 +38,7 @@ from distca_hf.patches.attention import attention
 from distca_hf.patches.trainer import trainer_resume
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
+from support.training import quiet_arguments
 
 
 METRICS = {
@@ -46,6 +47,8 @@ METRICS = {
     "distca/mbytes_sent_max",
     "distca/plan_ms",
     "distca/loader_wait_ms",
+    "distca/wait_ms_max",
+    "distca/slowest_rank",
     "distca/tokens_per_second",
     "distca/documents_truncated",
 }
@@ -63,21 +66,10 @@ def make(tmp_path: Path) -> Callable[..., Trainer]:
         kind: type[Trainer] = Trainer,
         **arguments: Any,
     ) -> Trainer:
-        defaults: dict[str, Any] = {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 4,
-            "per_device_train_batch_size": 1,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
+        quiet = quiet_arguments(tmp_path / "run", **{"max_steps": 4, "use_cpu": True} | arguments)
         return kind(
             model=tiny_model(**SMALL) if model is None and "model_init" not in (trainer or {}) else model,
-            args=TrainingArguments(**defaults | arguments),
+            args=TrainingArguments(**quiet),
             train_dataset=random_dataset(40) if isinstance(dataset, str) else dataset,
             **trainer or {},
         )
@@ -323,6 +315,23 @@ def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog:
     attach(trainer)
     assert "per_device_train_batch_size=4 has no effect: a micro-batch is up to 192 tokens" in caplog.text
     assert trainer.args.train_batch_size == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "used", "told"),
+    [(True, None, False, 1), (True, True, True, 0), (True, False, False, 0), (False, None, False, 0)],
+)
+def test_cache_is_not_used_unless_asked_for_and_that_is_told_once(
+    config: bool, given: bool | None, used: bool, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "distca_hf")
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    model = distca_hf.enable(tiny_model(use_cache=config, **SMALL), plugin)
+    for _, batch in zip(range(2), plugin.dataloader(random_dataset(10)), strict=False):
+        output = model(**batch, **({} if given is None else {"use_cache": given}))
+        assert (output.past_key_values is not None) == used
+
+    assert caplog.text.count("config.use_cache=True is not followed for batches with a plan") == told
 
 
 def test_loader_is_the_trainers_and_goes_through_accelerate_untouched(make: Callable[..., Trainer]) -> None:

@@ -1,0 +1,186 @@
+"""Lengths: document lengths from whatever file has them.
+
+| what | how |
+|---|---|
+| `.json`, `.json.gz` | a flat list of whole numbers |
+| `.jsonl`, `.jsonl.gz` | objects, one a line, with a column of lengths |
+| `.parquet` | a column of lengths |
+| a folder | what `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
+
+A column of lengths is called `length`, `lengths` or `num_tokens` and has whole numbers, or is called `input_ids` and
+has lists, whose lengths count. There must be one of them.
+"""
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.errors import PackingError
+from distca_hf.layout import as_int_array, check_document_tokens
+
+
+NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
+TOKENS_COLUMN = "input_ids"
+COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentLengths:
+    """`[documents]` tokens of each, and the file and column they come from."""
+
+    tokens: IntArray
+    source: str
+
+
+def read_lengths(path: Path) -> DocumentLengths:
+    """Document lengths from a file or folder.
+
+    Raises:
+        PackingError: it cannot be read, has no lengths, more than one column of them, or a length is out of range.
+    """
+    try:
+        lengths = _read(path)
+    except PackingError:
+        raise
+    except Exception as error:  # readers of files raise whatever they like: all of it means the file is not readable
+        raise PackingError(f"{path} cannot be read: {error or type(error).__name__}") from error
+    if len(lengths.tokens) == 0:
+        raise PackingError(f"{lengths.source} has no documents")
+    return DocumentLengths(check_document_tokens(lengths.tokens, lengths.source), lengths.source)
+
+
+def _read(path: Path) -> DocumentLengths:
+    """Whatever the path's ending says."""
+    if path.is_dir():
+        return _read_dataset(path)
+    ending = path.name.removesuffix(".gz").rpartition(".")[2]
+    if ending == "json":
+        return _read_list(path)
+    if ending == "jsonl":
+        return _read_lines(path)
+    if ending == "parquet" and path.suffix != ".gz":
+        return _read_parquet(path)
+    raise PackingError(f"{path} must end in .json, .jsonl, .parquet or be a folder of a saved dataset")
+
+
+def _read_list(path: Path) -> DocumentLengths:
+    """A flat JSON list."""
+    numbers = json.loads(_text(path))
+    if not isinstance(numbers, list):
+        raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(numbers)}")
+    return DocumentLengths(_whole_numbers(numbers, str(path), "entry"), str(path))
+
+
+def _read_lines(path: Path) -> DocumentLengths:
+    """JSON objects, one a line; all have the column that the first has."""
+    rows = []
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise PackingError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise PackingError(f"{path}, line {number} must be an object with a length, not {_kind(row)}")
+            rows.append(row)
+    if not rows:
+        return DocumentLengths(np.zeros(0, dtype=np.int64), str(path))
+    column = _choose_column(list(rows[0]), path)
+    source = f"{path}, column {column}"
+    values = [row.get(column) for row in rows]
+    if column != TOKENS_COLUMN:
+        return DocumentLengths(_whole_numbers(values, source, "row"), source)
+    lengths = []
+    for number, tokens in enumerate(values):
+        if not isinstance(tokens, list):
+            raise PackingError(f"{source}: row {number} is {_kind(tokens)}, not a list of tokens")
+        lengths.append(len(tokens))
+    return DocumentLengths(np.array(lengths, dtype=np.int64), source)
+
+
+def _read_parquet(path: Path) -> DocumentLengths:
+    """One column of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    column = _choose_column(pq.read_schema(path).names, path)
+    return _from_arrow(pq.read_table(path, columns=[column])[column], f"{path}, column {column}")
+
+
+def _read_dataset(path: Path) -> DocumentLengths:
+    """One column of a saved `datasets.Dataset`."""
+    from datasets import Dataset, load_from_disk
+
+    dataset = load_from_disk(str(path))
+    if not isinstance(dataset, Dataset):
+        raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
+    column = _choose_column(dataset.column_names, path)
+    values = dataset.select_columns([column]).with_format("arrow")[:][column]
+    return _from_arrow(values, f"{path}, column {column}")
+
+
+def _from_arrow(values: Any, source: str) -> DocumentLengths:
+    """Lengths from an arrow column: its numbers, or the lengths of its lists."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if values.null_count:
+        raise PackingError(f"{source}: {values.null_count} of {len(values)} rows are empty")
+    kind = values.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if not source.endswith(TOKENS_COLUMN):
+            raise PackingError(f"{source} has lists, not whole numbers")
+        values = pc.list_value_length(values)
+    elif not pa.types.is_integer(kind) or source.endswith(TOKENS_COLUMN):
+        wanted = "lists of tokens" if source.endswith(TOKENS_COLUMN) else "whole numbers"
+        raise PackingError(f"{source} has {kind}, not {wanted}")
+    return DocumentLengths(as_int_array(values.to_numpy(), source), source)
+
+
+def _choose_column(names: Sequence[str], path: Path) -> str:
+    """The one column that says lengths.
+
+    Raises:
+        PackingError: there is none, or more than one; names the columns.
+    """
+    found = [name for name in COLUMNS if name in names]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise PackingError(f"{path} has several columns of lengths, {', '.join(found)}; keep one of them")
+    there = ", ".join(names) if names else "none"
+    raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}")
+
+
+def _whole_numbers(values: list[Any], source: str, each: str) -> IntArray:
+    """Values that JSON calls integers, and nothing it would take for one: no 3.0, no true."""
+    for at, value in enumerate(values):
+        if type(value) is not int:
+            raise PackingError(f"{source}: {each} {at} is {_kind(value)}, not a whole number")
+        if abs(value) >= 2**63:
+            raise PackingError(f"{source}: {each} {at} is {_short(value)}, far more tokens than a document can have")
+    return np.array(values, dtype=np.int64)
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls a value."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)
+
+
+def _short(value: Any) -> str:
+    """A number as JSON writes it, in a few characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:20]}..."
+
+
+def _text(path: Path) -> str:
+    """Text of a file, possibly compressed."""
+    content = path.read_bytes()
+    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")

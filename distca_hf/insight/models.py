@@ -1,0 +1,151 @@
+"""Models: what planning needs of one. Heads, their dimension, and bytes of a number: from a table or a config.json."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distca_hf.cost import TokenBytes
+from distca_hf.errors import ConfigError
+
+
+BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Attention of one layer.
+
+    Attributes:
+        name: what to call it.
+        heads, key_value_heads: query heads, and heads of keys and values, which several query heads may share.
+        head_dim: numbers of one head of one token.
+        number_bytes: bytes of a number.
+    """
+
+    name: str
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    number_bytes: int = 2
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of one token in one layer."""
+        query = self.heads * self.head_dim * self.number_bytes
+        return TokenBytes(query, query, 2 * self.key_value_heads * self.head_dim * self.number_bytes)
+
+    @property
+    def head_groups(self) -> int:
+        """Groups that heads can be divided in: a head of keys and values, and the query heads that share it."""
+        return self.key_value_heads
+
+
+# Public config.json values: num_attention_heads, num_key_value_heads, head_dim; all in bfloat16.
+PRESETS = {
+    shape.name: shape
+    for shape in (
+        ModelShape("llama3-8b", 32, 8, 128),
+        ModelShape("llama3-70b", 64, 8, 128),
+        ModelShape("llama3-405b", 128, 8, 128),
+        ModelShape("llama3.2-1b", 32, 8, 64),
+        ModelShape("llama3.2-3b", 24, 8, 128),
+        ModelShape("mistral-7b", 32, 8, 128),
+        ModelShape("mixtral-8x7b", 32, 8, 128),
+        ModelShape("qwen2.5-7b", 28, 4, 128),
+        ModelShape("qwen2.5-72b", 64, 8, 128),
+        ModelShape("qwen3-0.6b", 16, 8, 128),
+        ModelShape("qwen3-1.7b", 16, 8, 128),
+        ModelShape("qwen3-4b", 32, 8, 128),
+        ModelShape("qwen3-8b", 32, 8, 128),
+        ModelShape("qwen3-14b", 40, 8, 128),
+        ModelShape("qwen3-32b", 64, 8, 128),
+        ModelShape("qwen3-30b-a3b", 32, 4, 128),
+        ModelShape("qwen3-235b-a22b", 64, 4, 128),
+    )
+}
+
+
+def preset(name: str) -> ModelShape:
+    """A model of the table.
+
+    Raises:
+        ConfigError: it has no such model; names those it has.
+    """
+    if name.lower() not in PRESETS:
+        raise ConfigError(
+            f"model {name!r} is not known; choose one of {', '.join(PRESETS)}, or give --model-config config.json"
+        )
+    return PRESETS[name.lower()]
+
+
+def read_model_config(path: Path) -> ModelShape:
+    """The shape in a Transformers config.json, that of its `text_config` if it has one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model config {path} must be a JSON object, as Transformers' config.json is")
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    heads = _positive(config, "num_attention_heads", path)
+    key_value_heads = (
+        heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads", path)
+    )
+    if heads % key_value_heads:
+        raise ConfigError(
+            f"model config {path}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={key_value_heads}"
+        )
+    return ModelShape(
+        name=str(config.get("model_type") or path.name),
+        heads=heads,
+        key_value_heads=key_value_heads,
+        head_dim=_head_dim(config, heads, path),
+        number_bytes=_number_bytes(config, path),
+    )
+
+
+def _head_dim(config: Mapping[str, Any], heads: int, path: Path) -> int:
+    """`head_dim`, or what hidden_size leaves for each head."""
+    if config.get("head_dim") is not None:
+        return _positive(config, "head_dim", path)
+    if config.get("hidden_size") is None:
+        raise ConfigError(f"model config {path} has neither head_dim nor hidden_size")
+    hidden_size = _positive(config, "hidden_size", path)
+    if hidden_size % heads:
+        raise ConfigError(
+            f"model config {path}: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; "
+            "give head_dim"
+        )
+    return hidden_size // heads
+
+
+def _number_bytes(config: Mapping[str, Any], path: Path) -> int:
+    """Bytes of `dtype`, which older configs call `torch_dtype`."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        raise ConfigError(f"model config {path} has neither dtype nor torch_dtype; add for example 'bfloat16'")
+    if not isinstance(name, str) or name not in BYTES_OF_DTYPE:
+        raise ConfigError(f"model config {path}: dtype {name!r} is not one of {', '.join(BYTES_OF_DTYPE)}")
+    return BYTES_OF_DTYPE[name]
+
+
+def _positive(config: Mapping[str, Any], key: str, path: Path) -> int:
+    """A whole number above zero.
+
+    Raises:
+        ConfigError: it is missing, or something else.
+    """
+    value = config.get(key)
+    if value is None:
+        raise ConfigError(f"model config {path} has no {key}")
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"model config {path}: {key}={value!r} must be a whole number above zero")
+    return value

@@ -1,0 +1,124 @@
+"""Preemption: on SIGTERM or Ctrl-C all ranks end the same step, save a checkpoint, and leave.
+
+Ranks get a signal at different times, or only one of them does. Each tells in its next agreements that it wants to
+leave (`Traffic.wants_to_leave`), so that after a step all of them know the same, without a collective of its own.
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from distca_hf.comm.transport import Traffic, Transport
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# The signals, and what handles them in a Python program that does not care.
+USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+
+
+class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
+    """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
+
+    It should be the last callback: then an evaluation that was due does not come before the checkpoint, and those that
+    report to trackers end first. A handler that somebody else has installed, Trainer's `enable_jit_checkpoint` for
+    example, stays; so do the default ones where training does not run on the main thread. A second Ctrl-C ends
+    training at once, without a checkpoint.
+
+    Args:
+        transport_of: the transport for a device, in whose agreements ranks tell each other.
+    """
+
+    def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:
+        self._transport_of = transport_of
+        self._traffic = Traffic()
+        self._alone = True
+        self._signal = 0
+        self._earlier: dict[int, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        transport = self._transport_of(args.device)
+        self._traffic, self._alone = transport.traffic, transport.world_size == 1
+        self._traffic.wants_to_leave = self._signal = 0
+        self._traffic.leaving.clear()
+        self._install()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        got = {0: self._traffic.wants_to_leave} if self._alone else self._traffic.leaving
+        if any(got.values()):
+            first = min(got)
+            self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
+            name = signal.Signals(self._signal).name
+            log.warning("step %d: %s on rank %s; saving a checkpoint and leaving", state.global_step, name, ranks)
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._signal:  # with a checkpoint of this very step
+            control.should_save = control.should_evaluate = False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the process if a rank has got a signal.
+
+        Raises:
+            SystemExit: with what a shell reports of a process that the signal has ended, after the checkpoint.
+        """
+        self._restore()
+        if self._signal:
+            raise SystemExit(128 + self._signal)
+        if self._traffic.wants_to_leave:  # too late for the others to hear of it
+            signal.raise_signal(self._traffic.wants_to_leave)
+
+    def _install(self) -> None:
+        """Takes the signals, where that is possible and nobody else has. A rank that cannot still leaves with the
+        others."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, usual in USUAL_HANDLERS.items():
+            owner = getattr(signal.getsignal(number), "__self__", None)
+            if isinstance(owner, LeaveOnSignal):  # of a training that ended with an exception
+                owner._restore()
+            if signal.getsignal(number) is usual:
+                self._earlier[number] = signal.signal(number, self._handle)
+            else:
+                log.warning(
+                    "%s has a handler already, which stays: distca_hf saves no checkpoint when it comes",
+                    signal.Signals(number).name,
+                )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Remembers the signal. It is passed on if training has ended with an exception, so that nobody would look,
+        and if Ctrl-C comes again."""
+        again = number == signal.SIGINT and self._traffic.wants_to_leave == number
+        self._traffic.wants_to_leave = number
+        if again or not _runs_training(frame):
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, earlier in self._earlier.items():
+            signal.signal(number, earlier)
+        self._earlier.clear()
+
+
+def _runs_training(frame: FrameType | None) -> bool:
+    """Whether `Trainer.train` is on the stack."""
+    while frame is not None:
+        if frame.f_code is Trainer.train.__code__:
+            return True
+        frame = frame.f_back
+    return False

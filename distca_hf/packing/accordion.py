@@ -1,0 +1,195 @@
+"""The accordion: deals a line of pieces out so that every share has its tokens *and* its work.
+
+A share is what one rank gets, or one node. It takes a few dense pieces, tail first, and fills up with light ones:
+
+    light end                                                     dense end
+    | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
+      ^^^^^^^^^                                               ^^^^^^^^^^^^
+      fill up to the share's tokens                           take up to the share's work
+
+Why it always works: read from the dense end, the first n tokens of the line weigh at least n times the mean, the last
+n at most that, because the cost of a token never falls along a document. Exchanging one token at a time moves the work
+of (dense prefix + light suffix) across the goal in steps of at most one token's cost, so some mixture has exactly
+the share's tokens and its work to within one token. Removing a set of mean cost leaves a line with the same mean:
+repeat for the next share. A tail needs the keys of its whole document, the head that is left needs nothing, so tails
+are taken as large as they fit: at most three cuts per share, mostly one or two, and few bytes.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distca_hf.packing.line import Line, Segment
+
+
+# Cuts fall on multiples of this many tokens where they are free to: kernels work in tiles.
+TILE_TOKENS = 128
+# If a share's work, or what is left for each of the others, misses the goal by this part, the guaranteed mixture is
+# used instead. Until it misses by less than half of that, more cuts are made.
+OFF = 4e-3
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a share, or several together, are still to get.
+
+    Attributes:
+        tokens: met exactly.
+        work: met to within `OFF` of `load`, and one token.
+        load: work of the whole share, with what it has already.
+    """
+
+    tokens: int
+    work: float
+    load: float
+
+    def __sub__(self, part: "Goal") -> "Goal":
+        return Goal(self.tokens - part.tokens, self.work - part.work, self.load - part.load)
+
+    @classmethod
+    def sum(cls, goals: Sequence["Goal"]) -> "Goal":
+        """What several shares are to get together."""
+        return cls(sum(g.tokens for g in goals), sum(g.work for g in goals), sum(g.load for g in goals))
+
+
+def deal(line: Line, goals: Sequence[Goal], peel: bool = True, off: float = OFF) -> list[list[Segment]]:
+    """Deals the whole line out; goals are met if their work is in proportion to their tokens, or nearly so.
+
+    Args:
+        line: what there is to deal; it is empty afterwards.
+        goals: what each share is to get. Their tokens sum to those of the line, their work to its work.
+        peel: whether every share begins with the densest piece, or with its tail if that is too much.
+
+    Returns:
+        The segments of each share.
+    """
+    others = Goal.sum(goals)
+    shares: list[list[Segment]] = []
+    for goal in goals[:-1]:
+        others -= goal
+        shares.append(fill(line, goal, others, peel, off))
+    shares.append(line.take_all())
+    return shares
+
+
+def fill(line: Line, goal: Goal, others: Goal, peel: bool = True, off: float = OFF) -> list[Segment]:
+    """Takes one share off a line.
+
+    Args:
+        line: what there is; if it has more or less work than all are to get, all give way in proportion.
+        goal: what the share is to get.
+        others: what all others are to get of the rest.
+        peel: whether the share begins with the densest piece, or with its tail if that is too much.
+    """
+    scale = line.work_left / (goal.work + others.work) if line.work_left else 0.0
+    work_left, tails = line.work_left, _take_dense(line, goal.tokens, goal.work * scale, off / 2 * goal.load, peel)
+    light_tokens = goal.tokens - sum([stop - start for _, start, stop in tails])
+    left = line.work_left - line.light_work(light_tokens)
+    if abs(work_left - left - goal.work) <= off * goal.load and abs(left - others.work) <= off * others.load:
+        return tails + line.take_light(light_tokens)
+    line.put_back(len(tails))
+    return _take_exactly(line, goal.tokens, goal.work * scale)
+
+
+def _take_dense(line: Line, tokens: int, missing: float, near: float, peel: bool) -> list[Segment]:
+    """Dense pieces and tails, so that with the lightest tokens beside them no more than `near` work is missing."""
+    segments: list[Segment] = []
+    last_cut = False
+    while tokens and line.indices and not last_cut:
+        if not peel and missing - line.light_work(tokens) <= near:
+            break
+        index, densest = _densest_fitting(line, tokens, missing), line.indices[-1]
+        if index in line.indices and (not peel or index == densest) and _gain(line, index, tokens) > near / 4:
+            _, start, stop = line.segment(index)
+            take = stop - start
+        elif peel:  # even the densest piece alone is too much
+            index, take = densest, _tail(line, densest, tokens, missing)
+        else:  # finish with the tail of the lightest piece that is dense enough
+            index, last_cut = _dense_enough(line, index + 1, tokens, missing), True
+            take = _tail(line, index, tokens, missing) if index in line.indices else 0
+        if take == 0:
+            break
+        segments.append(line.take_tail(index, take))
+        missing -= line.work(*segments[-1])
+        tokens -= take
+        peel = False
+    return segments
+
+
+def _take_exactly(line: Line, tokens: int, goal: float) -> list[Segment]:
+    """The guaranteed mixture: a prefix of the line's dense end and a suffix of its light end."""
+    line.settle()
+    segments: list[Segment] = []
+    while tokens and line.indices:
+        index = line.indices[-1]
+        _, start, stop = line.segment(index)
+        take = _largest_tail(line, index, tokens, goal)
+        if take == 0:
+            break
+        segments.append(line.take_tail(index, take, stay=True))  # or the light end would be another one
+        goal -= line.work(*segments[-1])
+        tokens -= take
+        if take < stop - start:
+            break
+    segments += line.take_light(tokens)
+    line.settle()
+    return segments
+
+
+def _densest_fitting(line: Line, tokens: int, missing: float) -> int:
+    """Index of the densest piece that fits whole, the lightest tokens beside it; before the first if there is none."""
+    most_light_work = line.light_work(tokens)
+
+    def is_too_much(index: int) -> bool:
+        document, start, stop = line.segment(index)
+        rest = missing - line.work(document, start, stop)
+        if stop - start > tokens or rest < 0:
+            return True
+        return rest < most_light_work and line.light_work(tokens - stop + start) > rest
+
+    return line.indices.start + bisect_left(line.indices, True, key=is_too_much) - 1
+
+
+def _gain(line: Line, index: int, tokens: int) -> int:
+    """Work the share gains by a piece, over the lightest tokens in its place."""
+    document, start, stop = line.segment(index)
+    return line.work(document, start, stop) + line.light_work(tokens - stop + start) - line.light_work(tokens)
+
+
+def _tail(line: Line, index: int, tokens: int, missing: float) -> int:
+    """Tokens of the largest tail of a piece that fits, cut on a tile where that leaves a tail of some size."""
+    _, start, stop = line.segment(index)
+    take = _largest_tail(line, index, tokens, missing)
+    if 2 * TILE_TOKENS < take < min(tokens, stop - start):
+        take = stop - -(-(stop - take) // TILE_TOKENS) * TILE_TOKENS
+    return take
+
+
+def _largest_tail(line: Line, index: int, tokens: int, missing: float) -> int:
+    """Tokens of the largest tail that, with the lightest tokens beside it, stays within the share and its work."""
+    document, start, stop = line.segment(index)
+    most_light_work = line.light_work(tokens)
+
+    def fits(tail: int) -> bool:
+        rest = missing - line.work(document, stop - tail, stop)
+        return rest >= 0 and (rest >= most_light_work or line.light_work(tokens - tail) <= rest)
+
+    return largest(min(tokens, stop - start), fits)
+
+
+def _dense_enough(line: Line, first: int, tokens: int, missing: float) -> int:
+    """Index of the lightest piece whose tail alone can bring the missing work; beyond the last if there is none."""
+
+    def is_enough(index: int) -> bool:
+        document, start, stop = line.segment(index)
+        most = min(tokens, stop - start)
+        return line.work(document, stop - most, stop) + line.light_work(tokens - most) >= missing
+
+    candidates = range(first, line.indices.stop)
+    return first + bisect_left(candidates, True, key=is_enough)
+
+
+def largest(upper: int, fits: Callable[[int], bool]) -> int:
+    """Largest n in [0, upper] for which `fits(n)`; `fits` is true up to some n and false beyond, `fits(0)` counts as
+    true."""
+    return bisect_left(range(1, upper + 1), True, key=lambda n: not fits(n))

@@ -1,0 +1,198 @@
+"""The line: pieces of documents from the light end to the dense end, and the two ways to take tokens off it.
+
+    light end                                                     dense end
+    | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
+     take_light: whole documents,                            take_tail: the end of
+     the last one cut, head first                            any piece; its head stays
+
+A piece is as dense as its mean cost per token. Short documents and beginnings of documents are light, ends of long
+ones are dense. Sums over the light end are kept while pieces come and go: every step of a placement asks for them.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import repeat
+
+import numpy as np
+
+from distca_hf.cost import DocumentCost, IntArray, Work
+
+
+Segment = tuple[int, int, int]  # document, start, stop
+Piece = tuple[float, int, int, int, int]  # mean cost of a token, document, start, stop, work
+
+# The rest of a document that was cut at the light end stays there, for the next rank, up to this size.
+LIGHT_REST_TOKENS = 8192
+
+
+class Line:
+    """Pieces, sorted by mean cost; indices grow towards the dense end.
+
+    Args:
+        pieces: what there is to take.
+        work: work of a query range, `work(document, start, stop)`.
+        work_left: work of all the pieces.
+
+    Attributes:
+        work_left: work of the pieces that are left.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], work: Work, work_left: int) -> None:
+        self.work = work
+        self.work_left = work_left
+        self._pieces = sorted(pieces)
+        self._first = 0  # pieces before it are taken
+        # Tokens and work of the pieces before each of the first ones; as many as were asked for, and still hold.
+        self._tokens_before = [0]
+        self._work_before = [0]
+        self._tails: list[tuple[int, Piece, int | None]] = []  # index, piece, index of its head
+        self._misplaced: list[Piece] = []
+
+    @classmethod
+    def of_documents(cls, document_tokens: IntArray, cost: DocumentCost) -> "Line":
+        """Whole documents."""
+        work = cost.work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
+        lengths = document_tokens.tolist()
+        works = work.tolist()
+        mean_costs = (work / document_tokens).tolist()
+        pieces = zip(mean_costs, range(len(lengths)), repeat(0, len(lengths)), lengths, works, strict=True)
+        return cls(pieces, cost.of_documents(lengths), sum(works))
+
+    @classmethod
+    def of_segments(cls, segments: Iterable[Segment], work: Work) -> "Line":
+        """Parts of documents."""
+        pieces, total = [], 0
+        for document, start, stop in segments:
+            piece_work = work(document, start, stop)
+            pieces.append((piece_work / (stop - start), document, start, stop, piece_work))
+            total += piece_work
+        return cls(pieces, work, total)
+
+    @property
+    def indices(self) -> range:
+        """Indices of the pieces that are left."""
+        return range(self._first, len(self._pieces))
+
+    def segment(self, index: int) -> Segment:
+        """The piece at an index."""
+        return self._pieces[index][1:4]
+
+    def light_work(self, tokens: int) -> int:
+        """Work of the `tokens` lightest tokens, documents head first."""
+        pieces, tokens_before, work_before = self._pieces, self._tokens_before, self._work_before
+        end = tokens_before[self._first] + tokens
+        reached, work_reached = tokens_before[-1], work_before[-1]
+        while reached <= end and len(tokens_before) <= len(pieces):
+            _, _, start, stop, work = pieces[len(tokens_before) - 1]
+            reached += stop - start
+            work_reached += work
+            tokens_before.append(reached)
+            work_before.append(work_reached)
+        last = bisect_right(tokens_before, end, self._first) - 1
+        whole = work_before[last] - work_before[self._first]
+        if last == len(pieces):
+            return whole
+        _, document, start, _, _ = pieces[last]
+        return whole + self.work(document, start, start + end - tokens_before[last])
+
+    def take_tail(self, index: int, tokens: int, stay: bool = False) -> Segment:
+        """Takes the last tokens of the piece at an index; its head goes where it belongs in the line, or stays where
+        it is until the line is sorted."""
+        piece = self._remove(index)
+        _, document, start, stop, work = piece
+        cut, at = stop - tokens, None
+        if cut > start:
+            head = self._piece(document, start, cut)
+            at = self._insert(head, index if stay else None)
+            if stay:
+                self._misplaced.append(head)
+            work -= head[4]
+        self._tails.append((index, piece, at))
+        self.work_left -= work
+        return document, cut, stop
+
+    def put_back(self, tails: int) -> None:
+        """Undoes the last `take_tail`s; nothing else was taken since."""
+        for _ in range(tails):
+            index, piece, at = self._tails.pop()
+            work = piece[4]
+            if at is not None:
+                work -= self._remove(at)[4]
+            self._insert(piece, index)
+            self.work_left += work
+
+    def take_light(self, tokens: int) -> list[Segment]:
+        """Takes the `tokens` lightest tokens; of the last piece the head, if not the whole."""
+        before = self.light_work(tokens)  # and makes the sums reach that far
+        end = self._tokens_before[self._first] + tokens
+        last = bisect_right(self._tokens_before, end, self._first) - 1
+        taken = [piece[1:4] for piece in self._pieces[self._first : last]]
+        self._misplaced = [piece for piece in self._misplaced if piece not in self._pieces[self._first : last + 1]]
+        work_end = self._work_before[self._first] + before
+        self._first, left = last, end - self._tokens_before[last]
+        if left:
+            _, document, start, stop, _ = self._pieces[last]
+            taken.append((document, start, start + left))
+            rest = self._piece(document, start + left, stop)
+            if stop - start - left <= LIGHT_REST_TOKENS:
+                self._pieces[last] = rest
+                self._misplaced.append(rest)
+                self._tokens_before[last], self._work_before[last] = end, work_end
+            else:
+                self._first += 1
+                self._insert(rest)
+        self._tails.clear()
+        self.work_left -= before
+        return taken
+
+    def take_all(self) -> list[Segment]:
+        """Takes everything that is left."""
+        taken = [self.segment(index) for index in self.indices]
+        self._first, self.work_left = len(self._pieces), 0
+        return taken
+
+    def settle(self) -> None:
+        """Puts what was left in another place where it belongs."""
+        for piece in list(self._misplaced):
+            self._insert(self._remove(self._pieces.index(piece, self._first)))
+        self._misplaced.clear()
+        self._tails.clear()
+
+    def _piece(self, document: int, start: int, stop: int) -> Piece:
+        work = self.work(document, start, stop)
+        return work / (stop - start), document, start, stop, work
+
+    def _insert(self, piece: Piece, index: int | None = None) -> int:
+        """Puts a piece at an index, or where it belongs; returns the index."""
+        if index is None:
+            index = bisect_left(self._pieces, piece, self._first)
+        self._pieces.insert(index, piece)
+        after = index + 1
+        if after < len(self._tokens_before):
+            tokens, work = piece[3] - piece[2], piece[4]
+            self._tokens_before[after:] = [before + tokens for before in self._tokens_before[index:]]
+            self._work_before[after:] = [before + work for before in self._work_before[index:]]
+        return index
+
+    def _remove(self, index: int) -> Piece:
+        """Takes a piece out."""
+        piece = self._pieces.pop(index)
+        if piece in self._misplaced:
+            self._misplaced.remove(piece)
+        after = index + 1
+        if after < len(self._tokens_before):
+            tokens, work = piece[3] - piece[2], piece[4]
+            self._tokens_before[after:] = [before - tokens for before in self._tokens_before[after + 1 :]]
+            self._work_before[after:] = [before - work for before in self._work_before[after + 1 :]]
+        return piece
+
+
+def joined(segments: Iterable[Segment]) -> list[Segment]:
+    """Segments by document, neighbours joined: the tail of a document, and what the light end then gave of it."""
+    together: list[Segment] = []
+    for document, start, stop in sorted(segments):
+        if together and together[-1][0] == document and together[-1][2] == start:
+            together[-1] = (document, together[-1][1], stop)
+        else:
+            together.append((document, start, stop))
+    return together

@@ -1,0 +1,164 @@
+"""Whole documents first: long documents are not cut if they can be whole, so that fewer keys and values move.
+
+The accordion alone fills share after share: the first ones use up what balances the last ones, and these must divide
+long documents. Here all shares (nodes, or the ranks of one) are filled at the same time:
+
+1. Long pieces are handed out, longest first, each to the share that has most to catch up with: most work missing
+   beyond what its missing tokens will bring on average. One that does not fit is cut: the share takes its tail and
+   gets no more of them, its head is handed out later.
+2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter ones are parted from
+   those that need denser ones, until the accordion can serve them one after the other.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
+
+import numpy as np
+
+from distca_hf.packing.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
+from distca_hf.packing.line import Line, Segment, joined
+
+
+# A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
+CLOSE = 0.9
+# Short documents are cut for this part of what long ones are cut for.
+FINISH = 1 / 3
+# Shares are alike if the mean costs of the tokens they need differ by this part at most.
+ALIKE = 0.1
+
+
+def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float) -> list[list[Segment]]:
+    """Deals a whole line out, long pieces whole wherever they fit.
+
+    Args:
+        line: what there is to deal; it is empty afterwards.
+        goals: what each share is to get. Their tokens sum to those of the line, their work to its work.
+        short_tokens: documents up to this length are short.
+        off: if a share would miss its work by this part, the accordion deals everything instead.
+
+    Returns:
+        The segments of each share.
+    """
+    if len(goals) == 1:
+        return [line.take_all()]
+    shares, left = _hand_out_long(line, goals, short_tokens)
+    for share, segments in _finish(line, dict(enumerate(left)), off * FINISH).items():
+        shares[share] += segments
+    for segments, goal in zip(shares, goals, strict=True):
+        if abs(sum([line.work(*segment) for segment in segments]) - goal.work) > off * goal.load:
+            return deal(Line.of_segments(joined(chain.from_iterable(shares)), line.work), goals, off=min(off, OFF))
+    return shares
+
+
+def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Segment]], list[Goal]]:
+    """Takes the long pieces off a line: what each share gets of them, and what it is still to get."""
+    shares: list[list[Segment]] = [[] for _ in goals]
+    need = _Need(goals)
+    tokens_left = sum(goal.tokens for goal in goals)
+    while line.indices:
+        index = line.indices[-1]
+        document, start, stop = line.segment(index)
+        mean_cost = line.work_left / tokens_left
+        share = need.neediest(mean_cost)
+        if stop <= short_tokens or share is None:
+            break
+        take = need.fitting_tail(share, line, mean_cost)
+        if take < min(stop - start, short_tokens):
+            need.close(share)
+            continue
+        shares[share].append(line.take_tail(index, take))
+        need.reduce(share, take, line.work(document, stop - take, stop))
+        tokens_left -= take
+    return shares, need.goals()
+
+
+class _Need:
+    """Tokens and work that shares are still to get."""
+
+    def __init__(self, goals: Sequence[Goal]) -> None:
+        self._loads = [goal.load for goal in goals]
+        self._tokens = [goal.tokens for goal in goals]
+        self._work = [goal.work for goal in goals]
+        # The same as arrays; work of closed shares is minus infinity.
+        self._token_array = np.array(self._tokens, dtype=np.float64)
+        self._work_array = np.array(self._work, dtype=np.float64)
+
+    def goals(self) -> list[Goal]:
+        """What each share is still to get."""
+        return [Goal(*goal) for goal in zip(self._tokens, self._work, self._loads, strict=True)]
+
+    def reduce(self, share: int, tokens: int, work: int) -> None:
+        """A share has got something."""
+        self._tokens[share] -= tokens
+        self._work[share] -= work
+        self._token_array[share] -= tokens
+        self._work_array[share] -= work
+
+    def close(self, share: int) -> None:
+        """A share gets no further long pieces."""
+        self._work_array[share] = -np.inf
+
+    def neediest(self, mean_cost: float) -> int | None:
+        """The share that misses most work beyond what its missing tokens bring at a mean cost; the first of equals.
+        None if all are closed."""
+        share = int((self._work_array - mean_cost * self._token_array).argmax())
+        return share if self._work_array[share] > -np.inf else None
+
+    def fitting_tail(self, share: int, line: Line, mean_cost: float) -> int:
+        """Tokens of the densest piece, or of its largest tail, that fit a share: after that the line still has tokens
+        light enough for it, also together with all shares that need tokens as light, and with all that need lighter
+        ones than the mean."""
+        document, start, stop = line.segment(line.indices[-1])
+        whole, tokens, work = stop - start, self._tokens[share], self._work[share]
+        rest_tokens, rest_work = tokens - whole, work - line.work(document, start, stop)
+        if rest_tokens >= 0 and rest_work >= max(CLOSE * mean_cost * rest_tokens, line.light_work(rest_tokens)):
+            return whole
+        lighter = _Lighter([(self._tokens[s], self._work[s]) for s in range(len(self._tokens)) if s != share])
+
+        def fits(tiles: int) -> bool:
+            cut = max(start, stop - tiles * TILE_TOKENS)
+            rest_tokens, rest_work = tokens - (stop - cut), work - line.work(document, cut, stop)
+            return (
+                rest_tokens >= 0
+                and rest_work >= line.light_work(rest_tokens)
+                and lighter.leave_light_tokens(rest_work / max(1, rest_tokens), rest_tokens, rest_work, line)
+                and lighter.leave_light_tokens(mean_cost, rest_tokens, rest_work, line)
+            )
+
+        tiles = -(-whole // TILE_TOKENS)
+        return whole if fits(tiles) else TILE_TOKENS * largest(tiles - 1, fits)
+
+
+class _Lighter:
+    """Shares by the mean cost of what they need, as (tokens, work), lightest first, and their sums."""
+
+    def __init__(self, needs: list[tuple[int, float]]) -> None:
+        needs = sorted(needs, key=lambda need: need[1] / max(1, need[0]))
+        self._costs = [work / max(1, tokens) for tokens, work in needs]
+        self._tokens = list(accumulate((tokens for tokens, _ in needs), initial=0))
+        self._work = list(accumulate((work for _, work in needs), initial=0.0))
+
+    def leave_light_tokens(self, cost: float, tokens: int, work: float, line: Line) -> bool:
+        """Whether a line has tokens light enough for so many more tokens with so much work, and for all shares whose
+        need is no denser than a cost."""
+        shares = bisect_right(self._costs, cost)
+        return work + self._work[shares] >= line.light_work(tokens + self._tokens[shares])
+
+
+def _finish(line: Line, goals: dict[int, Goal], off: float) -> dict[int, list[Segment]]:
+    """Deals a whole line out to shares whose needs may differ: parts them at the largest step between their needs."""
+    shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
+    costs = [_mean_cost(goals[share]) for share in shares]
+    if len(shares) < 3 or costs[-1] - costs[0] <= ALIKE * costs[-1]:
+        dealt = deal(line, [goals[share] for share in shares], peel=False, off=off)
+        return dict(zip(shares, dealt, strict=True))
+    steps = [dense - light for light, dense in pairwise(costs)]
+    parting = 1 + steps.index(max(steps))
+    light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
+    segments = fill(line, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
+    return _finish(Line.of_segments(segments, line.work), light, off) | _finish(line, dense, off)
+
+
+def _mean_cost(goal: Goal) -> float:
+    return goal.work / max(1, goal.tokens)

@@ -1,0 +1,98 @@
+"""Windows: which documents of one optimizer step train together in which of its micro-steps.
+
+Gradients of the micro-steps of one optimizer step are summed, so within this window documents may change places
+freely, and micro-steps need not have equal work: only the ranks of each one. Long documents are put together. Among
+documents like itself a long one is no more than a rank's work, so that it is cut less or not at all, and micro-steps
+of short documents move nothing. Sorting does it: the first micro-step takes the longest documents that fit, and so on.
+Where that is not better, which a placement of both ways tells, all micro-steps get the same mix.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout, check_document_tokens
+from distca_hf.packing.placement import place
+
+
+def group_documents(
+    document_tokens: Sequence[int] | IntArray, micro_steps: int, capacity_tokens: int, num_ranks: int | None = None
+) -> list[IntArray]:
+    """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
+
+    Args:
+        document_tokens: lengths, in tokens.
+        micro_steps: micro-steps to divide them among.
+        capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
+        num_ranks: ranks to try placements on; without it long documents are together in any case.
+
+    Returns:
+        For each micro-step the indices of its documents, in rising order. Every document is in one of them.
+
+    Raises:
+        PackingError: a length is out of range, a document is longer than the capacity, or no way was found to fit all.
+    """
+    lengths = check_document_tokens(document_tokens)
+    if micro_steps < 1 or capacity_tokens < 1:
+        raise PackingError(
+            f"{micro_steps} micro-steps of {capacity_tokens} tokens hold nothing; both must be positive"
+        )
+    total, longest = int(lengths.sum()), int(lengths.max(initial=0))
+    if longest > capacity_tokens:
+        at = int(lengths.argmax())
+        raise PackingError(
+            f"document {at} has {longest} tokens, a micro-step holds {capacity_tokens}; split or remove it, or train "
+            "with more tokens per rank"
+        )
+    # Filled to the mean first, so that no micro-step is left nearly empty; to the brim only if that leaves a rest.
+    mean = max(-(-total // micro_steps), longest)
+    alike = _first_fit(lengths, micro_steps, 0, capacity_tokens)
+    for limit_tokens in (min(mean, capacity_tokens), capacity_tokens):
+        together = _first_fit(lengths, micro_steps, limit_tokens, capacity_tokens)
+        if together is not None:
+            return together if num_ranks is None or alike is None else _cheaper(lengths, together, alike, num_ranks)
+    if alike is not None:
+        return alike
+    raise PackingError(
+        f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
+        f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
+    )
+
+
+def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_tokens: int) -> list[IntArray] | None:
+    """Longest documents first, each into the first micro-step that has room up to a limit; the rest, where there is
+    most room up to the capacity. None if that is not enough."""
+    used = [0] * micro_steps
+    step_of = np.empty(len(lengths), dtype=np.int64)
+    rest: list[tuple[int, int]] = []
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        tokens = int(lengths[document])
+        step = next((step for step in range(micro_steps) if used[step] + tokens <= limit_tokens), None)
+        if step is None:
+            rest.append((document, tokens))
+        else:
+            step_of[document] = step
+            used[step] += tokens
+    for document, tokens in rest:
+        step = min(range(micro_steps), key=used.__getitem__)
+        if used[step] + tokens > capacity_tokens:
+            return None
+        step_of[document] = step
+        used[step] += tokens
+    return [np.flatnonzero(step_of == step) for step in range(micro_steps)]
+
+
+def _cheaper(lengths: IntArray, one: list[IntArray], other: list[IntArray], num_ranks: int) -> list[IntArray]:
+    """The way in which fewer keys and values move; the one of equals."""
+    moved = [sum(_key_tokens_moved(place(lengths[step], num_ranks)) for step in steps) for steps in (one, other)]
+    return one if moved[0] <= moved[1] else other
+
+
+def _key_tokens_moved(layout: Layout) -> int:
+    """Tokens whose keys and values ranks need of others: of each document all before a rank's last, less its own."""
+    held = layout.segment_rank * layout.num_documents + layout.segment_document
+    last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
+    np.maximum.at(last, held, layout.segment_stop)
+    return int(last.sum()) - int(layout.segment_tokens.sum())

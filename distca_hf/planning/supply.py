@@ -1,0 +1,107 @@
+"""Supply: the stacks that each rank may give away, longest first."""
+
+from bisect import insort
+
+import numpy as np
+
+from distca_hf.cost import IntArray, TokenBytes, causal_pairs
+from distca_hf.layout import Layout
+from distca_hf.planning.prices import Prices
+from distca_hf.planning.slivers import merge_slivers
+from distca_hf.planning.stacks import Stack
+
+
+class Documents:
+    """A layout's documents, sorted once for all plans that are tried.
+
+    Attributes:
+        spanning: documents that span ranks, and (start, stop, rank) of their segments.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        document, start, stop = layout.segment_document, layout.segment_start, layout.segment_stop
+        tokens = layout.document_tokens[document]
+        whole = stop - start == tokens
+        cut = np.flatnonzero(~whole)
+        cut = cut[np.lexsort((start[cut], document[cut]))]
+        segments: dict[int, list[tuple[int, int, int]]] = {}
+        columns = (document[cut], start[cut], stop[cut], layout.segment_rank[cut])
+        for name, first, last, rank in zip(*(column.tolist() for column in columns), strict=True):
+            segments.setdefault(name, []).append((first, last, rank))
+        self.spanning = sorted(segments.items(), key=lambda item: (item[1], item[0]))
+        kept = np.flatnonzero(whole)
+        kept = kept[np.lexsort((document[kept], -tokens[kept], layout.segment_rank[kept]))]
+        self._whole, self._tokens = document[kept], tokens[kept]
+        self._borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
+
+    def whole_of(self, rank: int) -> tuple[IntArray, IntArray]:
+        """Documents that a rank holds all of, longest first, and their lengths in tokens."""
+        own = slice(self._borders[rank], self._borders[rank + 1])
+        return self._whole[own], self._tokens[own]
+
+
+class Supply:
+    """Stacks of every rank, those of whole documents made when they are asked for.
+
+    Attributes:
+        work: `[ranks]` pairs x groups of heads, slivers counted where they are merged.
+        head_groups: groups that heads are divided in.
+        spanning: stacks of documents that span ranks.
+        opened: stacks of other documents that have been asked for.
+
+    Args:
+        documents: of the layout.
+        work: `[ranks]` attended pairs of what each rank holds.
+        head_groups, token_bytes, prices, merge_below: see `merge_slivers`.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        work: IntArray,
+        head_groups: int,
+        token_bytes: TokenBytes,
+        prices: Prices,
+        merge_below: float,
+    ) -> None:
+        self.work: list[int] = (work * head_groups).tolist()
+        self.spanning: list[Stack] = []
+        self.opened: list[Stack] = []
+        self._documents = documents
+        self.head_groups = head_groups
+        self._ready: dict[int, list[Stack]] = {}
+        self._next: dict[int, int] = {}
+        for place, (document, segments) in enumerate(documents.spanning):
+            stacks = merge_slivers(document, segments, head_groups, token_bytes, prices, merge_below)
+            self.spanning += stacks
+            for start, stop, rank in segments:
+                self.work[rank] -= causal_pairs(start, stop) * head_groups
+            for stack in stacks:
+                stack.place = place
+                self.work[stack.server] += stack.pairs_left()
+                insort(self._ready.setdefault(stack.server, []), stack, key=_longest_first)
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """All stacks so far. Documents without one are computed where they are held."""
+        return self.spanning + self.opened
+
+    def longest(self, rank: int, count: int) -> list[Stack]:
+        """Up to `count` stacks of a rank that have queries left, longest first."""
+        ready = [stack for stack in self._ready.get(rank, []) if stack.has_queries]
+        documents, tokens = self._documents.whole_of(rank)
+        at = self._next.get(rank, 0)
+        while at < len(documents) and (len(ready) < count or tokens[at] > ready[count - 1].stop):
+            length = int(tokens[at])
+            stack = Stack(int(documents[at]), rank, 0, length, length, {}, [length] * self.head_groups)
+            stack.place = len(self._documents.spanning) + at
+            insort(ready, stack, key=_longest_first)
+            self.opened.append(stack)
+            at += 1
+        self._next[rank] = at
+        self._ready[rank] = ready
+        return ready[:count]
+
+
+def _longest_first(stack: Stack) -> tuple[int, int, int]:
+    return -stack.stop, stack.start, stack.place

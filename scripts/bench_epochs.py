@@ -1,0 +1,124 @@
+"""Epochs: balance, padding and preparation time on real document lengths, as Markdown tables of bench_planning.py.
+
+For every file and world the first micro-batches of an epoch are placed, planned and routed, documents longer than a
+micro-batch being split. Balance is counted from the kernel calls of all ranks. The last table times what the loader's
+background thread does for one micro-batch, reading its tokens included.
+"""
+
+import gzip
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from datasets.utils.logging import disable_progress_bar
+
+from distca_hf import DistCAPlugin
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.cost import imbalance
+from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.preparer import Cursor
+from distca_hf.packing.collate import pad_rows
+from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.placement import fill_in_order, place
+from distca_hf.packing.source import split_documents
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import key_transfers, route
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "tests" / "data" / "lengths").glob("*.json.gz"))
+RANKS = (2, 8, 64)
+TOKENS_PER_RANK = (32_768, 65_536, 131_072)
+MICRO_BATCHES = 8
+
+
+def read_lengths(path: Path) -> np.ndarray:
+    """A flat JSON list of lengths, possibly compressed."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return np.array(json.loads(text), dtype=np.int64)
+
+
+def balance(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
+    """One row: balance of the first micro-batches, and padding of the whole epoch."""
+    capacity_tokens = num_ranks * tokens_per_rank
+    _, _, documents = split_documents(lengths, capacity_tokens)
+    packer = EpochPacker(documents, capacity_tokens)
+    epoch = packer.epoch(0)
+    before, placed, spread, sent = [], [], 0, []
+    for micro_batch in range(min(MICRO_BATCHES, packer.num_micro_batches)):
+        tokens = documents[epoch.micro_batch(micro_batch)]
+        layout = place(tokens, num_ranks)
+        plan = plan_in_place(layout)
+        transfers = key_transfers(plan)
+        work = [sum(call.pairs for call in route(plan, rank, transfers).calls) for rank in range(num_ranks)]
+        before.append(imbalance(fill_in_order(tokens, num_ranks).rank_work))
+        placed.append(imbalance(work))
+        spread = max(spread, int(np.ptp(layout.rank_tokens)))
+        sent.append(int(transfers.tokens.sum()) / max(1, int(tokens.sum())))
+    rows = 0
+    for micro_batch in range(packer.num_micro_batches):
+        tokens = int(documents[epoch.micro_batch(micro_batch)].sum())
+        fullest = -(-tokens // num_ranks)
+        rows += num_ranks * min(-(-fullest // 128) * 128, tokens_per_rank)
+    padding = 1 - documents.sum() / rows
+    full_padding = 1 - documents.sum() / (packer.num_micro_batches * capacity_tokens)
+    return (
+        f"| {name} | {num_ranks} | {tokens_per_rank // 1024}K | {spread} | {statistics.mean(before):.3f} | "
+        f"{max(placed):.4f} | {statistics.mean(sent):.2f} | {100 * padding:.3f} % | {100 * full_padding:.3f} % |"
+    )
+
+
+class OneOfMany(LocalTransport):
+    """Enough of a transport for a loader that only prepares: this rank, and how many there are."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
+def preparation(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
+    """One row: milliseconds of one micro-batch, from lengths to the rows of a rank."""
+    import torch
+
+    enough = np.searchsorted(np.cumsum(lengths), 12 * num_ranks * tokens_per_rank)
+    dataset = Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths[:enough]]})
+    plugin = DistCAPlugin(tokens_per_rank=tokens_per_rank, overlong="split")
+    loader = PlacedLoader(dataset, plugin, OneOfMany(1, num_ranks), torch.device("cpu"))
+    epoch = EpochPacker(loader._source.document_tokens, num_ranks * tokens_per_rank).epoch(0)
+    times, pads, documents = [], [], []
+    for micro_batch in range(10):
+        chosen = loader._source.document_tokens[epoch.micro_batch(micro_batch)]
+        began = time.perf_counter()
+        layout = pad_rows(place(chosen, num_ranks), 128, tokens_per_rank)
+        plan = plan_in_place(layout)
+        route(plan, 1, key_transfers(plan))
+        pads.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        loader.preparer.prepare(epoch, Cursor(0, micro_batch))
+        times.append(time.perf_counter() - began)
+        documents.append(len(chosen))
+    planning, total = 1e3 * statistics.median(pads), 1e3 * statistics.median(times)
+    documents_mean = statistics.mean(documents)
+    return (
+        f"| {name} | {num_ranks} | {tokens_per_rank // 1024}K | {documents_mean:.0f} | {planning:.1f} | {total:.1f} |"
+    )
+
+
+def print_epochs() -> None:
+    """Both tables, of the shipped files."""
+    disable_progress_bar()
+    files = {path.name.split(".")[0]: read_lengths(path) for path in SHIPPED}
+    columns = "| lengths | ranks | tokens/rank | token spread | imbalance in order | placed (worst) "
+    print("\n## Epochs\n\n" + columns + "| key tokens sent / token | padding (128) | padding (full) |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, lengths in files.items():
+        for num_ranks in RANKS:
+            for tokens_per_rank in TOKENS_PER_RANK:
+                print(balance(name, lengths, num_ranks, tokens_per_rank), flush=True)
+    print("\n| lengths | ranks | tokens/rank | documents | placing, planning, routing ms | with collation ms |")
+    print("|---|---|---|---|---|---|")
+    for name, lengths in files.items():
+        for num_ranks, tokens_per_rank in ((8, 32_768), (8, 131_072), (64, 131_072)):
+            print(preparation(name, lengths, num_ranks, tokens_per_rank), flush=True)

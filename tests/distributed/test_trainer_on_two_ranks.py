@@ -1,0 +1,112 @@
+"""What Trainer does on several ranks besides training steps: uneven evaluation, worker processes, empty steps."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import distca_hf
+from distca_hf.integrations import loader, packs
+from support.data import random_dataset, random_documents
+from support.models import tiny_model
+from support.ranks import run_ranks, start_ranks
+
+
+def _trainer(folder: Path, implementation: str = "distca", **arguments: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "per_device_eval_batch_size": 1,
+    }
+    dataset = random_dataset(30)
+    trainer = Trainer(
+        model=tiny_model(implementation=implementation, num_hidden_layers=1),
+        args=TrainingArguments(output_dir=str(folder), **settings | arguments),
+        train_dataset=dataset.add_column("labels", dataset["input_ids"]),
+        data_collator=DataCollatorWithFlattening(),
+    )
+    if implementation == "distca":
+        distca_hf.DistCAPlugin().attach(trainer)
+    return trainer
+
+
+EVALUATED = 5
+SHORT = (20, 30, 40)
+
+
+def _evaluate(folder: Path, implementation: str) -> tuple[float, float]:
+    """Losses of an evaluation and a prediction of more documents than ranks can share equally."""
+    rows = random_documents(EVALUATED, lengths=SHORT)
+    dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    trainer = _trainer(folder, implementation, prediction_loss_only=True)
+    return trainer.evaluate(dataset)["eval_loss"], trainer.predict(dataset).metrics["test_loss"]
+
+
+def test_uneven_evaluation_is_as_trainers_own(tmp_path: Path) -> None:
+    ours = run_ranks(2, _evaluate, tmp_path / "distca", tmp_path, "distca")
+    usual = run_ranks(2, _evaluate, tmp_path / "sdpa", tmp_path, "sdpa")
+
+    assert ours[0] == ours[1] == pytest.approx(usual[0], rel=1e-5)
+
+
+def _train(folder: Path, workers: int) -> list[float]:
+    multiprocessing.current_process()._config["daemon"] = False  # ranks of tests may not have children otherwise
+    trainer = _trainer(folder, per_device_train_batch_size=2, dataloader_num_workers=workers)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_packs_may_come_from_worker_processes(tmp_path: Path) -> None:
+    (usual, _), (same, _) = (run_ranks(2, _train, tmp_path / f"{workers}", tmp_path, workers) for workers in (0, 1))
+
+    assert same == usual
+
+
+def _train_with_an_empty_step() -> list[float]:
+    """The second of three packs has no tokens, on any rank."""
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1), distca_hf.DistCAPlugin()).train()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    losses = []
+    for tokens in (30, 0, 30):
+        ids = torch.arange(tokens)[None]
+        loss = wrapped(input_ids=ids, labels=ids.clone(), position_ids=ids.clone()).loss
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        if not tokens:
+            assert not any(parameter.grad.any() for parameter in model.parameters())
+    return losses
+
+
+def test_step_without_tokens_on_any_rank_has_loss_zero(tmp_path: Path) -> None:
+    for first, empty, third in run_ranks(2, _train_with_an_empty_step, tmp_path):
+        assert empty == 0.0
+        assert first == third > 0.0
+
+
+def _train_with_another_version(batches: str) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    if torch.distributed.get_rank() == 1:
+        loader.__version__ = packs.__version__ = "0.0.1"
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
+    batch = (
+        next(iter(plugin.dataloader(random_dataset())))
+        if batches == "placed"
+        else {"input_ids": torch.ones(1, 9).int()}
+    )
+    model(**batch)
+
+
+@pytest.mark.parametrize("batches", ["placed", "packs"])
+def test_ranks_of_different_versions_are_refused(batches: str, tmp_path: Path) -> None:
+    for outcome in start_ranks(2, _train_with_another_version, tmp_path, batches, timeout_seconds=20.0):
+        assert outcome.exit_code == 1
+        assert "ranks disagree, nothing was sent: version is" in outcome.output

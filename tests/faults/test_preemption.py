@@ -1,0 +1,304 @@
+"""SIGTERM, Ctrl-C: all ranks end the same step, save, leave, and go on later as if nothing had been.
+
+Also a script of its own: `torchrun ... test_preemption.py FOLDER` trains as the ranks of these tests do.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+import distca_hf
+from support.commands import REPOSITORY
+from support.data import random_dataset
+from support.models import tiny_model
+from support.ranks import Outcome, run_ranks, start_ranks
+
+
+WORLD = 2
+STEPS = 60
+# Slow enough for a signal to come in the midst of them.
+STEP_SECONDS = 0.03
+MORE_STEPS = 4
+BEGIN_SECONDS = 40.0
+LEAVE_SECONDS = 10.0
+LEFT = 143
+
+
+class Diary(TrainerCallback):
+    """Writes every step down, and takes some time for it."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self._seconds = path, seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._path.write_text(str(state.global_step))
+        time.sleep(self._seconds)
+
+
+def make_trainer(batches: str, folder: Path, steps: int) -> Trainer:
+    """A Trainer that saves nothing unless it is asked to; evaluation would take for ever."""
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+    )
+    dataset = random_dataset(80)
+    if batches == "placed":
+        trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args, train_dataset=dataset)
+        distca_hf.DistCAPlugin(tokens_per_rank=150).attach(trainer)
+        return trainer
+    labelled = dataset.add_column("labels", dataset["input_ids"])
+    return Trainer(
+        model=tiny_model(num_hidden_layers=1),
+        args=args,
+        train_dataset=labelled,
+        data_collator=DataCollatorWithFlattening(),
+        callbacks=[distca_hf.DistCACallback(distca_hf.DistCAPlugin())],
+    )
+
+
+def losses_of(trainer: Trainer) -> dict[int, float]:
+    """Loss of every step of this run."""
+    return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+
+
+def train(batches: str, folder: Path, steps: int, resume: bool = False, step_seconds: float = 0.0) -> dict[int, float]:
+    """Trains with a diary."""
+    trainer = make_trainer(batches, folder, steps)
+    trainer.callback_handler.callbacks.insert(0, Diary(folder / f"steps-{os.environ['RANK']}", step_seconds))
+    trainer.train(resume_from_checkpoint=resume)
+    return losses_of(trainer)
+
+
+def train_as_a_script(batches: str, folder: Path, steps: int) -> None:
+    """Trains; the exit status is that of a script which ends in SystemExit."""
+    try:
+        train(batches, folder, steps, step_seconds=STEP_SECONDS)
+    except SystemExit as leaving:
+        os._exit(int(str(leaving.code)))
+
+
+def send(number: int, ranks: tuple[int, ...], folder: Path, processes: list[Any]) -> None:
+    """Sends a signal to some ranks, one after the other, in the midst of training."""
+    deadline = time.monotonic() + BEGIN_SECONDS
+    while not (folder / "steps-0").is_file() or int((folder / "steps-0").read_text() or 0) < 3:
+        assert time.monotonic() < deadline, "no training to interrupt"
+        time.sleep(0.01)
+    for rank in ranks:
+        os.kill(processes[rank].pid, number)
+        (folder / f"sent-{rank}").write_text(repr(time.time()))
+        time.sleep(0.04)
+
+
+def interrupted(number: int, ranks: tuple[int, ...], batches: str, folder: Path) -> list[Outcome]:
+    """How the ranks of a training end that gets a signal."""
+    folder.mkdir()
+    meanwhile: Callable[[list[Any]], None] = partial(send, number, ranks, folder)
+    return start_ranks(WORLD, train_as_a_script, folder / "ranks", batches, folder, STEPS, meanwhile=meanwhile)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
+    """Losses of a training that gets no signal, by kind of batches."""
+    known: dict[str, dict[int, float]] = {}
+
+    def losses(batches: str) -> dict[int, float]:
+        if batches not in known:
+            folder = tmp_path_factory.mktemp(batches)
+            known[batches] = run_ranks(WORLD, train, folder / "ranks", batches, folder, STEPS)[0]
+        return known[batches]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("batches", "ranks", "number"),
+    [
+        ("placed", (1,), signal.SIGTERM),
+        ("placed", (0, 1), signal.SIGTERM),
+        ("packs", (0,), signal.SIGTERM),
+        ("placed", (1,), signal.SIGINT),
+    ],
+    ids=["placed, one rank", "placed, both", "packs, one rank", "placed, Ctrl-C on one rank"],
+)
+def test_all_ranks_save_the_same_step_and_resume_bit_equal(
+    batches: str,
+    ranks: tuple[int, ...],
+    number: signal.Signals,
+    uninterrupted: Callable[[str], dict[int, float]],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    outcomes = interrupted(number, ranks, batches, folder)
+    ended = time.time()
+
+    assert [outcome.exit_code for outcome in outcomes] == [128 + number] * WORLD, outcomes
+    assert ended - float((folder / f"sent-{ranks[0]}").read_text()) < LEAVE_SECONDS
+    (checkpoint,) = folder.glob("checkpoint-*")
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert 3 <= step < STEPS - MORE_STEPS
+    assert [(folder / f"steps-{rank}").read_text() for rank in range(WORLD)] == [str(step)] * WORLD
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
+    assert {f"rng_state_{rank}.pth" for rank in range(WORLD)} <= {path.name for path in checkpoint.iterdir()}
+
+    resumed = run_ranks(WORLD, train, tmp_path / "resumed", batches, folder, step + MORE_STEPS, True)[0]
+    expected = uninterrupted(batches)
+    assert resumed == {at: expected[at] for at in range(1, step + MORE_STEPS + 1)}
+
+
+def test_launcher_that_is_terminated_lets_its_ranks_save(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen(
+        [*command, __file__, str(tmp_path)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY / 'tests'}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        send(signal.SIGTERM, (0,), tmp_path, [launcher])
+        sent = time.time()
+        output, _ = launcher.communicate(timeout=LEAVE_SECONDS)
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+    assert time.time() - sent < LEAVE_SECONDS
+    assert launcher.returncode != 0
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert (checkpoint / "trainer_state.json").is_file()
+    assert [(tmp_path / f"left-{rank}").read_text() for rank in range(WORLD)] == [f"{LEFT}"] * WORLD, output
+
+
+class AtStep(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+        self._step, self._action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._action()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def has_default_handler() -> bool:
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    return (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == usual
+
+
+def test_handler_is_there_while_training_runs_and_gone_afterwards(tmp_path: Path) -> None:
+    seen = []
+    trainer = make_trainer("placed", tmp_path, 1)
+    trainer.add_callback(AtStep(1, lambda: seen.append(has_default_handler())))
+
+    assert has_default_handler()
+    trainer.train()
+    assert seen == [False]
+    assert has_default_handler()
+
+
+def test_handler_of_somebody_else_stays_and_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    got = []
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        trainer = make_trainer("placed", tmp_path, 3)
+        trainer.add_callback(AtStep(2, terminate))
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+    assert got == [signal.SIGTERM]
+    assert trainer.state.global_step == 3
+    assert "SIGTERM has a handler already" in caplog.text
+
+
+def test_alone_a_rank_saves_at_once(tmp_path: Path) -> None:
+    for batches in ("placed", "packs"):
+        trainer = make_trainer(batches, tmp_path / batches, 6)
+        trainer.callback_handler.callbacks.insert(0, AtStep(2, terminate))
+        with pytest.raises(SystemExit) as leaving:
+            trainer.train()
+        assert leaving.value.code == LEFT
+        assert [path.name for path in (tmp_path / batches).glob("checkpoint-*")] == ["checkpoint-2"]
+        assert has_default_handler()
+
+
+def test_second_keyboard_interrupt_ends_training_at_once(tmp_path: Path) -> None:
+    def interrupt_twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    trainer = make_trainer("placed", tmp_path, 6)
+    trainer.callback_handler.callbacks.insert(0, AtStep(2, interrupt_twice))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert has_default_handler()
+
+
+def _raise() -> None:
+    raise ArithmeticError
+
+
+def _terminate_after(what: str, folder: Path) -> None:
+    """SIGTERM when nobody is left to save: training has failed, or its last step is over."""
+    trainer = make_trainer("placed", folder, 2)
+    if what == "a failure":
+        trainer.add_callback(AtStep(1, _raise))
+        with pytest.raises(ArithmeticError):
+            trainer.train()
+        terminate()
+    else:
+        trainer.add_callback(AtStep(2, terminate))
+        trainer.train()
+    time.sleep(5.0)
+
+
+@pytest.mark.parametrize("what", ["a failure", "the last step"])
+def test_signal_that_comes_too_late_ends_the_process_as_ever(what: str, tmp_path: Path) -> None:
+    (outcome,) = start_ranks(1, _terminate_after, tmp_path, what, tmp_path / "run")
+
+    assert outcome.exit_code == -signal.SIGTERM
+    assert outcome.seconds < 5.0
+
+
+def test_setting_leaves_the_signal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_SAVE_ON_SIGNAL", "no")
+    seen = []
+    trainer = make_trainer("placed", tmp_path, 1)
+    trainer.add_callback(AtStep(1, lambda: seen.append(has_default_handler())))
+    trainer.train()
+
+    assert seen == [True]
+
+
+if __name__ == "__main__":
+    try:
+        train("placed", Path(sys.argv[1]), STEPS, step_seconds=STEP_SECONDS)
+    except SystemExit as leaving:
+        Path(sys.argv[1], f"left-{os.environ['RANK']}").write_text(str(leaving.code))
+        raise

@@ -1,0 +1,131 @@
+"""Exchanges that ranks start in different orders, or with other row counts: found before anything is sent."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import distca_hf
+from distca_hf.comm.checked import CheckedTransport
+from distca_hf.errors import PlanMismatchError
+from distca_hf.testing import loopback
+from distca_hf.testing.faults import Fault, FaultTransport, swap
+from distca_hf.testing.loopback import LoopbackTransport
+from support.data import random_documents
+from support.models import tiny_model
+from support.ranks import start_ranks
+
+
+CPU = torch.device("cpu")
+ROWS = torch.arange(4.0).reshape(2, 2)
+
+
+def test_swapped_exchange_starts_after_the_next_or_when_it_is_waited_for() -> None:
+    def body(transport: LoopbackTransport) -> list[str]:
+        faulty = FaultTransport(transport, [Fault(0, swap), Fault(2, swap)])
+        first = faulty.exchange(ROWS, [1, 1], [1, 1], "first")
+        second = faulty.exchange(2 * ROWS, [1, 1], [1, 1], "second")
+        third = faulty.exchange(3 * ROWS, [1, 1], [1, 1], "third")
+        for factor, exchange in ((2, second), (1, first), (3, third)):
+            assert torch.equal(exchange.wait(), factor * ROWS[[transport.rank, transport.rank]])
+        return list(transport.traffic.recent)
+
+    assert loopback.run_ranks(2, body) == [["second", "first", "third"]] * 2
+
+
+def _checked(transport: LoopbackTransport, swapped: bool, places: tuple[str, str]) -> FaultTransport:
+    """Two exchanges are started, in another order on rank 1 if they are swapped."""
+    faults = [Fault(0, swap)] if swapped and transport.rank == 1 else []
+    faulty = FaultTransport(CheckedTransport(transport), faults)
+    exchanges = [faulty.exchange(ROWS, [1, 1], [1, 1], place) for place in places]
+    for exchange in exchanges:
+        exchange.wait()
+    return faulty
+
+
+PLACES = ("micro-batch 4, layer 0, forward", "micro-batch 4, layer 1, forward")
+
+
+def test_error_names_both_places() -> None:
+    def body(transport: LoopbackTransport) -> tuple[str, int]:
+        with pytest.raises(PlanMismatchError) as caught:
+            _checked(transport, True, PLACES)
+        return str(caught.value), transport.traffic.exchanges
+
+    for rank, (message, exchanges) in enumerate(loopback.run_ranks(2, body)):
+        assert f"rank {rank}, exchange 0: ranks exchange in different orders, nothing was sent" in message
+        assert f"{PLACES[0]} (rows of 2 x 4 bytes) on rank 0" in message
+        assert f"{PLACES[1]} (rows of 2 x 4 bytes) on rank 1" in message
+        assert exchanges == 0
+
+
+def test_exchanges_in_order_pass() -> None:
+    assert [faulty.traffic.exchanges for faulty in loopback.run_ranks(2, lambda t: _checked(t, False, PLACES))] == [
+        2,
+        2,
+    ]
+
+
+def test_place_with_a_long_name_is_no_obstacle() -> None:
+    long = ("ä" * 200, "ä" * 200)
+    assert len(loopback.run_ranks(2, lambda t: _checked(t, True, long))) == 2
+
+
+def test_rows_that_nobody_expects_are_named() -> None:
+    def body(transport: LoopbackTransport) -> str:
+        receive = [1, 1] if transport.rank == 0 else [0, 1]
+        with pytest.raises(PlanMismatchError) as caught:
+            CheckedTransport(transport).exchange(ROWS, [1, 1], receive, PLACES[0])
+        return str(caught.value)
+
+    for message in loopback.run_ranks(2, body):
+        assert "rank 0 sends 1 rows to rank 1, which expects 0; nothing was sent" in message
+
+
+def _train_on_packs(folder: Path, at: int | None) -> list[float]:
+    """Three steps on packs whose tasks move; on rank 1 one exchange is overtaken by the next."""
+    rank = torch.distributed.get_rank()
+    plugin = distca_hf.DistCAPlugin(check_exchanges=True, exchange_timeout_seconds=20.0)
+    transport = plugin.transport(CPU)
+    if rank == 1 and at is not None:
+        plugin._transports[CPU] = FaultTransport(transport, [Fault(at, swap)])
+    model = distca_hf.enable(tiny_model(num_hidden_layers=LAYERS), plugin).train()
+    ids = torch.tensor(random_documents(1, seed=rank, lengths=(180,) if rank == 0 else (9,)))
+    losses = []
+    for step in range(3):
+        loss = model(input_ids=ids, labels=ids, position_ids=torch.arange(ids.shape[1])[None]).loss
+        loss.backward()
+        losses.append(loss.item())
+        (folder / f"steps-{rank}").write_text(str(step + 1))
+    return losses
+
+
+# Exchanges of a layer of packs: keys and queries leave together, outputs return; in backward gradients of both do.
+FORWARD, BACKWARD = 3, 4
+LAYERS = 2
+
+
+@pytest.mark.parametrize(
+    ("at", "steps", "place"),
+    [
+        (0, 0, "micro-batch 0, layer 0, forward"),
+        (LAYERS * (FORWARD + BACKWARD) + LAYERS * FORWARD + BACKWARD, 1, "micro-batch 1, layer 0, backward"),
+        (None, 3, ""),
+    ],
+    ids=["first forward", "last backward", "nothing"],
+)
+def test_keys_overtaken_by_queries_are_noticed_on_real_ranks(
+    at: int | None, steps: int, place: str, tmp_path: Path
+) -> None:
+    outcomes = start_ranks(2, _train_on_packs, tmp_path, tmp_path, at, timeout_seconds=40.0)
+
+    for outcome in outcomes:
+        path = tmp_path / f"steps-{outcome.rank}"
+        assert int(path.read_text() if path.is_file() else 0) == steps
+        assert outcome.exit_code == (0 if at is None else 1)
+        if at is not None:
+            said = outcome.output.rpartition("PlanMismatchError: ")[2].partition("\n")[0]
+            assert f"rank {outcome.rank}, exchange {at}: ranks exchange in different orders" in said
+            assert said.count(place) == 2, said
+            assert "on rank 0" in said
+            assert "on rank 1" in said

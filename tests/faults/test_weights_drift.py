@@ -1,0 +1,145 @@
+"""Weights that differ between ranks are found at the next check; equal ones raise no alarm."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import distca_hf
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.errors import PlanMismatchError
+from distca_hf.integrations.drift import CHUNK, WeightsCheck, checksum
+from distca_hf.testing import loopback
+from distca_hf.testing.loopback import LoopbackTransport
+from support.data import random_dataset
+from support.models import tiny_model
+from support.ranks import run_ranks, start_ranks
+
+
+EVERY = 5
+STEPS = 10
+FLIPPED = "model.layers.0.mlp.up_proj.weight"
+
+
+class FlipABit(TrainerCallback):
+    """The lowest bit of one weight, after a step, on rank 1."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self._step and torch.distributed.get_rank() == 1:
+            model.get_parameter(FLIPPED).data.view(torch.int32)[3, 5] ^= 1
+
+
+def _train(folder: Path, flip_at: int) -> int:
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        learning_rate=0.0,  # other gradients of one rank would be averaged into all weights of both
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args, train_dataset=random_dataset())
+    distca_hf.DistCAPlugin(tokens_per_rank=96, check_weights_every_steps=EVERY).attach(trainer)
+    trainer.add_callback(FlipABit(flip_at))
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_flipped_bit_is_found_at_the_next_check_by_rank_and_name(tmp_path: Path) -> None:
+    outcomes = start_ranks(2, _train, tmp_path, tmp_path / "run", EVERY + 1, timeout_seconds=40.0)
+
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert f"rank {outcome.rank}, step {2 * EVERY}: weights differ between ranks in 1 of 12 parameters" in (
+            outcome.output
+        )
+        assert f"first in {FLIPPED}, whose checksum is" in outcome.output
+        assert "on rank 0, " in outcome.output
+        assert "on rank 1. " in outcome.output
+
+
+def test_no_alarm_without_a_difference(tmp_path: Path) -> None:
+    assert run_ranks(2, _train, tmp_path, tmp_path / "run", STEPS + 1) == [STEPS, STEPS]
+
+
+class Watched(nn.Module):
+    """Parameters of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.arange(21, dtype=torch.bfloat16).view(7, 3))
+        self.scalar = nn.Parameter(torch.tensor(2.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.bytes = nn.Parameter(torch.arange(9, dtype=torch.uint8), requires_grad=False)
+        self.long = nn.Parameter(torch.arange(5, dtype=torch.float64).expand(3, 5))
+
+
+@pytest.mark.parametrize("name", ["short", "scalar", "bytes", "long"])
+def test_every_kind_of_parameter_counts(name: str) -> None:
+    def body(transport: LoopbackTransport) -> str:
+        model, check = Watched(), WeightsCheck(transport)
+        check.compare(model, 1)
+        if transport.rank == 2:
+            parameter = getattr(model, name)
+            parameter.data = parameter.detach().clone()
+            parameter.data.view(-1).view(torch.uint8)[-1] ^= 1
+        with pytest.raises(PlanMismatchError) as caught:
+            check.compare(model, 2)
+        return str(caught.value)
+
+    for message in loopback.run_ranks(3, body):
+        assert f"first in {name}, whose checksum is" in message
+        assert "on rank 0, 1, " in message
+        assert "on rank 2. " in message
+
+
+@pytest.mark.parametrize("changed", [0, CHUNK - 1, CHUNK, CHUNK + 4])
+def test_one_element_changes_the_checksum_wherever_it_is(changed: int) -> None:
+    weights = torch.ones(CHUNK + 5, dtype=torch.float16)
+    before = checksum(weights)
+    weights[changed] = -1
+
+    assert checksum(weights) != before
+
+
+def test_order_of_elements_changes_the_checksum() -> None:
+    weights = torch.randn(2 * CHUNK, dtype=torch.bfloat16)
+
+    assert checksum(weights) == checksum(weights.clone())
+    assert checksum(weights) != checksum(weights.flip(0))
+    assert checksum(weights) != checksum(weights.roll(CHUNK))
+
+
+def _compare_sharded() -> None:
+    """Layers are divided, what is around them is not; then something around them differs."""
+    rank = torch.distributed.get_rank()
+    model = tiny_model(num_hidden_layers=1)
+    fully_shard(model.model.layers[0], mesh=init_device_mesh("cpu", (2,)))
+    check = WeightsCheck(distca_hf.DistCAPlugin().transport(torch.device("cpu")))
+    for step in (1, 2):
+        check.compare(model, step)
+    model.lm_head.weight.data[0, 0] += rank
+    check.compare(model, 3)
+
+
+def test_sharded_parameters_are_left_out_and_that_is_said_once(tmp_path: Path) -> None:
+    for outcome in start_ranks(2, _compare_sharded, tmp_path, timeout_seconds=40.0):
+        assert outcome.output.count("9 of 12 parameters are sharded (FSDP, ZeRO-3)") == 1
+        assert "step 3: weights differ between ranks in 1 of 3 parameters, first in lm_head.weight" in outcome.output
+
+
+def test_parameters_that_zero_3_divides_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = Watched()
+    model.short.ds_id = 0
+    WeightsCheck(LocalTransport()).compare(model, 1)
+
+    assert "1 of 5 parameters are sharded" in caplog.text

@@ -1,0 +1,276 @@
+"""distca plan: what it prints, as a user would call it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from distca_hf.cli import app
+from distca_hf.cost import causal_pairs
+from distca_hf.errors import PackingError
+from distca_hf.insight.compare import run_baselines
+from distca_hf.insight.draw import MISFITS, divide_batch, draw_batches
+from distca_hf.insight.figures import Figures, figures_of
+from distca_hf.insight.models import PRESETS, preset
+from distca_hf.insight.plan_report import make_report
+from distca_hf.insight.plan_request import PlanRequest
+from distca_hf.planning.baselines.result import Baseline
+from distca_hf.topology import Topology
+
+
+PRETRAIN = Path(__file__).parents[1] / "data" / "lengths" / "pretrain.json.gz"
+KEYS = {
+    "ranks",
+    "tokens_per_rank",
+    "documents",
+    "tokens_min",
+    "tokens_max",
+    "imbalance_before",
+    "imbalance",
+    "bytes_total",
+    "bytes_max_rank",
+    "bytes_internode_max",
+    "bound_bytes_total",
+    "planning_seconds",
+    "fingerprint",
+}
+
+
+def plan(lengths: Path, *options: str | int | Path, ranks: int = 8, tokens_per_rank: int = 16384) -> Any:
+    """What the command says: an object if asked for JSON, else text."""
+    arguments = ["plan", str(lengths), "--ranks", str(ranks), "--tokens-per-rank", str(tokens_per_rank)]
+    result = CliRunner().invoke(app, [*arguments, *map(str, options)])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout) if "--json" in options else result.stdout
+
+
+def write_lengths(path: Path, lengths: list[int]) -> Path:
+    path.write_text(json.dumps(lengths))
+    return path
+
+
+def world(ranks: int, tokens_per_rank: int, micro_steps: int, **more: Any) -> PlanRequest:
+    return PlanRequest(ranks, tokens_per_rank, 8, micro_steps, preset("llama3-8b"), **more)
+
+
+def test_json_says_everything() -> None:
+    said = plan(PRETRAIN, "--json")
+    assert said.keys() >= KEYS
+    assert (said["ranks"], said["tokens_per_rank"]) == (8, 16384)
+    assert 0 <= said["tokens_max"] - said["tokens_min"] <= 1
+    assert 8 * 16384 - said["tokens"] < 64
+    assert 1.0 <= said["imbalance"] <= 1.01 < said["imbalance_before"]
+    assert 0 < said["bytes_max_rank"] < said["bytes_total"]
+    assert said["bytes_internode_max"] == 0  # one node
+    assert 0 < said["planning_seconds"] < 1
+    assert said["baselines"] == {}
+
+
+@pytest.mark.parametrize("layout", ["placed", "fixed"])
+def test_baselines_say_the_same_of_the_same_documents(layout: str) -> None:
+    said = plan(PRETRAIN, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)
+    baselines = said["baselines"]
+    assert list(baselines) == [
+        *("greedy_0.10", "greedy_0.05", "greedy_0.00"),
+        *("zigzag_cp", "zigzag_cp_4", "ulysses", "ulysses_4", "lpt", "sorted_packs"),
+    ]
+    for baseline in baselines.values():
+        assert baseline.keys() >= KEYS
+        assert baseline["documents"] == said["documents"]
+        assert baseline["imbalance_before"] == said["imbalance_before"]
+    assert baselines["greedy_0.00"]["imbalance"] < 1.01
+    assert baselines["lpt"]["bytes_total"] == 0
+    assert baselines["zigzag_cp_4"]["bytes_internode_max"] == 0 < baselines["zigzag_cp"]["bytes_internode_max"]
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    same = [plan(PRETRAIN, "--json", "--seed", 5) for _ in range(2)]
+    assert same[0]["fingerprint"] == same[1]["fingerprint"]
+    assert same[0]["fingerprint"] != plan(PRETRAIN, "--json", "--seed", 6)["fingerprint"]
+
+
+def test_figures_are_those_of_the_tasks(tmp_path: Path) -> None:
+    """Two documents on two ranks, fixed: rank 0 has all the work until a part of it moves."""
+    lengths = write_lengths(tmp_path / "lengths.json", [1000, *[1] * 1000])
+    options = ("--json", "--lengths-are-batch", "--layout", "fixed")
+    said = plan(lengths, *options, ranks=2, tokens_per_rank=1000)
+    pairs = causal_pairs(0, 1000)
+    assert said["documents"] == 1001
+    assert said["imbalance_before"] == pytest.approx(2 * pairs / (pairs + 1000))
+    assert said["imbalance"] <= 1.03
+    assert said["tokens_min"] == said["tokens_max"] == 1000
+    assert said["bytes_total"] > 0
+
+
+def test_a_batch_may_hold_fewer_tokens(tmp_path: Path) -> None:
+    lengths = write_lengths(tmp_path / "lengths.json", [64, 64, 64, 64])
+    said = plan(lengths, "--json", "--lengths-are-batch", ranks=4, tokens_per_rank=100)
+    assert (said["tokens"], said["tokens_min"], said["tokens_max"], said["bytes_total"]) == (256, 64, 64, 0)
+    assert said["imbalance"] == 1.0
+
+
+@pytest.mark.parametrize("layout", ["placed", "fixed"])
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_any_world(ranks: int, layout: str, tmp_path: Path) -> None:
+    lengths = write_lengths(tmp_path / "lengths.json", [5, 1, 1, 900, 30])
+    said = plan(lengths, "--json", "--lengths-are-batch", "--compare", "--layout", layout, ranks=ranks)
+    assert said["documents"] == 5
+    assert said["tokens"] == 937
+
+
+def test_micro_steps_are_planned_together() -> None:
+    said = plan(PRETRAIN, "--json", "--compare", "--micro-steps", 4, tokens_per_rank=32768)
+    assert said["micro_steps"] == 4
+    assert said["tokens"] <= 4 * 8 * 32768
+    assert said["tokens_max"] <= 32768
+    assert said["imbalance"] <= 1.005
+    # A pack cannot be lighter than its longest document, but it can run beside others as heavy.
+    assert said["imbalance"] < said["baselines"]["sorted_packs"]["imbalance"] < said["imbalance_before"]
+
+
+def test_long_documents_of_a_window_train_together() -> None:
+    """Four micro-steps with one document of a rank and a half each, that has to be cut; together they need not be."""
+    batches = [np.array([1500, *[50] * 50]) for _ in range(4)]
+    together = make_report(world(4, 1000, 4), batches).planned.figures
+    alone = [make_report(world(4, 1000, 1), [batch]).planned.figures for batch in batches]
+    assert together.bytes_total < sum(one.bytes_total for one in alone)
+    assert together.imbalance < 1.01
+
+
+def test_a_window_that_cannot_be_regrouped_stays_as_it_came() -> None:
+    batches = [np.array([50, 25, 25]), np.array([40, 30, 30])]  # 50 + 40 leaves no way to fill up with the others
+    report = make_report(world(1, 100, 2), batches)
+    assert report.tokens == 200
+    with pytest.raises(PackingError, match="do not fit into 2 micro-steps"):
+        make_report(world(1, 100, 2), [np.array([60, 60]), np.array([60])])
+
+
+def test_no_plan_sends_less_than_the_bound(tmp_path: Path) -> None:
+    """Documents too short to be striped; of fixed layouts, any."""
+    lengths = write_lengths(tmp_path / "lengths.json", [1600, 900, 700, *[100] * 48])
+    for layout in ("placed", "fixed"):
+        said = plan(lengths, "--json", "--lengths-are-batch", "--layout", layout, tokens_per_rank=1000)
+        assert 0 < said["bound_bytes_total"] <= said["bytes_total"]
+
+
+def test_the_model_decides_bytes(tmp_path: Path) -> None:
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lengths = write_lengths(tmp_path / "lengths.json", [2000, *[100] * 20])
+    options = ("--json", "--lengths-are-batch", "--layout", "fixed")
+    world = {"ranks": 2, "tokens_per_rank": 2000}
+    of_preset = plan(lengths, *options, "--model", "llama3-8b", **world)
+    of_config = plan(lengths, *options, "--model-config", tmp_path / "config.json", **world)
+    assert of_config["bytes_total"] == 2 * of_preset["bytes_total"] > 0
+
+
+def test_the_table_can_be_read() -> None:
+    text = plan(PRETRAIN, "--compare", ranks=64)
+    for words in ("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document", "lpt"):
+        assert words in text
+    assert str(PRETRAIN) in text.replace("\n", "")
+    bars = [line for line in text.splitlines() if line.lstrip()[:1].isdigit() and "-" in line.split()[0]]
+    assert len(bars) == 32
+    assert bars[-1].split()[0] == "62-63"
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    plan(PRETRAIN, "--plot", tmp_path / "work.png")
+    assert (tmp_path / "work.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["work.png"]
+
+
+def test_a_fresh_process_needs_no_torch() -> None:
+    code = "import sys; from distca_hf.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
+    arguments = ["plan", str(PRETRAIN), "--ranks", "8", "--tokens-per-rank", "65536", "--json", "--compare"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "7"}
+    said = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("\n") == 1
+    assert json.loads(said.stdout)["fingerprint"] == plan(PRETRAIN, "--json", tokens_per_rank=65536)["fingerprint"]
+
+
+def test_terminals_that_know_no_blocks_get_bars_too() -> None:
+    arguments = ["plan", str(PRETRAIN), "--ranks", "2", "--tokens-per-rank", "65536"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    code = "from distca_hf.cli import main; main()"
+    said = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert said.returncode == 0, said.stderr
+    assert "####" in said.stdout
+
+
+def test_documents_are_drawn_once_and_whole() -> None:
+    lengths = np.arange(1, 400)
+    batches = draw_batches(lengths, world(4, 2000, 6), seed=3)
+    drawn = np.concatenate(batches)
+    assert len(set(drawn.tolist())) == len(drawn)
+    assert set(drawn.tolist()) <= set(lengths.tolist())
+    # Lengths of 1 to 399 fill the last tokens nearly always.
+    assert all(8000 - 40 < batch.sum() <= 8000 for batch in batches)
+
+
+def test_a_document_that_does_not_fit_opens_the_next_batch() -> None:
+    batches = draw_batches(np.array([60, 60, 60]), world(1, 100, 3), seed=0)
+    assert [batch.tolist() for batch in batches] == [[60], [60], [60]]
+    many = np.array([99] * (MISFITS + 5) + [2])
+    assert all(len(batch) == 1 for batch in draw_batches(many, world(1, 100, 3), seed=1))
+
+
+def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
+    steps = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
+    assert [step.tolist() for step in steps] == [[10, 30, 5, 15], [20, 20]]
+
+
+@pytest.mark.parametrize(("overlong", "kept"), [("split", [40, 40, 40, 10]), ("truncate", [40, 10])])
+def test_overlong_documents_are_cut_if_asked(overlong: str, kept: list[int]) -> None:
+    lengths = np.array([120, 10])
+    for batches in (
+        divide_batch(lengths, world(2, 20, 4, overlong=overlong)),
+        draw_batches(lengths, world(2, 20, len(kept), overlong=overlong), seed=0),
+    ):
+        assert sorted(np.concatenate(batches).tolist()) == sorted(kept)
+
+
+def test_presets_are_what_their_configs_say() -> None:
+    llama = preset("Llama3-8B")
+    assert (llama.token_bytes.query, llama.token_bytes.output, llama.token_bytes.key_value) == (8192, 8192, 4096)
+    assert llama.head_groups == 8
+    assert preset("llama3-70b").token_bytes.query == 16384
+    assert all(shape.heads % shape.key_value_heads == 0 for shape in PRESETS.values())
+
+
+def test_figures_by_hand() -> None:
+    """Four ranks on two nodes, two micro-steps."""
+    sent = np.array([[0, 1, 2, 0], [0, 0, 0, 0], [0, 0, 0, 5], [4, 0, 0, 0]])
+    steps = [
+        Baseline("a", np.array([4, 2, 1, 1]), np.array([7, 8, 8, 8]), sent),
+        Baseline("a", np.array([2, 2, 2, 2]), np.array([9, 8, 8, 8]), np.zeros_like(sent)),
+    ]
+    assert figures_of(steps, Topology(4, 2)) == Figures(
+        tokens_min=7,
+        tokens_max=9,
+        imbalance=(4 + 2) / (2 + 2),
+        bytes_total=12,
+        bytes_max_rank=5,  # rank 2 sends, and rank 3 receives, 5
+        bytes_internode_max=4,  # rank 3 to rank 0; rank 0 to rank 2 is 2
+    )
+
+
+def test_a_report_counts_a_window_of_its_micro_steps() -> None:
+    request = world(2, 100, 2, layout="fixed")
+    batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
+    report = make_report(request, batches, compare=True)
+    heavy, light = causal_pairs(0, 100), 2 * causal_pairs(0, 50)
+    assert report.imbalance_before == pytest.approx(2 * (heavy + light) / (heavy + 100 + 2 * light))
+    names = [name for name, micro_steps, _ in run_baselines(request, batches) if len(micro_steps) == 2]
+    assert names == list(report.baselines)

@@ -1,0 +1,201 @@
+"""distca plan, bad input: one line that says what is wrong, exit status 2, nothing on stdout and no file."""
+
+import gzip
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from distca_hf.cli import app
+from support.commands import SCRIPTS
+
+
+WORLD = {"--ranks": "2", "--tokens-per-rank": "1000"}
+
+
+def refusal(lengths: Path, *flags: str, **options: str | Path) -> str:
+    """The one line on stderr of a command that must be refused."""
+    given = WORLD | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
+    before = sorted(lengths.parent.rglob("*"))
+    options_given = [part for pair in given.items() for part in pair]
+    result = CliRunner().invoke(app, ["plan", str(lengths), *options_given, *flags])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert sorted(lengths.parent.rglob("*")) == before
+    assert result.stderr.startswith("distca: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def table(**columns: object) -> Callable[[Path], object]:
+    return lambda path: pq.write_table(pa.table(columns), path)
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+BAD_FILES = {
+    "zero.json": (text("[5, 0, 7, 0]"), "document 1 has 0 tokens (and 1 more like it)"),
+    "negative.json": (text("[5, -3]"), "document 1 has -3 tokens"),
+    "fraction.json": (text("[5, 2.0]"), "entry 1 is 2.0, not a whole number"),
+    "exponent.json": (text("[1e3]"), "entry 0 is 1000.0, not a whole number"),
+    "truth.json": (text("[5, true]"), "entry 1 is true"),
+    "words.json": (text('[5, "six"]'), "entry 1 is a text of 3 characters"),
+    "nothing.json": (text("[5, null]"), "entry 1 is null"),
+    "nan.json": (text("[5, NaN]"), "entry 1 is NaN"),
+    "long.json": (text(f"[5, {2**31}]"), "document 1 has 2147483648 tokens"),
+    "absurd.json": (text(f"[5, {10**40}]"), "entry 1 is 10000000000000000000..., far more"),
+    "nested.json": (text("[[5], [6]]"), "entry 0 is a list"),
+    "object.json": (text('{"length": 5}'), "must hold a flat list of whole numbers, not an object"),
+    "none.json": (text("[]"), "has no documents"),
+    "empty.json": (text(""), "cannot be read"),
+    "broken.json": (text("[5, 6"), "cannot be read"),
+    "deep.json": (text("[" * 100_000), "cannot be read"),
+    "binary.json": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+    "plain.json.gz": (text("[5]"), "cannot be read"),
+    "short.json.gz": (lambda path: path.write_bytes(gzip.compress(b"[5]" * 99)[:-9]), "cannot be read"),
+    "words.txt": (text("5 6"), "must end in .json, .jsonl, .parquet"),
+    "broken.jsonl": (text('{"length": 5}\n{"length": '), "line 2 is not JSON"),
+    "list.jsonl": (text("[5, 6]"), "line 1 must be an object"),
+    "missing.jsonl": (text('{"length": 5}\n{"size": 6}'), "column length: row 1 is null"),
+    "unnamed.jsonl": (text('{"size": 5}'), "(length, lengths, num_tokens, input_ids); its columns: size"),
+    "two.jsonl": (text('{"length": 5, "input_ids": [1]}'), "several columns of lengths, length, input_ids"),
+    "tokens.jsonl": (text('{"input_ids": 5}'), "row 0 is 5, not a list of tokens"),
+    "empty.jsonl": (text("\n\n"), "has no documents"),
+    "unnamed.parquet": (table(size=[5]), "no column of lengths"),
+    "two.parquet": (table(num_tokens=[5], lengths=[5]), "several columns of lengths, lengths, num_tokens"),
+    "fraction.parquet": (table(length=[5.0]), "column length has double, not whole numbers"),
+    "missing.parquet": (table(length=[5, None]), "1 of 2 rows are empty"),
+    "lists.parquet": (table(length=[[5]]), "has lists, not whole numbers"),
+    "numbers.parquet": (table(input_ids=[5]), "has int64, not lists of tokens"),
+    "zero.parquet": (table(input_ids=[[5], []]), "document 1 has 0 tokens"),
+    "none.parquet": (table(length=pa.array([], pa.int32())), "has no documents"),
+    "broken.parquet": (text("PAR1"), "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_are_no_lengths(name: str, tmp_path: Path) -> None:
+    write, words = BAD_FILES[name]
+    write(tmp_path / name)
+    said = refusal(tmp_path / name, "--json")
+    assert words in said
+    assert name in said
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "cannot be read" in refusal(tmp_path / "lengths.json")
+
+
+def test_a_folder_that_is_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert "cannot be read" in refusal(tmp_path / "folder")
+
+
+def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_dict({"length": [5]})}).save_to_disk(tmp_path / "saved")
+    assert "holds several datasets: train" in refusal(tmp_path / "saved")
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    path.write_text("[700, 800, 300]")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("ranks", "0", "--ranks 0 must be between 1 and 8192"),
+        ("ranks", "-4", "--ranks -4 must be"),
+        ("ranks", "1000000000000", "--ranks 1000000000000 must be"),
+        ("tokens_per_rank", "0", "--tokens-per-rank 0 must be between 1 and 2147483647"),
+        ("ranks_per_node", "0", "--ranks-per-node 0 must be"),
+        ("micro_steps", "0", "--micro-steps 0 must be"),
+        ("micro_steps", "7", "fill 1 of 7 micro-steps"),
+        ("seed", "-1", "--seed -1 must be at least 0"),
+        ("layout", "placid", "--layout placid must be one of placed, fixed"),
+        ("overlong", "ignore", "--overlong ignore must be one of error, split, truncate"),
+        ("model", "llama9", "model 'llama9' is not known; choose one of llama3-8b"),
+        ("model_config", "missing.json", "model config missing.json cannot be read"),
+        ("plot", "missing_folder/work.png", "in a folder that does not exist"),
+        ("plot", "work.docx", "must end in one of .avif"),
+    ],
+)
+def test_options_out_of_range(option: str, value: str, words: str, good: Path) -> None:
+    assert words in refusal(good, **{option: value})
+
+
+def test_a_document_that_cannot_fit(good: Path) -> None:
+    said = refusal(good, tokens_per_rank="350")
+    assert (
+        "a document of 800 tokens does not fit on 2 ranks x 350 tokens = 700; 400 tokens per rank or 3 ranks" in said
+    )
+
+
+def test_a_batch_that_does_not_fit(good: Path) -> None:
+    said = refusal(good, "--lengths-are-batch", tokens_per_rank="899")
+    assert "the batch has 1800 tokens, but 2 ranks x 899 tokens hold 1798; 900 tokens per rank would hold it" in said
+    long = refusal(good, "--lengths-are-batch", tokens_per_rank="350", micro_steps="3")
+    assert "a document of 800 tokens does not fit" in long
+
+
+@pytest.mark.parametrize("layout", ["placed", "fixed"])
+def test_fewer_bytes_than_any_plan_needs(layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[1900]")
+    said = refusal(path, "--lengths-are-batch", layout=layout, bytes_limit="1000")
+    assert "bytes per layer" in said
+    assert "1000" in said
+    assert "--bytes-limit -1 must be at least 0" in refusal(path, bytes_limit="-1")
+
+
+def test_two_models_at_once(good: Path) -> None:
+    assert "exclude each other" in refusal(good, model="llama3-8b", model_config=good)
+
+
+SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": None}, "has no num_attention_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number above zero"),
+        ({"num_key_value_heads": 7}, "num_attention_heads=32 is not a multiple of num_key_value_heads=7"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads='8' must be a whole number"),
+        ({"head_dim": None}, "has neither head_dim nor hidden_size"),
+        ({"head_dim": None, "hidden_size": 100}, "hidden_size=100 is not a multiple of num_attention_heads=32"),
+        ({"dtype": None}, "has neither dtype nor torch_dtype"),
+        ({"dtype": "int4"}, "dtype 'int4' is not one of float64"),
+        ({"dtype": ["bfloat16"]}, "dtype ['bfloat16'] is not one of"),
+    ],
+)
+def test_model_configs_with_something_missing(change: dict[str, object], words: str, good: Path) -> None:
+    (good.parent / "config.json").write_text(json.dumps(SHAPE | change))
+    assert words in refusal(good, model_config=good.parent / "config.json")
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", ""])
+def test_model_configs_that_are_none(content: str, good: Path) -> None:
+    (good.parent / "config.json").write_text(content)
+    assert "model config" in refusal(good, model_config=good.parent / "config.json")
+
+
+def test_the_real_command(good: Path) -> None:
+    command = [SCRIPTS / "distca", "plan", good, "--ranks", "2", "--tokens-per-rank"]
+    refused = subprocess.run([*command, "10", "--json"], capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "does not fit" in refused.stderr
+    planned = subprocess.run([*command, "1000", "--json"], capture_output=True, text=True, timeout=60)
+    assert (planned.returncode, planned.stderr) == (0, "")
+    assert json.loads(planned.stdout)["documents"] == 3

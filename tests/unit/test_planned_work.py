@@ -1,0 +1,140 @@
+"""What a plan says is what happens: kernels compute its pairs, and exchanges carry its keys."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.kernels.interface import Kernel, Spans
+from distca_hf.planning.moving import plan_by_moving
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import key_transfers
+from distca_hf.runtime.op import flash_attn
+from distca_hf.testing.loopback import run_ranks
+from support.layouts import packed_layout, random_layout, random_plan, striped_layout
+from support.parity import SCALE, live_plan
+
+
+NUM_RANKS = 3
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 8, 4, 8, 4
+
+
+class CountingKernel:
+    """Counts attended pairs x KV heads of all calls, as the kernel gets to see them."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.forward_pairs = self.backward_pairs = 0
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, *rest: Any) -> None:
+        self.forward_pairs += attended_pairs(spans) * k.shape[1]
+        self.kernel.forward(q, k, v, spans, *rest)
+
+    def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+        (spans,) = (given for given in rest if isinstance(given, Spans))
+        self.backward_pairs += attended_pairs(spans) * k.shape[1]
+        self.kernel.backward(dout, q, k, v, *rest)
+
+
+def attended_pairs(spans: Spans) -> int:
+    """Attended pairs of a call, one KV head: query i of n sees all keys of its task but the last n - 1 - i."""
+    tasks = zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True)
+    return sum(keys - (queries - 1 - at) for queries, keys in tasks for at in range(queries))
+
+
+class RecordingTransport:
+    """Writes down how many elements each exchange sends to each rank."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.world_size, self.traffic = transport.rank, transport.world_size, transport.traffic
+        self.gather = transport.gather
+        self.elements: list[list[int]] = []
+
+    def exchange(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+    ) -> Exchange:
+        self.elements.append([part.numel() for part in rows.split(list(send_counts))])
+        return self.transport.exchange(rows, send_counts, receive_counts, where)
+
+
+def run_one_layer(plan: Plan) -> list[tuple[CountingKernel, RecordingTransport]]:
+    """Forward and backward of one layer; what was counted on each rank."""
+
+    def run(transport: Transport) -> tuple[CountingKernel, RecordingTransport]:
+        recording = RecordingTransport(transport)
+        live = live_plan(plan.layout, recording, DistCAConfig(kernel="reference"), plan=plan)
+        rows = int(plan.layout.rank_rows[transport.rank])
+        shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
+        held = [torch.randn(rows, *shape, requires_grad=True) for shape in shapes]
+        counting = CountingKernel(live.kernel(*held))
+        live.kernel = lambda q, k, v: counting
+        flash_attn(*held, SCALE, live.handle, False)[0].sum().backward()
+        return counting, recording
+
+    return run_ranks(NUM_RANKS, run)
+
+
+def placed(seed: int) -> Plan:
+    return plan_in_place(random_layout(random.Random(seed), NUM_RANKS))
+
+
+def moved(seed: int) -> Plan:
+    return plan_by_moving(packed_layout(random.Random(seed), NUM_RANKS, longest_tokens=200))
+
+
+def striped(seed: int) -> Plan:
+    return plan_in_place(striped_layout(random.Random(seed), NUM_RANKS), head_groups=2)
+
+
+def anywhere(seed: int) -> Plan:
+    rng = random.Random(seed)
+    return random_plan(rng, random_layout(rng, NUM_RANKS))
+
+
+def divided(seed: int) -> Plan:
+    """Tasks of one group of heads among others."""
+    rng = random.Random(seed)
+    return random_plan(rng, random_layout(rng, NUM_RANKS), head_groups=2)
+
+
+KINDS = [placed, striped, moved, anywhere, divided]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("make", KINDS)
+def test_kernels_compute_the_pairs_of_the_plan_and_exchanges_carry_its_keys(
+    make: Callable[[int], Plan], seed: int
+) -> None:
+    plan = make(seed)
+    transfers = key_transfers(plan)
+    planned = np.zeros((NUM_RANKS, NUM_RANKS), dtype=np.int64)
+    np.add.at(planned, (transfers.source, transfers.destination), transfers.rows)
+    counted = run_one_layer(plan)
+
+    row_heads = KV_HEADS // plan.tasks.head_groups  # of a row of keys; work, too, counts groups of heads
+    work = (row_heads * plan.work).tolist()
+    assert [kernel.forward_pairs for kernel, _ in counted] == work
+    assert [kernel.backward_pairs for kernel, _ in counted] == work
+    if not planned.any():
+        return
+    # Keys are the first to leave, in forward and again in backward; if queries move, two exchanges follow in forward.
+    again = 3 if plan.moves_queries else 1
+    elements = (row_heads * (HEAD_DIM + VALUE_DIM) * planned).tolist()
+    for _, recording in counted:
+        assert recording.elements[0] == recording.elements[again] == elements[recording.rank]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_some_plans_of_every_kind_send_keys(make: Callable[[int], Plan]) -> None:
+    """Or the test above would compare nothing with nothing."""
+    plans = [make(seed) for seed in range(8)]
+
+    assert sum(len(key_transfers(plan)) > 0 for plan in plans) >= 4
+    assert any(plan.moves_queries for plan in plans) == (make is not placed)
