@@ -95,6 +95,12 @@ class DistCAConfig:
         "Packs of others: choose which rank runs which pack of an optimizer step when, so that equally heavy ones run "
         "at the same time.",
     )
+    regroup_steps: bool = _setting(
+        "regroup_steps",
+        True,
+        "Trainer with gradient accumulation: within an optimizer step long documents train together, so that fewer "
+        "keys and values move; micro-batches of one step then differ in work.",
+    )
     ranks_per_node: int = _setting(
         "ranks_per_node",
         0,

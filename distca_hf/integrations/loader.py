@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -22,8 +22,9 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
-from distca_hf.packing.epochs import Epoch, EpochPacker
+from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.source import DocumentSource, Tokens
+from distca_hf.packing.steps import MicroBatches, RegroupedEpoch
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 from distca_hf.version import __version__
@@ -31,7 +32,7 @@ from distca_hf.version import __version__
 
 log = get_logger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class PlacedLoader:
@@ -52,6 +53,7 @@ class PlacedLoader:
         seed, shuffle: order of documents, together with the epoch's number.
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
         head_groups: groups that plans may divide the heads of the model in.
+        micro_steps: micro-batches of an optimizer step; within one, long documents train together.
         endless: an iteration is the next `len(loader)` micro-batches of the endless stream, wherever the last one
             stopped: for loops that count epochs by themselves.
 
@@ -72,6 +74,7 @@ class PlacedLoader:
         prefetch: int | None = None,
         endless: bool = False,
         head_groups: int = 1,
+        micro_steps: int = 1,
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
@@ -83,6 +86,7 @@ class PlacedLoader:
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
         self._endless = endless
+        self._micro_steps = micro_steps
         self._capacity_tokens = transport.world_size * config.tokens_per_rank
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
@@ -118,7 +122,7 @@ class PlacedLoader:
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
         """The whole documents of one micro-batch, as they were before placement cut and ordered them."""
-        chosen = self._packer.epoch(epoch).micro_batch(micro_batch).tolist()
+        chosen = self._packed(Cursor(epoch)).micro_batch(micro_batch).tolist()
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
@@ -145,14 +149,15 @@ class PlacedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the micro-batches handed out so far, and what it is a position in."""
-        return {**self._identity(), "capacity_tokens": self._capacity_tokens, **asdict(self._position)}
+        return {**self._identity(), **self._sizes(), **asdict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, what
         is left of the epoch is packed anew: no document is lost, none comes twice.
 
         Raises:
-            ConfigError: the state is of another dataset or seed; names both values.
+            ConfigError: the state is of another dataset or seed, or of the midst of an optimizer step of other sizes;
+                names both values.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -160,24 +165,43 @@ class PlacedLoader:
                     f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
                     "with the same dataset, seed and policy for overlong documents"
                 )
-        epoch, micro_batch, capacity_tokens = (
-            int(state[name]) for name in ("epoch", "micro_batch", "capacity_tokens")
-        )
+        epoch, micro_batch = int(state["epoch"]), int(state["micro_batch"])
+        sizes = {name: int(state[name]) for name in self._sizes()}
         taken = tuple((int(tokens), int(count)) for tokens, count in state["taken"])
+        if sizes != self._sizes() and micro_batch % sizes["micro_steps"]:
+            raise ConfigError(
+                f"the position was saved after {micro_batch % sizes['micro_steps']} of {sizes['micro_steps']} micro-"
+                f"batches of an optimizer step, with {sizes}; this loader has {self._sizes()}. Save at the end of a "
+                "step, or resume with the same sizes"
+            )
+        capacity_tokens, windows_from = sizes["capacity_tokens"], int(state["windows_from"])
+        if sizes != self._sizes():
+            windows_from = micro_batch
         if capacity_tokens != self._capacity_tokens:
             log.warning(
                 "micro-batches held %d tokens when the position was saved and hold %d now: steps count differently",
                 capacity_tokens,
                 self._capacity_tokens,
             )
+            windows_from = 0
             taken, micro_batch = ((*taken, (capacity_tokens, micro_batch)), 0) if micro_batch or taken else ((), 0)
-        saved = Cursor(epoch, micro_batch, taken)
+        saved = Cursor(epoch, micro_batch, taken, windows_from)
         over = saved.micro_batch >= self._packed(saved).num_micro_batches
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
-    def _packed(self, cursor: Cursor) -> Epoch:
+    def _packed(self, cursor: Cursor) -> MicroBatches:
         """The epoch of a position, or what was left of it when micro-batches changed their size."""
-        return self._packer.rest(cursor.epoch, cursor.taken) if cursor.taken else self._packer.epoch(cursor.epoch)
+        packed = self._packer.rest(cursor.epoch, cursor.taken) if cursor.taken else self._packer.epoch(cursor.epoch)
+        if self._micro_steps == 1:
+            return packed
+        return RegroupedEpoch(
+            packed,
+            self._source.document_tokens,
+            self._micro_steps,
+            self._capacity_tokens,
+            self._transport.world_size,
+            cursor.windows_from,
+        )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self._next_of_stream() if self._endless else self._epoch()
@@ -212,7 +236,7 @@ class PlacedLoader:
                     Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
                     raise
                 batch = self._deliver(prepared)
-                self._position = Cursor(begin.epoch, micro_batch + 1, begin.taken)
+                self._position = replace(begin, micro_batch=micro_batch + 1)
                 if micro_batch + 1 == packed.num_micro_batches:  # known now: nobody has to ask for one batch more
                     self._next = Cursor(begin.epoch + 1)
                 yield batch
@@ -238,6 +262,7 @@ class PlacedLoader:
                 "version": zlib.crc32(__version__.encode()),
                 **self._config.shared_settings(),
                 "seed": self._seed,
+                "micro_steps": self._micro_steps,
                 "number of documents": len(self._source),
                 "dataset": int(self._source.fingerprint, 16) >> 1,
                 "fingerprint": prepared.fingerprint,
@@ -266,6 +291,14 @@ class PlacedLoader:
     def _number(self, cursor: Cursor) -> int:
         """Number of a micro-batch in the endless stream."""
         return cursor.epoch * len(self) + cursor.micro_batch
+
+    def _sizes(self) -> dict[str, int]:
+        """What decides which documents are in a micro-batch of an epoch."""
+        return {
+            "capacity_tokens": self._capacity_tokens,
+            "num_ranks": self._transport.world_size,
+            "micro_steps": self._micro_steps,
+        }
 
     def _identity(self) -> dict[str, Any]:
         return {

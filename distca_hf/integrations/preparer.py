@@ -5,15 +5,15 @@ Runs in the loader's background thread: it knows no process group, and nothing o
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.packing.collate import RankRows, collate, pad_rows
-from distca_hf.packing.epochs import Epoch
 from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.packing.source import DocumentSource
+from distca_hf.packing.steps import MicroBatches
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import key_transfers, route
 from distca_hf.runtime.maps import HostMaps
@@ -27,11 +27,13 @@ class Cursor:
     Attributes:
         taken: parts of the epoch that were taken before in micro-batches of another size, as (capacity_tokens,
             micro-batches): a run may go on with other ranks than it began with.
+        windows_from: a micro-batch of the epoch that an optimizer step begins with.
     """
 
     epoch: int = 0
     micro_batch: int = 0
     taken: tuple[tuple[int, int], ...] = ()
+    windows_from: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +63,14 @@ class Preparer:
     device: torch.device
     head_groups: int = 1
 
-    def rest(self, begin: Cursor, epoch: Epoch) -> Iterator[Prepared]:
+    def rest(self, begin: Cursor, epoch: MicroBatches) -> Iterator[Prepared]:
         """Micro-batches from `begin` to the end of its epoch."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):
-            yield self.prepare(epoch, Cursor(begin.epoch, micro_batch, begin.taken))
+            yield self.prepare(epoch, replace(begin, micro_batch=micro_batch))
 
-    def prepare(self, epoch: Epoch, cursor: Cursor) -> Prepared:
+    def prepare(self, epoch: MicroBatches, cursor: Cursor) -> Prepared:
         """Places, plans and reads one micro-batch."""
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)

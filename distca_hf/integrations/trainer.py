@@ -70,7 +70,13 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     prefetch = max(plugin.prefetch, args.gradient_accumulation_steps + 1)
     seed = args.seed if args.data_seed is None else args.data_seed
     loader = plugin.dataloader(
-        _dataset(trainer), seed, device=args.device, prefetch=prefetch, endless=True, model=trainer.model
+        _dataset(trainer),
+        seed,
+        device=args.device,
+        prefetch=prefetch,
+        endless=True,
+        model=trainer.model,
+        micro_steps=args.gradient_accumulation_steps if plugin.regroup_steps else 1,
     )
     enable(trainer.model, plugin, loader.longest_document_tokens)
     trainer_resume.apply()

@@ -174,7 +174,8 @@ def _largest_tail(line: Line, index: int, tokens: int, missing: float) -> int:
         rest = missing - line.work(document, stop - tail, stop)
         return rest >= 0 and (rest >= most_light_work or line.light_work(tokens - tail) <= rest)
 
-    return largest(min(tokens, stop - start), fits)
+    most = min(tokens, stop - start)
+    return most if fits(most) else largest(most, fits)
 
 
 def _dense_enough(line: Line, first: int, tokens: int, missing: float) -> int:

@@ -1,9 +1,9 @@
 """Seconds: placement by measured times of the attention kernel, instead of attended pairs.
 
 Equal pairs are not equal seconds: many short documents, or a short part of a long one, run at a lower rate than one
-long document. Pairs of a document are therefore counted more the slower a document of its length is (`TimedCost`). What
-that leaves is due to where documents are cut: the seconds of each rank are predicted, ranks that would be late are
-given less and the others more, and again, in a few rounds.
+long document. Pairs of a document are therefore counted more the slower a document of its length is (`TimedCost`).
+What that leaves is due to where documents are cut: the seconds of each rank are predicted, ranks that would be late
+are given less and the others more, and again, in a few rounds. The best of these is evened out (`exchange`).
 """
 
 import json
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from distca_hf.cost import IntArray, Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
+from distca_hf.packing.exchange import even_out
+from distca_hf.packing.line import Segment
 from distca_hf.packing.placement import place
 from distca_hf.topology import Topology
 
@@ -148,16 +150,22 @@ def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
     """`[ranks]` predicted seconds of attention of one layer, forward; a stripe's are divided equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
     in_stripe = np.zeros(len(seconds), dtype=bool)
-    total = np.zeros(layout.num_ranks)
+    total = _stripe_seconds(layout, times)
     for stripe in layout.stripes:
         in_stripe |= (
             (layout.segment_document == stripe.document)
             & (layout.segment_start >= stripe.start)
             & (layout.segment_stop <= stripe.stop)
         )
+    np.add.at(total, layout.segment_rank[~in_stripe], seconds[~in_stripe])
+    return total
+
+
+def _stripe_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
+    total = np.zeros(layout.num_ranks)
+    for stripe in layout.stripes:
         whole = times.of(np.array([stripe.start]), np.array([stripe.stop]))[0]
         total[stripe.first_rank : stripe.stop_rank] += whole / (stripe.stop_rank - stripe.first_rank)
-    np.add.at(total, layout.segment_rank[~in_stripe], seconds[~in_stripe])
     return total
 
 
@@ -173,7 +181,7 @@ def place_by_seconds(
     """Places documents as `place` does, so that predicted seconds are equal instead of work.
 
     Returns:
-        The layout of that round in which the slowest rank is fastest.
+        The layout of the round in which the slowest rank is fastest, evened out.
 
     Raises:
         PackingError: a length is out of range, or numbers of ranks disagree.
@@ -196,7 +204,12 @@ def place_by_seconds(
             break
         shares = shares * seconds.mean() / seconds
     assert best is not None
-    return best
+
+    def seconds_of(segments: list[Segment]) -> float:
+        ranges = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
+        return float(times.of(ranges[:, 0], ranges[:, 1]).sum())
+
+    return even_out(best, seconds_of, _stripe_seconds(best, times))
 
 
 def _between(measured: IntArray, values: IntArray) -> tuple[IntArray, FloatArray]:

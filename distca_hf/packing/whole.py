@@ -25,7 +25,7 @@ CLOSE = 0.9
 # Short documents are cut for this part of what long ones are cut for.
 FINISH = 1 / 3
 # Shares are alike if the mean costs of the tokens they need differ by this part at most.
-ALIKE = 0.1
+ALIKE = 0.2
 
 
 def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float) -> list[list[Segment]]:

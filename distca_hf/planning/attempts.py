@@ -51,11 +51,6 @@ class Attempt:
         """Whether any query is computed elsewhere than it is held."""
         return any(stack.moves or stack.own_stop < stack.stop for stack in self.stacks)
 
-    @property
-    def quality(self) -> tuple[float, int, int]:
-        """The smaller, the better: overload, bytes of the largest rank, bytes of all."""
-        return self.overload, self.moved.largest_rank, int(self.moved.sent.sum())
-
 
 class Attempts:
     """Everything that attempts for one layout have in common. Arguments: see `plan_by_moving`."""

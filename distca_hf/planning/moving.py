@@ -100,7 +100,8 @@ def _for_nodes(attempts: Attempts, best: Attempt, tolerance: float) -> Attempt:
 
 
 def _quality(attempt: Attempt) -> tuple[float, int, int]:
-    return attempt.quality
+    """The smaller, the better: overload, bytes of the largest rank, bytes of all."""
+    return attempt.overload, attempt.moved.largest_rank, int(attempt.moved.sent.sum())
 
 
 def _is_good_enough(attempt: Attempt) -> bool:

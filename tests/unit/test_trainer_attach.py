@@ -587,10 +587,10 @@ def resume_with_another_accumulation(
     """Micro-batches trained on before the checkpoint, what was trained on after it, and by which trainer."""
     dataset = several_documents_in_a_micro_batch()
     whole = make(dataset, gradient_accumulation_steps=before, max_steps=steps, save_strategy="steps", save_steps=steps)
-    loader, taken = attach(whole), record_batches(whole)
+    loader, taken = attach(whole, regroup_steps=False), record_batches(whole)
     whole.train()
     resumed = make(dataset, gradient_accumulation_steps=after, max_steps=steps + more_steps)
-    attach(resumed)
+    attach(resumed, regroup_steps=False)
     resumed.add_callback(windows := Windows(record_batches(resumed)))
     resumed.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{steps}"))
     assert len(loader) == 11
