@@ -6,7 +6,7 @@ import numpy as np
 
 from distca_hf.insight.plan_request import PlanRequest
 from distca_hf.packing.bound import key_tokens_bound
-from distca_hf.planning.bound import bytes_bound
+from distca_hf.planning.bounds import bytes_bound
 from distca_hf.planning.plan import Plan
 
 

@@ -96,10 +96,12 @@ def _take_dense(line: Line, tokens: int, missing: float, near: float, peel: bool
     segments: list[Segment] = []
     last_cut = False
     while tokens and line.indices and not last_cut:
-        if not peel and missing - line.light_work(tokens) <= near:
+        light_work = line.light_work(tokens)
+        if not peel and missing - light_work <= near:
             break
-        index, densest = _densest_fitting(line, tokens, missing), line.indices[-1]
-        if index in line.indices and (not peel or index == densest) and _gain(line, index, tokens) > near / 4:
+        index, densest = _densest_fitting(line, tokens, missing, light_work), line.indices[-1]
+        is_fitting = index in line.indices and (not peel or index == densest)
+        if is_fitting and _gain(line, index, tokens, light_work) > near / 4:
             _, start, stop = line.segment(index)
             take = stop - start
         elif peel:  # even the densest piece alone is too much
@@ -136,9 +138,9 @@ def _take_exactly(line: Line, tokens: int, goal: float) -> list[Segment]:
     return segments
 
 
-def _densest_fitting(line: Line, tokens: int, missing: float) -> int:
-    """Index of the densest piece that fits whole, the lightest tokens beside it; before the first if there is none."""
-    most_light_work = line.light_work(tokens)
+def _densest_fitting(line: Line, tokens: int, missing: float, most_light_work: int) -> int:
+    """Index of the densest piece that fits whole, the lightest tokens beside it; before the first if there is none.
+    Light tokens alone weigh `most_light_work`."""
 
     def is_too_much(index: int) -> bool:
         document, start, stop = line.segment(index)
@@ -150,10 +152,10 @@ def _densest_fitting(line: Line, tokens: int, missing: float) -> int:
     return line.indices.start + bisect_left(line.indices, True, key=is_too_much) - 1
 
 
-def _gain(line: Line, index: int, tokens: int) -> int:
+def _gain(line: Line, index: int, tokens: int, light_work: int) -> int:
     """Work the share gains by a piece, over the lightest tokens in its place."""
     document, start, stop = line.segment(index)
-    return line.work(document, start, stop) + line.light_work(tokens - stop + start) - line.light_work(tokens)
+    return line.work(document, start, stop) + line.light_work(tokens - stop + start) - light_work
 
 
 def _tail(line: Line, index: int, tokens: int, missing: float) -> int:

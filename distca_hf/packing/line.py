@@ -77,6 +77,11 @@ class Line:
         """The piece at an index."""
         return self._pieces[index][1:4]
 
+    @property
+    def densest(self) -> Piece | None:
+        """The densest piece."""
+        return self._pieces[-1] if self._first < len(self._pieces) else None
+
     def light_work(self, tokens: int) -> int:
         """Work of the `tokens` lightest tokens, documents head first."""
         pieces, tokens_before, work_before = self._pieces, self._tokens_before, self._work_before
@@ -187,8 +192,10 @@ class Line:
         return piece
 
 
-def joined(segments: Iterable[Segment]) -> list[Segment]:
-    """Segments by document, neighbours joined: the tail of a document, and what the light end then gave of it."""
+def joined(segments: list[Segment]) -> list[Segment]:
+    """Segments with neighbours joined: the tail of a document, and what the light end then gave of it."""
+    if len({document for document, _, _ in segments}) == len(segments):
+        return segments
     together: list[Segment] = []
     for document, start, stop in sorted(segments):
         if together and together[-1][0] == document and together[-1][2] == start:

@@ -122,7 +122,7 @@ def _place_on_node(
     if len(ranks) == 1:
         return [segments], []
     works = [rule.work(*segment) for segment in segments]
-    is_striped = [rule.applies(segment, work, len(ranks)) for segment, work in zip(segments, works, strict=True)]
+    is_striped = rule.striped(segments, works, len(ranks))
     striped = list(compress(segments, is_striped))
     on_ranks = spread(striped, tokens)
     striped_work = sum(compress(works, is_striped)) / len(ranks)

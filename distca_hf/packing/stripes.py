@@ -45,23 +45,27 @@ class StripeRule:
     document_tokens: Sequence[int]
     work: Work
 
-    def applies(self, segment: Segment, work: int, num_ranks: int) -> bool:
-        """Whether a part of a document, all that a node of so many ranks holds in one piece, is to be striped; `work`
-        is its work."""
-        document, start, stop = segment
-        if self.head_groups < 2 or not 2 <= num_ranks <= stop - start:
-            return False
-        if work >= self.rank_load * (QUERY_AND_OUTPUT_PARTS + max(1.0, num_ranks / self.head_groups)):
-            return True
-        if self.head_groups < num_ranks:
-            return False
-        return start >= CROSSING_TOKENS or self._leaves(document, stop)
+    def striped(self, segments: Sequence[Segment], works: Sequence[int], num_ranks: int) -> list[bool]:
+        """Which segments are to be striped: all parts of documents that a node of so many ranks holds, and their
+        work."""
+        if self.head_groups < 2 or num_ranks < 2:
+            return [False] * len(segments)
+        heavy = self.rank_load * (QUERY_AND_OUTPUT_PARTS + max(1.0, num_ranks / self.head_groups))
+        every_rank_has_heads = self.head_groups >= num_ranks
+        return [
+            stop - start >= num_ranks
+            and (work >= heavy or (every_rank_has_heads and self._crosses(document, start, stop)))
+            for (document, start, stop), work in zip(segments, works, strict=True)
+        ]
+
+    def _crosses(self, document: int, start: int, stop: int) -> bool:
+        return start >= CROSSING_TOKENS or (stop >= CROSSING_TOKENS and self._leaves(document, stop))
 
     def _leaves(self, document: int, stop: int) -> bool:
         tokens = self.document_tokens[document]
-        if not CROSSING_TOKENS <= stop < tokens:
-            return False
-        return stop <= LEAVING_TOKENS or self.work(document, 0, tokens) >= LEAVING_RANK_LOADS * self.rank_load
+        return stop < tokens and (
+            stop <= LEAVING_TOKENS or self.work(document, 0, tokens) >= LEAVING_RANK_LOADS * self.rank_load
+        )
 
 
 def spread(striped: Sequence[Segment], rank_tokens: Sequence[int]) -> list[list[Segment]]:

@@ -17,7 +17,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from distca_hf.packing.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
-from distca_hf.packing.line import Line, Segment, joined
+from distca_hf.packing.line import Line, Piece, Segment, joined
 
 
 # A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
@@ -47,7 +47,9 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float)
         shares[share] += segments
     for segments, goal in zip(shares, goals, strict=True):
         if abs(sum([line.work(*segment) for segment in segments]) - goal.work) > off * goal.load:
-            return deal(Line.of_segments(joined(chain.from_iterable(shares)), line.work), goals, off=min(off, OFF))
+            return deal(
+                Line.of_segments(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF)
+            )
     return shares
 
 
@@ -56,21 +58,34 @@ def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tupl
     shares: list[list[Segment]] = [[] for _ in goals]
     need = _Need(goals)
     tokens_left = sum(goal.tokens for goal in goals)
-    while line.indices:
-        index = line.indices[-1]
-        document, start, stop = line.segment(index)
+    light_cost = _light_cost(line, goals)
+    while (piece := line.densest) is not None and piece[3] > short_tokens:
         mean_cost = line.work_left / tokens_left
         share = need.neediest(mean_cost)
-        if stop <= short_tokens or share is None:
+        if share is None:
             break
-        take = need.fitting_tail(share, line, mean_cost)
-        if take < min(stop - start, short_tokens):
+        _, _, start, stop, _ = piece
+        whole = stop - start
+        take = (
+            whole
+            if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost))
+            else need.fitting_tail(share, line)
+        )
+        if take < min(whole, short_tokens):
             need.close(share)
             continue
-        shares[share].append(line.take_tail(index, take))
-        need.reduce(share, take, line.work(document, stop - take, stop))
+        work_left = line.work_left
+        shares[share].append(line.take_tail(line.indices[-1], take))
+        need.reduce(share, take, work_left - line.work_left)
         tokens_left -= take
     return shares, need.goals()
+
+
+def _light_cost(line: Line, goals: Sequence[Goal]) -> float:
+    """Mean cost of the lightest tokens of a line, as many as any share is to get: of fewer it is no more, and it does
+    not rise while tails are taken."""
+    most = max(goal.tokens for goal in goals)
+    return line.light_work(most) / max(1, most)
 
 
 class _Need:
@@ -105,15 +120,19 @@ class _Need:
         share = int((self._work_array - mean_cost * self._token_array).argmax())
         return share if self._work_array[share] > -np.inf else None
 
-    def fitting_tail(self, share: int, line: Line, mean_cost: float) -> int:
+    def has_room(self, share: int, piece: Piece, cost: float) -> bool:
+        """Whether a share, with the whole piece, still needs tokens of at least such a mean cost."""
+        _, _, start, stop, work = piece
+        rest_tokens = self._tokens[share] - (stop - start)
+        return rest_tokens >= 0 and self._work[share] - work >= cost * rest_tokens
+
+    def fitting_tail(self, share: int, line: Line) -> int:
         """Tokens of the densest piece, or of its largest tail, that fit a share: after that the line still has tokens
         light enough for it, also together with all shares that need tokens as light, and with all that need lighter
         ones than the mean."""
         document, start, stop = line.segment(line.indices[-1])
         whole, tokens, work = stop - start, self._tokens[share], self._work[share]
-        rest_tokens, rest_work = tokens - whole, work - line.work(document, start, stop)
-        if rest_tokens >= 0 and rest_work >= max(CLOSE * mean_cost * rest_tokens, line.light_work(rest_tokens)):
-            return whole
+        mean_cost = line.work_left / sum(self._tokens)
         lighter = _Lighter([(self._tokens[s], self._work[s]) for s in range(len(self._tokens)) if s != share])
 
         def fits(tiles: int) -> bool:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.bound import bytes_bound
-from distca_hf.planning.bound_lines import keys_worth, slopes
+from distca_hf.planning.bounds import bytes_bound
+from distca_hf.planning.bounds.lines import keys_worth, slopes
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place

@@ -8,8 +8,8 @@ from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.baselines.published_greedy import published_greedy
-from distca_hf.planning.goals import Level, work_limits
 from distca_hf.planning.moving import plan_by_moving
+from distca_hf.planning.moving.goals import Level, work_limits
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.task import ALL_HEADS

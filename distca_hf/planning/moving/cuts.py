@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import sqrt
 
-from distca_hf.planning.stacks import Stack, tokens_held
+from distca_hf.planning.moving.stacks import Stack, tokens_held
 
 
 Column = tuple[int, int, int, int]  # keys that the server lacks, top, end of queries that travel, head group

@@ -3,8 +3,8 @@
 import numpy as np
 
 from distca_hf.layout import Layout
+from distca_hf.planning.moving.stacks import Stack
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.stacks import Stack
 from distca_hf.planning.task import ALL_HEADS, Tasks
 
 

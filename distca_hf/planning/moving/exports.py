@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import sqrt
 
 from distca_hf.cost import TokenBytes
-from distca_hf.planning.cuts import (
+from distca_hf.planning.moving.cuts import (
     Column,
     Cut,
     Terms,
@@ -15,9 +15,9 @@ from distca_hf.planning.cuts import (
     columns_for_stranger,
     common_level,
 )
-from distca_hf.planning.prices import Prices
-from distca_hf.planning.stacks import Stack, tokens_held
-from distca_hf.planning.supply import Supply
+from distca_hf.planning.moving.prices import Prices
+from distca_hf.planning.moving.stacks import Stack, tokens_held
+from distca_hf.planning.moving.supply import Supply
 
 
 # A rank that receives so many times what the busiest rank moves asks for 1 more per byte. It will rarely come to that;

@@ -6,8 +6,8 @@ is before them; from then on they are the top of its stack, and leave together w
 """
 
 from distca_hf.cost import TokenBytes
-from distca_hf.planning.prices import Prices
-from distca_hf.planning.stacks import Holders, Stack
+from distca_hf.planning.moving.prices import Prices
+from distca_hf.planning.moving.stacks import Holders, Stack
 
 
 def merge_slivers(

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.attempts import Attempt, Attempts
+from distca_hf.planning.moving.attempts import Attempt, Attempts
+from distca_hf.planning.moving.strategy import MANY_DOCUMENTS, STRATEGIES, Effort
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.strategy import MANY_DOCUMENTS, STRATEGIES, Effort
 from distca_hf.topology import Topology
 
 
 # A rank may compute this share more than its own: the last two percent would cost bytes and win nothing.
-TOLERANCE = 0.02
+TOLERANCE = 0.0235
 # If the largest rank moves this much more than the least it has to, about, no other strategy is tried.
 GOOD_ENOUGH = 1.02
 # A node-aware plan is preferred if its largest rank moves at most this much more.
@@ -39,7 +39,7 @@ def plan_by_moving(
     capacities: Sequence[float] | None = None,
     bytes_limit: int | None = None,
 ) -> Plan:
-    """A plan in which no rank computes more than 1.02 times its share, plus a tile of the longest document, and the
+    """A plan in which no rank computes more than 1.025 times its share, plus a tile of the longest document, and the
     rank that sends or receives most does so with few bytes.
 
     Args:

@@ -6,9 +6,9 @@ import numpy as np
 
 from distca_hf.cost import IntArray, TokenBytes, causal_pairs
 from distca_hf.layout import Layout
-from distca_hf.planning.prices import Prices
-from distca_hf.planning.slivers import merge_slivers
-from distca_hf.planning.stacks import Stack
+from distca_hf.planning.moving.prices import Prices
+from distca_hf.planning.moving.slivers import merge_slivers
+from distca_hf.planning.moving.stacks import Stack
 
 
 class Documents:

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
-from distca_hf.planning.exports import Exports, busiest_bytes
-from distca_hf.planning.goals import Level, work_limits
-from distca_hf.planning.moved_bytes import MovedBytes
+from distca_hf.planning.moving.exports import Exports, busiest_bytes
+from distca_hf.planning.moving.goals import Level, work_limits
+from distca_hf.planning.moving.moved_bytes import MovedBytes
+from distca_hf.planning.moving.prices import Prices
+from distca_hf.planning.moving.stacks import Stack
+from distca_hf.planning.moving.strategy import Strategy
+from distca_hf.planning.moving.supply import Documents, Supply
+from distca_hf.planning.moving.unstack import tasks_of
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.prices import Prices
-from distca_hf.planning.stacks import Stack
-from distca_hf.planning.strategy import Strategy
-from distca_hf.planning.supply import Documents, Supply
-from distca_hf.planning.unstack import tasks_of
 from distca_hf.topology import Topology
 
 

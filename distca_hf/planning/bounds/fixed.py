@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.bound_lines import keys_worth, slopes
-from distca_hf.planning.holdings import Holdings
-from distca_hf.planning.linear_program import LinearProgram
+from distca_hf.planning.bounds.holdings import Holdings
+from distca_hf.planning.bounds.linear_program import LinearProgram
+from distca_hf.planning.bounds.lines import keys_worth, slopes
 
 
 # Lines above each curve: more make the bound tighter and slower.

@@ -8,8 +8,8 @@ import numpy as np
 
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.layout import Layout
+from distca_hf.planning.moving.stacks import Stack
 from distca_hf.planning.pieces import POSITION_BITS
-from distca_hf.planning.stacks import Stack
 
 
 @dataclass(frozen=True, eq=False)
