@@ -24,7 +24,7 @@ YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 
 # Settings that may differ between ranks.
-SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight"})
+SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times"})
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
@@ -105,6 +105,12 @@ class DistCAConfig:
         "ranks_per_node",
         0,
         "Ranks that share a node, and with it fast links; 0: as launched (LOCAL_WORLD_SIZE).",
+    )
+    kernel_times: str = _setting(
+        "kernel_times",
+        "",
+        "Path of a table of kernel times (scripts/measure_kernels.py writes it): placement then makes predicted "
+        "seconds equal instead of attended pairs.",
     )
     deterministic: bool = _setting(
         "deterministic",

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,13 +108,15 @@ def make_report(
         PlanError: a rank has to send or receive more than the request's limit.
     """
     began = time.perf_counter()
-    plans = _plan(request, batches)
-    planning_seconds = time.perf_counter() - began
-    for plan in plans:
-        plan.validate()
-
-    steps = [Baseline.of_plan("distca", plan, request.model.token_bytes) for plan in plans]
-    _check_bytes_limit(steps, request.bytes_limit)
+    try:
+        plans = _plan(request, batches)
+        planning_seconds = time.perf_counter() - began
+        for plan in plans:
+            plan.validate()
+        steps = [Baseline.of_plan("distca", plan, request.model.token_bytes) for plan in plans]
+        _check_bytes_limit(steps, request.bytes_limit)
+    except PlanError as error:
+        raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error
     in_order = [fill_in_order(batch, request.num_ranks).rank_work for batch in batches]
     lengths = np.concatenate(batches)
     cut_documents, shards = np.sum([_shards(plan) for plan in plans], axis=0).tolist()
@@ -189,9 +191,22 @@ def _check_bytes_limit(micro_steps: Sequence[Baseline], bytes_limit: int | None)
             if bytes_limit is not None and needed > bytes_limit:
                 raise PlanError(
                     f"micro-step {number}: rank {rank} has to {verb} {needed} bytes per layer, but --bytes-limit is "
-                    f"{bytes_limit}; set it to at least {needed}, or use more tokens per rank: then fewer documents "
-                    "span ranks"
+                    f"{bytes_limit}; set it to at least {needed}"
                 )
+
+
+def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
+    """The most ranks, halved again and again, on which the same documents stay within the limit of bytes."""
+    most_tokens = max(int(batch.sum()) for batch in batches)
+    ranks = request.num_ranks
+    while ranks > 1:
+        ranks //= 2
+        world = replace(request, num_ranks=ranks, tokens_per_rank=-(-most_tokens // ranks), bytes_limit=None)
+        steps = [Baseline.of_plan("", plan, request.model.token_bytes) for plan in _plan(world, batches)]
+        largest = max(int(step.bytes_between.sum(axis=axis).max()) for step in steps for axis in (0, 1))
+        if largest <= (request.bytes_limit or 0):
+            break
+    return f"or train these documents on {ranks} ranks of {-(-most_tokens // ranks)} tokens, where it is met"
 
 
 def _shards(plan: Plan) -> tuple[int, int]:

@@ -91,6 +91,7 @@ class PlacedLoader:
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
         self.preparer = Preparer(self._source, config, transport.rank, transport.world_size, device, head_groups)
+        self.preparer.kernel_times  # noqa: B018  a table that cannot be read is met here
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._stream: Generator[dict[str, Any], None, None] | None = None

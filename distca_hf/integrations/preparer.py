@@ -6,12 +6,17 @@ Runs in the loader's background thread: it knows no process group, and nothing o
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray
+from distca_hf.layout import Layout
 from distca_hf.packing.collate import RankRows, collate, pad_rows
 from distca_hf.packing.placement import fill_in_order, place
+from distca_hf.packing.seconds import KernelTimes, place_by_seconds
 from distca_hf.packing.source import DocumentSource
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.planning.planner import plan_in_place
@@ -63,6 +68,24 @@ class Preparer:
     device: torch.device
     head_groups: int = 1
 
+    @cached_property
+    def kernel_times(self) -> KernelTimes | None:
+        """What placement predicts seconds with, if there is a table.
+
+        Raises:
+            PackingError: the table cannot be read.
+        """
+        return KernelTimes.load(Path(self.config.kernel_times)) if self.config.kernel_times else None
+
+    def _place(self, document_tokens: IntArray) -> Layout:
+        """Who holds what: equal work for all ranks, or equal seconds."""
+        topology, times = self.config.topology(self.num_ranks), self.kernel_times
+        if times is None:
+            return place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)
+        return place_by_seconds(
+            document_tokens, self.num_ranks, times, topology=topology, head_groups=self.head_groups
+        )
+
     def rest(self, begin: Cursor, epoch: MicroBatches) -> Iterator[Prepared]:
         """Micro-batches from `begin` to the end of its epoch."""
         if self.device.type == "cuda":
@@ -75,9 +98,7 @@ class Preparer:
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
-        topology = self.config.topology(self.num_ranks)
-        placed = place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)
-        layout = pad_rows(placed, self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        layout = pad_rows(self._place(document_tokens), self.config.pad_to_multiple_of, self.config.tokens_per_rank)
         plan = plan_in_place(layout, self.head_groups)
         transfers = key_transfers(plan)
         pin = self.device.type == "cuda"

@@ -116,6 +116,14 @@ class Line:
         self.work_left -= work
         return document, cut, stop
 
+    def take_densest(self) -> Segment:
+        """Takes the densest piece, whole."""
+        _, document, start, stop, work = self._pieces.pop()
+        del self._tokens_before[len(self._pieces) + 1 :]
+        del self._work_before[len(self._pieces) + 1 :]
+        self.work_left -= work
+        return document, start, stop
+
     def put_back(self, tails: int) -> None:
         """Undoes the last `take_tail`s; nothing else was taken since."""
         for _ in range(tails):

@@ -144,7 +144,8 @@ def _place_on_node(
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
     """Work divided in proportion to shares."""
     parts = list(shares)
-    works = [work * part / sum(parts) for part in parts]
+    whole = sum(parts)
+    works = [work * part / whole for part in parts]
     return [Goal(*goal) for goal in zip(tokens, works, works, strict=True)]
 
 

@@ -10,11 +10,10 @@ long documents. Here all shares (nodes, or the ranks of one) are filled at the s
    those that need denser ones, until the accordion can serve them one after the other.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
-
-import numpy as np
 
 from distca_hf.packing.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
 from distca_hf.packing.line import Line, Piece, Segment, joined
@@ -23,7 +22,7 @@ from distca_hf.packing.line import Line, Piece, Segment, joined
 # A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
 CLOSE = 0.9
 # Short documents are cut for this part of what long ones are cut for.
-FINISH = 1 / 3
+FINISH = 1 / 2
 # Shares are alike if the mean costs of the tokens they need differ by this part at most.
 ALIKE = 0.2
 
@@ -64,19 +63,18 @@ def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tupl
         share = need.neediest(mean_cost)
         if share is None:
             break
-        _, _, start, stop, _ = piece
-        whole = stop - start
-        take = (
-            whole
-            if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost))
-            else need.fitting_tail(share, line)
-        )
-        if take < min(whole, short_tokens):
+        _, document, start, stop, work = piece
+        if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost)):
+            shares[share].append(line.take_densest())
+            need.reduce(share, stop - start, work)
+            tokens_left -= stop - start
+            continue
+        take = need.fitting_tail(share, line)
+        if take < min(stop - start, short_tokens):
             need.close(share)
             continue
-        work_left = line.work_left
         shares[share].append(line.take_tail(line.indices[-1], take))
-        need.reduce(share, take, work_left - line.work_left)
+        need.reduce(share, take, line.work(document, stop - take, stop))
         tokens_left -= take
     return shares, need.goals()
 
@@ -95,9 +93,7 @@ class _Need:
         self._loads = [goal.load for goal in goals]
         self._tokens = [goal.tokens for goal in goals]
         self._work = [goal.work for goal in goals]
-        # The same as arrays; work of closed shares is minus infinity.
-        self._token_array = np.array(self._tokens, dtype=np.float64)
-        self._work_array = np.array(self._work, dtype=np.float64)
+        self._open_work = list(self._work)  # minus infinity where a share is closed
 
     def goals(self) -> list[Goal]:
         """What each share is still to get."""
@@ -107,18 +103,18 @@ class _Need:
         """A share has got something."""
         self._tokens[share] -= tokens
         self._work[share] -= work
-        self._token_array[share] -= tokens
-        self._work_array[share] -= work
+        self._open_work[share] -= work
 
     def close(self, share: int) -> None:
         """A share gets no further long pieces."""
-        self._work_array[share] = -np.inf
+        self._open_work[share] = -math.inf
 
     def neediest(self, mean_cost: float) -> int | None:
         """The share that misses most work beyond what its missing tokens bring at a mean cost; the first of equals.
         None if all are closed."""
-        share = int((self._work_array - mean_cost * self._token_array).argmax())
-        return share if self._work_array[share] > -np.inf else None
+        need = [work - mean_cost * tokens for work, tokens in zip(self._open_work, self._tokens, strict=True)]
+        most = max(need)
+        return need.index(most) if most > -math.inf else None
 
     def has_room(self, share: int, piece: Piece, cost: float) -> bool:
         """Whether a share, with the whole piece, still needs tokens of at least such a mean cost."""

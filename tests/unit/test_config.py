@@ -31,6 +31,7 @@ DEFAULTS = {
     "sort_packs": False,
     "regroup_steps": True,
     "ranks_per_node": 0,
+    "kernel_times": "",
     "deterministic": False,
     "save_on_signal": True,
     "check_weights_every_steps": 0,
@@ -52,6 +53,7 @@ OTHERS = {
     "sort_packs": True,
     "regroup_steps": False,
     "ranks_per_node": 4,
+    "kernel_times": "times.json",
     "deterministic": True,
     "save_on_signal": False,
     "check_weights_every_steps": 100,
@@ -334,7 +336,7 @@ def test_checked_settings_are_a_copy() -> None:
 def test_shared_settings_differ_when_a_setting_differs_that_ranks_must_share(name: str) -> None:
     same = DistCAConfig(**{name: OTHERS[name]}).shared_settings() == DistCAConfig().shared_settings()
 
-    assert same == (name in ("prefetch", "plans_in_flight"))
+    assert same == (name in ("prefetch", "plans_in_flight", "kernel_times"))
 
 
 def test_shared_settings_tell_apart_values_that_change_places() -> None:

@@ -26,7 +26,7 @@ GOOD_ENOUGH = 1.02
 NEARLY_AS_GOOD = 1.05
 # Tolerances to try where bytes are limited, up to the one that moves nothing; then so many halvings in between.
 TOLERANCE_GROWS = 2
-HALVINGS = 3
+HALVINGS = 6
 STRATEGIES_IN_NEED = 2
 
 

@@ -1,0 +1,92 @@
+"""Measures the attention kernel of this GPU and writes the table that the setting `kernel_times` names.
+
+    python scripts/measure_kernels.py --heads 32 --kv-heads 8 --head-dim 128 --out kernel_times.json
+
+Every entry is the seconds of one task, forward and backward: the last query tokens of a document of so many key
+tokens. Short tasks are measured many in one call, as they come in training.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from distca_hf.config import DistCAConfig
+from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.interface import Job, Kernel, Spans
+
+
+QUERY_TOKENS = (128, 512, 2048, 8192, 32768, 131072)
+KEY_TOKENS = (128, 512, 2048, 8192, 32768, 131072, 262144)
+# One call has about so many query tokens, if a task has fewer, but no more than so many key tokens.
+CALL_TOKENS = 32768
+MOST_KEY_TOKENS = 524288
+REPEATS = 5
+
+
+def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse.Namespace) -> float:
+    """Median over some calls, forward and backward together."""
+    tasks = max(1, min(CALL_TOKENS // queries, MOST_KEY_TOKENS // keys))
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
+
+    def tensor(tokens: int, number: int) -> torch.Tensor:
+        return torch.randn(tokens, number, dim, device=device, dtype=dtype)
+
+    q, dout = (tensor(tasks * queries, heads) for _ in range(2))
+    k, v = (tensor(tasks * keys, kv_heads) for _ in range(2))
+    out, dq, dk, dv = (torch.empty_like(x) for x in (q, q, k, v))
+    lse = torch.empty(heads, tasks * queries, device=device, dtype=torch.float32)
+    offsets = torch.arange(tasks + 1, device=device, dtype=torch.int32)
+    spans = Spans(offsets * queries, offsets * keys, queries, keys)
+    scale = dim**-0.5
+    times = []
+    for repeat in range(REPEATS + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        kernel.forward(q, k, v, spans, scale, out, lse)
+        kernel.backward(dout, q, k, v, out, lse, spans, scale, False, dq, dk, dv)
+        end.record()
+        end.synchronize()
+        if repeat >= 2:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times) / tasks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--kernel", default=DistCAConfig().kernel)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    shapes = ((1, options.heads), (1, options.kv_heads), (1, options.kv_heads))
+    q, k, v = (torch.empty(t, h, options.head_dim, device="cuda", dtype=torch.bfloat16) for t, h in shapes)
+    kernel = choose_kernel(options.kernel, Job.of(q, k, v))
+    table: list[list[float | None]] = []
+    for queries in QUERY_TOKENS:
+        row = [seconds_of_a_task(kernel, queries, keys, options) if keys >= queries else None for keys in KEY_TOKENS]
+        table.append(row)
+        rates = [
+            f"{(queries * (2 * keys - queries + 1) / 2) / seconds / 1e9:8.1f}" if seconds else " " * 8
+            for keys, seconds in zip(KEY_TOKENS, row, strict=True)
+        ]
+        print(f"{queries:>7} queries, billions of pairs per second by keys: {' '.join(rates)}")
+    content = {
+        "device": torch.cuda.get_device_name(),
+        "kernel": type(kernel).__name__,
+        "heads": options.heads,
+        "kv_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "query_tokens": QUERY_TOKENS,
+        "key_tokens": KEY_TOKENS,
+        "seconds": table,
+    }
+    options.out.write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    main()
