@@ -149,7 +149,10 @@ def _densest_fitting(line: Line, tokens: int, missing: float, most_light_work: i
             return True
         return rest < most_light_work and line.light_work(tokens - stop + start) > rest
 
-    return line.indices.start + bisect_left(line.indices, True, key=is_too_much) - 1
+    indices = line.indices
+    if not is_too_much(indices[-1]):
+        return indices[-1]
+    return indices.start + bisect_left(indices, True, key=is_too_much) - 1
 
 
 def _gain(line: Line, index: int, tokens: int, light_work: int) -> int:

@@ -27,7 +27,7 @@ from distca_hf.topology import Topology
 
 # Nodes and ranks may miss their work by these parts before long documents are cut for it: both together by less than
 # half a percent in small worlds, and by one percent in large ones, where many nodes must find their long documents.
-NODES_OFF = 7e-3
+NODES_OFF = 6e-3
 FEW_NODES_OFF = 1.5e-3
 RANKS_OFF = 3e-3
 # Documents up to these lengths are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
@@ -35,6 +35,9 @@ RANKS_OFF = 3e-3
 SHORT_FOR_NODES = 4096
 SHORT_FOR_RANKS = 8192
 FEW_NODES = 7
+# How much needs for short documents may differ: a miss of one rank is less than one of a node.
+ALIKE_NODES = 0.5
+ALIKE_RANKS = 1.0
 # A rank of more than this many on one node is less than long documents are: these are cut anyway.
 FEW_RANKS = 16
 
@@ -81,7 +84,7 @@ def place(
     shares_of = [shares[ranks.start : ranks.stop] for ranks in nodes]
     goals = _goals(map(sum, tokens_of), map(sum, shares_of), line.work_left)
     off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
-    held_by_node = deal_whole(line, goals, SHORT_FOR_NODES, off)
+    held_by_node = deal_whole(line, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
     segments: list[list[Segment]] = []
     stripes: list[Stripe] = []
     for node, held in enumerate(held_by_node):
@@ -135,7 +138,7 @@ def _place_on_node(
     rest = compress(segments, [not striped for striped in is_striped])
     line = Line.of_segments(rest, rule.work)
     if len(ranks) <= FEW_RANKS:
-        dealt = deal_whole(line, goals_of_rest, SHORT_FOR_RANKS, RANKS_OFF)
+        dealt = deal_whole(line, goals_of_rest, SHORT_FOR_RANKS, RANKS_OFF, ALIKE_RANKS)
     else:
         dealt = deal(line, goals_of_rest, off=RANKS_OFF)
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)

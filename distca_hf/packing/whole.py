@@ -23,17 +23,17 @@ from distca_hf.packing.line import Line, Piece, Segment, joined
 CLOSE = 0.9
 # Short documents are cut for this part of what long ones are cut for.
 FINISH = 1 / 2
-# Shares are alike if the mean costs of the tokens they need differ by this part at most.
-ALIKE = 0.2
 
 
-def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float) -> list[list[Segment]]:
+def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float) -> list[list[Segment]]:
     """Deals a whole line out, long pieces whole wherever they fit.
 
     Args:
         line: what there is to deal; it is empty afterwards.
         goals: what each share is to get. Their tokens sum to those of the line, their work to its work.
         short_tokens: documents up to this length are short.
+        alike: shares are served one after the other if the mean costs of what they need of short documents differ by
+            this part at most.
         off: if a share would miss its work by this part, the accordion deals everything instead.
 
     Returns:
@@ -42,7 +42,7 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float)
     if len(goals) == 1:
         return [line.take_all()]
     shares, left = _hand_out_long(line, goals, short_tokens)
-    for share, segments in _finish(line, dict(enumerate(left)), off * FINISH).items():
+    for share, segments in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
         shares[share] += segments
     for segments, goal in zip(shares, goals, strict=True):
         if abs(sum([line.work(*segment) for segment in segments]) - goal.work) > off * goal.load:
@@ -161,18 +161,18 @@ class _Lighter:
         return work + self._work[shares] >= line.light_work(tokens + self._tokens[shares])
 
 
-def _finish(line: Line, goals: dict[int, Goal], off: float) -> dict[int, list[Segment]]:
+def _finish(line: Line, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Segment]]:
     """Deals a whole line out to shares whose needs may differ: parts them at the largest step between their needs."""
     shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
     costs = [_mean_cost(goals[share]) for share in shares]
-    if len(shares) < 3 or costs[-1] - costs[0] <= ALIKE * costs[-1]:
+    if len(shares) < 3 or costs[-1] - costs[0] <= alike * costs[-1]:
         dealt = deal(line, [goals[share] for share in shares], peel=False, off=off)
         return dict(zip(shares, dealt, strict=True))
     steps = [dense - light for light, dense in pairwise(costs)]
     parting = 1 + steps.index(max(steps))
     light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
     segments = fill(line, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
-    return _finish(Line.of_segments(segments, line.work), light, off) | _finish(line, dense, off)
+    return _finish(Line.of_segments(segments, line.work), light, off, alike) | _finish(line, dense, off, alike)
 
 
 def _mean_cost(goal: Goal) -> float:

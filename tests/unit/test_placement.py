@@ -85,8 +85,8 @@ def test_no_documents_leave_all_ranks_empty(num_ranks: int) -> None:
     + [(tokens, ranks) for tokens in (65536, 65537, 131071, 2**20) for ranks in (2, 3, 4, 5, 8, 24, 64)],
 )
 def test_one_document_over_all_ranks_is_a_zigzag(tokens: int, num_ranks: int) -> None:
-    """The n-th rank from the back ends where the n-th of 2 x ranks equal parts from the back does, up to a tile: work is
-    equal, and keys and values cost what they cost in a zigzag."""
+    """The n-th rank from the back ends where the n-th of 2 x ranks equal parts from the back does, up to a tile: work
+    is equal, and keys and values cost what they cost in a zigzag."""
     layout = place([tokens], num_ranks)
     ends = sorted((runs[-1][2] for runs in all_runs(layout)), reverse=True)
 
