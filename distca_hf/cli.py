@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -133,5 +134,13 @@ def env() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script; bad usage is one line, like all bad input."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # of click's exceptions, which newer typers have of their own
+        if usage is None:
+            raise
+        if words := " ".join(usage().split()):
+            typer.echo(f"distca: {words} (see distca --help)", err=True)
+        sys.exit(2)

@@ -11,8 +11,8 @@ from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.moving import plan_by_moving
-from distca_hf.planning.moving.planner import TOLERANCE
 from distca_hf.planning.moving.attempts import NEGLIGIBLE_SHARE, TILE_SHARE, TILE_TOKENS, Attempts
+from distca_hf.planning.moving.planner import TOLERANCE
 from distca_hf.planning.moving.strategy import STRATEGIES
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place

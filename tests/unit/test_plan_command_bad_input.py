@@ -199,3 +199,22 @@ def test_the_real_command(good: Path) -> None:
     planned = subprocess.run([*command, "1000", "--json"], capture_output=True, text=True, timeout=60)
     assert (planned.returncode, planned.stderr) == (0, "")
     assert json.loads(planned.stdout)["documents"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "x.json", "--ranks", "two", "--tokens-per-rank", "10"], "--ranks"),
+        (["plan", "--ranks", "2"], "lengths"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-c", "from distca_hf.cli import main; main()", *arguments]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert refused.stderr.startswith("distca: ")
+    assert said in refused.stderr
+    assert refused.stderr.count("\n") == 1
