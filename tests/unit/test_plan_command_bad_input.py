@@ -210,7 +210,7 @@ def test_the_real_command(good: Path) -> None:
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-c", "from distca_hf.cli import main; main()", *arguments]
+    command = [SCRIPTS / "distca", *arguments]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     assert refused.returncode == 2
