@@ -143,8 +143,8 @@ def _densest_fitting(line: Line, tokens: int, missing: float, most_light_work: i
     Light tokens alone weigh `most_light_work`."""
 
     def is_too_much(index: int) -> bool:
-        document, start, stop = line.segment(index)
-        rest = missing - line.work(document, start, stop)
+        _, _, start, stop, work = line.piece(index)
+        rest = missing - work
         if stop - start > tokens or rest < 0:
             return True
         return rest < most_light_work and line.light_work(tokens - stop + start) > rest
@@ -157,8 +157,8 @@ def _densest_fitting(line: Line, tokens: int, missing: float, most_light_work: i
 
 def _gain(line: Line, index: int, tokens: int, light_work: int) -> int:
     """Work the share gains by a piece, over the lightest tokens in its place."""
-    document, start, stop = line.segment(index)
-    return line.work(document, start, stop) + line.light_work(tokens - stop + start) - light_work
+    _, _, start, stop, work = line.piece(index)
+    return work + line.light_work(tokens - stop + start) - light_work
 
 
 def _tail(line: Line, index: int, tokens: int, missing: float) -> int:

@@ -10,7 +10,7 @@ ones are dense. Sums over the light end are kept while pieces come and go: every
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -59,14 +59,14 @@ class Line:
         return cls(pieces, cost.of_documents(lengths), sum(works))
 
     @classmethod
-    def of_segments(cls, segments: Iterable[Segment], work: Work) -> "Line":
-        """Parts of documents."""
-        pieces, total = [], 0
-        for document, start, stop in segments:
-            piece_work = work(document, start, stop)
-            pieces.append((piece_work / (stop - start), document, start, stop, piece_work))
-            total += piece_work
-        return cls(pieces, work, total)
+    def of_segments(cls, segments: Sequence[Segment], work: Work, works: Sequence[int] | None = None) -> "Line":
+        """Parts of documents; `works` is the work of each, if it is known."""
+        works = [work(*segment) for segment in segments] if works is None else works
+        pieces = [
+            (piece_work / (stop - start), document, start, stop, piece_work)
+            for (document, start, stop), piece_work in zip(segments, works, strict=True)
+        ]
+        return cls(pieces, work, sum(works))
 
     @property
     def indices(self) -> range:
@@ -77,6 +77,10 @@ class Line:
         """The piece at an index."""
         return self._pieces[index][1:4]
 
+    def piece(self, index: int) -> Piece:
+        """The piece at an index, with its mean cost and its work."""
+        return self._pieces[index]
+
     @property
     def densest(self) -> Piece | None:
         """The densest piece."""
@@ -86,19 +90,25 @@ class Line:
         """Work of the `tokens` lightest tokens, documents head first."""
         pieces, tokens_before, work_before = self._pieces, self._tokens_before, self._work_before
         end = tokens_before[self._first] + tokens
-        reached, work_reached = tokens_before[-1], work_before[-1]
-        while reached <= end and len(tokens_before) <= len(pieces):
-            _, _, start, stop, work = pieces[len(tokens_before) - 1]
-            reached += stop - start
-            work_reached += work
-            tokens_before.append(reached)
-            work_before.append(work_reached)
+        if tokens_before[-1] <= end:
+            self._sum_up(end)
         last = bisect_right(tokens_before, end, self._first) - 1
         whole = work_before[last] - work_before[self._first]
         if last == len(pieces):
             return whole
         _, document, start, _, _ = pieces[last]
         return whole + self.work(document, start, start + end - tokens_before[last])
+
+    def _sum_up(self, end: int) -> None:
+        """Extends the sums to a number of tokens."""
+        reached, work_reached = self._tokens_before[-1], self._work_before[-1]
+        for _, _, start, stop, work in self._pieces[len(self._tokens_before) - 1 :]:
+            reached += stop - start
+            work_reached += work
+            self._tokens_before.append(reached)
+            self._work_before.append(work_reached)
+            if reached > end:
+                return
 
     def take_tail(self, index: int, tokens: int, stay: bool = False) -> Segment:
         """Takes the last tokens of the piece at an index; its head goes where it belongs in the line, or stays where

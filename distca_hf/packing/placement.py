@@ -135,8 +135,8 @@ def _place_on_node(
         )
         for goal, held in zip(_goals(tokens, shares, sum(works)), on_ranks, strict=True)
     ]
-    rest = compress(segments, [not striped for striped in is_striped])
-    line = Line.of_segments(rest, rule.work)
+    stays = [not striped for striped in is_striped]
+    line = Line.of_segments(list(compress(segments, stays)), rule.work, list(compress(works, stays)))
     if len(ranks) <= FEW_RANKS:
         dealt = deal_whole(line, goals_of_rest, SHORT_FOR_RANKS, RANKS_OFF, ALIKE_RANKS)
     else:
