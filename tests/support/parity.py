@@ -15,6 +15,7 @@ from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.testing.reference import attend_documents, rows_of_rank
+from support.counting import CountingKernel
 
 
 SCALE = 0.4
@@ -67,10 +68,18 @@ class Difference:
     exchanges_expected: int
     bytes_sent: int
     bytes_expected: int
+    pairs: tuple[int, int]
+    pairs_expected: int
 
     @property
     def largest(self) -> float:
         return max(self.out, self.dq, self.dk, self.dv)
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether exchanges, bytes, and the work of kernels forward and backward are those of the plan."""
+        done = self.exchanges, self.bytes_sent, *self.pairs
+        return done == (self.exchanges_expected, self.bytes_expected, self.pairs_expected, self.pairs_expected)
 
 
 def live_plan(
@@ -104,6 +113,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])
 
     local = [held(x, 1e9).requires_grad_() for x in (q, k, v)]
+    kernel = CountingKernel(live.kernel(*local))
+    live.kernel = lambda q, k, v: kernel  # type: ignore[method-assign]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
     out, _, _ = flash_attn(*local, SCALE, live.handle, case.received_kv == "keep")
     gradients = torch.autograd.grad(out, local, held(dout, 1e9))
@@ -127,6 +138,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         bytes_sent=transport.traffic.bytes_sent - before[1],
         bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes
         + 8 * heads // case.plan.tasks.head_groups * query_bytes,
+        pairs=(kernel.forward_pairs, kernel.backward_pairs),
+        pairs_expected=int(case.plan.work[rank]) * kv_heads // case.plan.tasks.head_groups,
     )
 
 

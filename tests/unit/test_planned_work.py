@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,42 +9,19 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import Kernel, Spans
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
+from support.counting import CountingKernel
 from support.layouts import packed_layout, random_layout, random_plan, striped_layout
 from support.parity import SCALE, live_plan
 
 
 NUM_RANKS = 3
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 8, 4, 8, 4
-
-
-class CountingKernel:
-    """Counts attended pairs x KV heads of all calls, as the kernel gets to see them."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.forward_pairs = self.backward_pairs = 0
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, *rest: Any) -> None:
-        self.forward_pairs += attended_pairs(spans) * k.shape[1]
-        self.kernel.forward(q, k, v, spans, *rest)
-
-    def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
-        (spans,) = (given for given in rest if isinstance(given, Spans))
-        self.backward_pairs += attended_pairs(spans) * k.shape[1]
-        self.kernel.backward(dout, q, k, v, *rest)
-
-
-def attended_pairs(spans: Spans) -> int:
-    """Attended pairs of a call, one KV head: query i of n sees all keys of its task but the last n - 1 - i."""
-    tasks = zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True)
-    return sum(keys - (queries - 1 - at) for queries, keys in tasks for at in range(queries))
 
 
 class RecordingTransport:

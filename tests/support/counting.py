@@ -1,0 +1,31 @@
+"""A kernel that counts what it is asked to compute."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca_hf.kernels.interface import Kernel, Spans
+
+
+class CountingKernel:
+    """Counts attended pairs x KV heads of all calls, as the kernel gets to see them."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.forward_pairs = self.backward_pairs = 0
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, *rest: Any) -> None:
+        self.forward_pairs += attended_pairs(spans) * k.shape[1]
+        self.kernel.forward(q, k, v, spans, *rest)
+
+    def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+        (spans,) = (given for given in rest if isinstance(given, Spans))
+        self.backward_pairs += attended_pairs(spans) * k.shape[1]
+        self.kernel.backward(dout, q, k, v, *rest)
+
+
+def attended_pairs(spans: Spans) -> int:
+    """Attended pairs of a call, one KV head: query i of n sees all keys of its task but the last n - 1 - i."""
+    tasks = zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True)
+    return sum(keys - (queries - 1 - at) for queries, keys in tasks for at in range(queries))
