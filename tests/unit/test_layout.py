@@ -9,7 +9,8 @@ import pytest
 
 from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import PackingError
-from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, as_int_array, check_cu_seqlens, check_document_tokens
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, as_int_array, check_cu_seqlens, check_document_tokens
+from distca_hf.packing.collate import pad_rows
 from support.layouts import random_layout
 
 
@@ -300,7 +301,7 @@ def test_all_arrays_are_int64_whatever_they_were_made_from() -> None:
         Layout.from_segments([], [[], []]),
     ):
         for field in dataclasses.fields(layout):
-            assert getattr(layout, field.name).dtype == np.int64
+            assert field.name == "stripes" or getattr(layout, field.name).dtype == np.int64
         for derived in (layout.segment_row, layout.rank_tokens, layout.padding_rows, layout.rank_work):
             assert derived.dtype == np.int64
 
@@ -340,3 +341,31 @@ def test_imbalance_is_max_over_mean(work: list[int], expected: float) -> None:
 
 def test_imbalance_of_the_longest_documents_does_not_overflow() -> None:
     assert imbalance(np.full(5, 2**61, dtype=np.int64)) == 1.0
+
+
+# --- stripes
+
+
+@pytest.mark.parametrize(
+    ("stripe", "message"),
+    [
+        (Stripe(0, 2, 8, 0, 3), "ranks that do not exist; there are 2"),
+        (Stripe(0, 2, 8, 1, 1), "ranks that do not exist"),
+        (Stripe(7, 0, 8, 0, 2), "a document that does not exist; there are 3"),
+        (Stripe(0, 0, 8, 1, 2), "rank 0 holds tokens of it"),
+        (Stripe(0, 1, 8, 0, 2), "its borders are not those of segments"),
+        (Stripe(0, 2, 7, 1, 2), "its borders are not those of segments"),
+    ],
+)
+def test_wrong_stripes_are_refused(stripe: Stripe, message: str) -> None:
+    held = [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]]
+    with pytest.raises(PackingError, match=message):
+        Layout.from_segments([8, 3, 1], held, stripes=[stripe])
+
+
+def test_stripes_are_kept() -> None:
+    stripes = (Stripe(0, 0, 8, 0, 2), Stripe(2, 0, 1, 1, 2))
+    layout = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], stripes=stripes)
+
+    assert layout.stripes == stripes
+    assert pad_rows(layout, 16, 100).stripes == stripes
