@@ -88,16 +88,18 @@ class Line:
 
     def light_work(self, tokens: int) -> int:
         """Work of the `tokens` lightest tokens, documents head first."""
-        pieces, tokens_before, work_before = self._pieces, self._tokens_before, self._work_before
-        end = tokens_before[self._first] + tokens
+        first, tokens_before, work_before = self._first, self._tokens_before, self._work_before
+        end = tokens_before[first] + tokens
         if tokens_before[-1] <= end:
             self._sum_up(end)
-        last = bisect_right(tokens_before, end, self._first) - 1
-        whole = work_before[last] - work_before[self._first]
-        if last == len(pieces):
+        last = bisect_right(tokens_before, end, first) - 1
+        rest, whole = end - tokens_before[last], work_before[last] - work_before[first]
+        if rest == 0:
             return whole
-        _, document, start, _, _ = pieces[last]
-        return whole + self.work(document, start, start + end - tokens_before[last])
+        if last == len(self._pieces):
+            return whole
+        piece = self._pieces[last]
+        return whole + self.work(piece[1], piece[2], piece[2] + rest)
 
     def _sum_up(self, end: int) -> None:
         """Extends the sums to a number of tokens."""
@@ -129,8 +131,9 @@ class Line:
     def take_densest(self) -> Segment:
         """Takes the densest piece, whole."""
         _, document, start, stop, work = self._pieces.pop()
-        del self._tokens_before[len(self._pieces) + 1 :]
-        del self._work_before[len(self._pieces) + 1 :]
+        if len(self._tokens_before) > len(self._pieces) + 1:
+            self._tokens_before.pop()
+            self._work_before.pop()
         self.work_left -= work
         return document, start, stop
 
@@ -176,8 +179,9 @@ class Line:
 
     def settle(self) -> None:
         """Puts what was left in another place where it belongs."""
-        for piece in list(self._misplaced):
-            self._insert(self._remove(self._pieces.index(piece, self._first)))
+        if self._misplaced:
+            self._pieces[self._first :] = sorted(self._pieces[self._first :])
+            del self._tokens_before[self._first + 1 :], self._work_before[self._first + 1 :]
         self._misplaced.clear()
         self._tails.clear()
 

@@ -44,8 +44,10 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float,
     shares, left = _hand_out_long(line, goals, short_tokens)
     for share, segments in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
         shares[share] += segments
+    work = line.work
     for segments, goal in zip(shares, goals, strict=True):
-        if abs(sum([line.work(*segment) for segment in segments]) - goal.work) > off * goal.load:
+        done = sum([work(document, start, stop) for document, start, stop in segments])
+        if abs(done - goal.work) > off * goal.load:
             return deal(
                 Line.of_segments(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF)
             )
