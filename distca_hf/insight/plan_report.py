@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.cost import IntArray
-from distca_hf.errors import PackingError, PlanError
+from distca_hf.errors import PlanError
 from distca_hf.insight.compare import run_baselines
 from distca_hf.insight.figures import Figures, figures_of
 from distca_hf.insight.plan_bound import bound_bytes_total
@@ -156,18 +156,16 @@ def _plan(request: PlanRequest, batches: Sequence[IntArray]) -> list[Plan]:
 
 
 def _regroup(request: PlanRequest, batches: Sequence[IntArray]) -> Sequence[IntArray]:
-    """Long documents of all micro-steps together; as they came, where no other way to fit them is found.
+    """Long documents of all micro-steps together, where that moves less.
 
     Raises:
-        PackingError: they do not fit as they came either.
+        PackingError: no way was found to fit them.
     """
     lengths = np.concatenate(batches)
-    try:
-        steps = group_documents(lengths, request.micro_steps, request.capacity_tokens, request.num_ranks)
-    except PackingError:
-        if max(int(batch.sum()) for batch in batches) > request.capacity_tokens:
-            raise
-        return batches
+    came: list[IntArray] | None = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
+    if max(int(batch.sum()) for batch in batches) > request.capacity_tokens:
+        came = None
+    steps = group_documents(lengths, request.micro_steps, request.capacity_tokens, request.num_ranks, came)
     return [lengths[step] for step in steps]
 
 

@@ -5,7 +5,6 @@ from typing import Protocol
 import numpy as np
 
 from distca_hf.cost import IntArray
-from distca_hf.errors import PackingError
 from distca_hf.packing.epochs import Epoch
 from distca_hf.packing.windows import group_documents
 
@@ -65,9 +64,9 @@ class RegroupedEpoch:
         last = first + self._micro_steps - (first - self._windows_from) % self._micro_steps
         offsets = self._epoch.offsets[first : last + 1]
         documents = self._epoch.documents[offsets[0] : offsets[-1]]
+        if len(offsets) == 2:
+            return [documents]
+        as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
         tokens = self._document_tokens[documents]
-        try:
-            groups = group_documents(tokens, len(offsets) - 1, self._capacity_tokens, self._num_ranks)
-        except PackingError:  # too full to change anything: as packed they fit
-            return np.split(documents, offsets[1:-1] - offsets[0])
+        groups = group_documents(tokens, len(as_packed), self._capacity_tokens, self._num_ranks, as_packed)
         return [documents[group] for group in groups]

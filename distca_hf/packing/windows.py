@@ -4,7 +4,8 @@ Gradients of the micro-steps of one optimizer step are summed, so within this wi
 freely, and micro-steps need not have equal work: only the ranks of each one. Long documents are put together. Among
 documents like itself a long one is no more than a rank's work, so that it is cut less or not at all, and micro-steps
 of short documents move nothing. Sorting does it: the first micro-step takes the longest documents that fit, and so on.
-Where that is not better, which a placement of both ways tells, all micro-steps get the same mix.
+Where that is not better, which placements of each way tell, all micro-steps get the same mix, or documents stay where
+they came.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,11 @@ from distca_hf.packing.placement import place
 
 
 def group_documents(
-    document_tokens: Sequence[int] | IntArray, micro_steps: int, capacity_tokens: int, num_ranks: int | None = None
+    document_tokens: Sequence[int] | IntArray,
+    micro_steps: int,
+    capacity_tokens: int,
+    num_ranks: int | None = None,
+    as_they_came: Sequence[IntArray] | None = None,
 ) -> list[IntArray]:
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
 
@@ -27,6 +32,7 @@ def group_documents(
         micro_steps: micro-steps to divide them among.
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
         num_ranks: ranks to try placements on; without it long documents are together in any case.
+        as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
 
     Returns:
         For each micro-step the indices of its documents, in rising order. Every document is in one of them.
@@ -48,13 +54,11 @@ def group_documents(
         )
     # Filled to the mean first, so that no micro-step is left nearly empty; to the brim only if that leaves a rest.
     mean = max(-(-total // micro_steps), longest)
-    alike = _first_fit(lengths, micro_steps, 0, capacity_tokens)
-    for limit_tokens in (min(mean, capacity_tokens), capacity_tokens):
-        together = _first_fit(lengths, micro_steps, limit_tokens, capacity_tokens)
-        if together is not None:
-            return together if num_ranks is None or alike is None else _cheaper(lengths, together, alike, num_ranks)
-    if alike is not None:
-        return alike
+    limits = (min(mean, capacity_tokens), capacity_tokens, 0)
+    found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
+    ways = [way for way in (found[0] or found[1], found[2], as_they_came) if way is not None]
+    if ways:
+        return list(ways[0] if num_ranks is None else _cheapest(lengths, ways, num_ranks))
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
         f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
@@ -84,10 +88,10 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
     return [np.flatnonzero(step_of == step) for step in range(micro_steps)]
 
 
-def _cheaper(lengths: IntArray, one: list[IntArray], other: list[IntArray], num_ranks: int) -> list[IntArray]:
-    """The way in which fewer keys and values move; the one of equals."""
-    moved = [sum(_key_tokens_moved(place(lengths[step], num_ranks)) for step in steps) for steps in (one, other)]
-    return one if moved[0] <= moved[1] else other
+def _cheapest(lengths: IntArray, ways: Sequence[Sequence[IntArray]], num_ranks: int) -> Sequence[IntArray]:
+    """The way in which fewest keys and values move; the first of equals."""
+    moved = [sum(_key_tokens_moved(place(lengths[step], num_ranks)) for step in way) for way in ways]
+    return ways[moved.index(min(moved))]
 
 
 def _key_tokens_moved(layout: Layout) -> int:
