@@ -165,7 +165,9 @@ def _regroup(request: PlanRequest, batches: Sequence[IntArray]) -> Sequence[IntA
     came: list[IntArray] | None = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
     if max(int(batch.sum()) for batch in batches) > request.capacity_tokens:
         came = None
-    steps = group_documents(lengths, request.micro_steps, request.capacity_tokens, request.num_ranks, came)
+    steps = group_documents(
+        lengths, request.micro_steps, request.capacity_tokens, request.topology, request.model.head_groups, came
+    )
     return [lengths[step] for step in steps]
 
 

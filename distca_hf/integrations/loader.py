@@ -169,13 +169,14 @@ class PlacedLoader:
         epoch, micro_batch = int(state["epoch"]), int(state["micro_batch"])
         sizes = {name: int(state[name]) for name in self._sizes()}
         taken = tuple((int(tokens), int(count)) for tokens, count in state["taken"])
-        if sizes != self._sizes() and micro_batch % sizes["micro_steps"]:
-            raise ConfigError(
-                f"the position was saved after {micro_batch % sizes['micro_steps']} of {sizes['micro_steps']} micro-"
-                f"batches of an optimizer step, with {sizes}; this loader has {self._sizes()}. Save at the end of a "
-                "step, or resume with the same sizes"
-            )
         capacity_tokens, windows_from = sizes["capacity_tokens"], int(state["windows_from"])
+        into_step = (micro_batch - windows_from) % sizes["micro_steps"]
+        if sizes != self._sizes() and into_step:
+            raise ConfigError(
+                f"the position was saved after {into_step} of {sizes['micro_steps']} micro-batches of an optimizer "
+                f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
+                "same sizes"
+            )
         if sizes != self._sizes():
             windows_from = micro_batch
         if capacity_tokens != self._capacity_tokens:
@@ -200,7 +201,8 @@ class PlacedLoader:
             self._source.document_tokens,
             self._micro_steps,
             self._capacity_tokens,
-            self._transport.world_size,
+            self._config.topology(self._transport.world_size),
+            self.preparer.head_groups,
             cursor.windows_from,
         )
 
@@ -239,7 +241,7 @@ class PlacedLoader:
                 batch = self._deliver(prepared)
                 self._position = replace(begin, micro_batch=micro_batch + 1)
                 if micro_batch + 1 == packed.num_micro_batches:  # known now: nobody has to ask for one batch more
-                    self._next = Cursor(begin.epoch + 1)
+                    self._next = self._position = Cursor(begin.epoch + 1)
                 yield batch
         self._next = self._position = Cursor(begin.epoch + 1)
         log.info(

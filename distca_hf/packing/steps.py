@@ -7,6 +7,7 @@ import numpy as np
 from distca_hf.cost import IntArray
 from distca_hf.packing.epochs import Epoch
 from distca_hf.packing.windows import group_documents
+from distca_hf.topology import Topology
 
 
 class MicroBatches(Protocol):
@@ -31,7 +32,7 @@ class RegroupedEpoch:
         document_tokens: `[documents]` lengths of all documents.
         micro_steps: micro-batches of an optimizer step.
         capacity_tokens: most tokens of a micro-batch.
-        num_ranks: ranks that train together.
+        topology, head_groups: as for `placement.place`.
         windows_from: a micro-batch that some window begins with.
     """
 
@@ -41,12 +42,13 @@ class RegroupedEpoch:
         document_tokens: IntArray,
         micro_steps: int,
         capacity_tokens: int,
-        num_ranks: int,
+        topology: Topology,
+        head_groups: int = 1,
         windows_from: int = 0,
     ) -> None:
         self._epoch, self._document_tokens = epoch, document_tokens
         self._micro_steps, self._capacity_tokens = micro_steps, capacity_tokens
-        self._num_ranks, self._windows_from = num_ranks, windows_from
+        self._topology, self._head_groups, self._windows_from = topology, head_groups, windows_from
         self._regrouped: tuple[int, list[IntArray]] = (-1, [])
 
     @property
@@ -68,5 +70,7 @@ class RegroupedEpoch:
             return [documents]
         as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
         tokens = self._document_tokens[documents]
-        groups = group_documents(tokens, len(as_packed), self._capacity_tokens, self._num_ranks, as_packed)
+        groups = group_documents(
+            tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups, as_packed
+        )
         return [documents[group] for group in groups]

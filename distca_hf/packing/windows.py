@@ -16,13 +16,16 @@ from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
 from distca_hf.packing.placement import place
+from distca_hf.packing.stripes import QUERY_AND_OUTPUT_PARTS
+from distca_hf.topology import Topology
 
 
 def group_documents(
     document_tokens: Sequence[int] | IntArray,
     micro_steps: int,
     capacity_tokens: int,
-    num_ranks: int | None = None,
+    topology: Topology | None = None,
+    head_groups: int = 1,
     as_they_came: Sequence[IntArray] | None = None,
 ) -> list[IntArray]:
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
@@ -31,7 +34,8 @@ def group_documents(
         document_tokens: lengths, in tokens.
         micro_steps: micro-steps to divide them among.
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
-        num_ranks: ranks to try placements on; without it long documents are together in any case.
+        topology: ranks to try placements on; without it long documents are together in any case.
+        head_groups: as for `place`.
         as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
 
     Returns:
@@ -58,7 +62,7 @@ def group_documents(
     found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
     ways = [way for way in (found[0] or found[1], found[2], as_they_came) if way is not None]
     if ways:
-        return list(ways[0] if num_ranks is None else _cheapest(lengths, ways, num_ranks))
+        return list(ways[0] if topology is None else _cheapest(lengths, ways, topology, head_groups))
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
         f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
@@ -88,15 +92,34 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
     return [np.flatnonzero(step_of == step) for step in range(micro_steps)]
 
 
-def _cheapest(lengths: IntArray, ways: Sequence[Sequence[IntArray]], num_ranks: int) -> Sequence[IntArray]:
-    """The way in which fewest keys and values move; the first of equals."""
-    moved = [sum(_key_tokens_moved(place(lengths[step], num_ranks)) for step in way) for way in ways]
+def _cheapest(
+    lengths: IntArray, ways: Sequence[Sequence[IntArray]], topology: Topology, head_groups: int
+) -> Sequence[IntArray]:
+    """The way in which least moves; the first of equals."""
+    moved = [
+        sum(
+            _moved(place(lengths[step], topology.num_ranks, topology=topology, head_groups=head_groups))
+            for step in way
+        )
+        for way in ways
+    ]
     return ways[moved.index(min(moved))]
 
 
-def _key_tokens_moved(layout: Layout) -> int:
-    """Tokens whose keys and values ranks need of others: of each document all before a rank's last, less its own."""
-    held = layout.segment_rank * layout.num_documents + layout.segment_document
+def _moved(layout: Layout) -> float:
+    """What moves, in keys and values of a token. Ranks need these of all tokens of a document before their last, less
+    their own; of a stripe queries and outputs move, too, and each head's keys to one rank."""
+    of_stripe = np.zeros(len(layout.segment_document), dtype=bool)
+    moved = 0.0
+    for stripe in layout.stripes:
+        ranks, tokens = stripe.stop_rank - stripe.first_rank, stripe.stop - stripe.start
+        moved += (1 + QUERY_AND_OUTPUT_PARTS) * tokens * (ranks - 1) / ranks + stripe.start
+        of_stripe |= (
+            (layout.segment_document == stripe.document)
+            & (layout.segment_start >= stripe.start)
+            & (layout.segment_stop <= stripe.stop)
+        )
+    held = (layout.segment_rank * layout.num_documents + layout.segment_document)[~of_stripe]
     last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
-    np.maximum.at(last, held, layout.segment_stop)
-    return int(last.sum()) - int(layout.segment_tokens.sum())
+    np.maximum.at(last, held, layout.segment_stop[~of_stripe])
+    return moved + int(last.sum()) - int(layout.segment_tokens[~of_stripe].sum())

@@ -17,6 +17,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.steps import RegroupedEpoch
+from distca_hf.topology import Topology
 from support.data import random_dataset
 
 
@@ -43,7 +44,7 @@ def test_every_step_has_the_documents_that_it_was_packed_with(seed: int, micro_s
     rng = random.Random(seed)
     tokens = np.array([rng.choice([1, 5, 30, 90, 200]) for _ in range(rng.randint(1, 120))])
     epoch = EpochPacker(tokens, 400, seed).epoch(0)
-    regrouped = RegroupedEpoch(epoch, tokens, micro_steps, 400, 4, windows_from)
+    regrouped = RegroupedEpoch(epoch, tokens, micro_steps, 400, Topology(4, 2), 1, windows_from)
     borders = [0, *range(windows_from % micro_steps or micro_steps, epoch.num_micro_batches, micro_steps)]
 
     assert regrouped.num_micro_batches == epoch.num_micro_batches
@@ -52,7 +53,7 @@ def test_every_step_has_the_documents_that_it_was_packed_with(seed: int, micro_s
     for first, last in zip(borders, [*borders[1:], epoch.num_micro_batches], strict=True):
         packed = [epoch.micro_batch(index) for index in range(first, last)]
         assert sorted(np.concatenate(batches[first:last])) == sorted(np.concatenate(packed))
-    again = RegroupedEpoch(epoch, tokens, micro_steps, 400, 4, windows_from)
+    again = RegroupedEpoch(epoch, tokens, micro_steps, 400, Topology(4, 2), 1, windows_from)
     for index in rng.sample(range(epoch.num_micro_batches), epoch.num_micro_batches):
         assert again.micro_batch(index).tolist() == batches[index].tolist()
 
@@ -102,3 +103,14 @@ def test_position_in_the_midst_of_a_step_of_another_size_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"after 2 of 4 micro-batches of an optimizer step.*'micro_steps': 3"):
         loader_of(3).load_state_dict(saved(first))
+
+
+def test_the_end_of_an_epoch_is_no_midst_of_a_step() -> None:
+    """The last step of an epoch may be shorter; with other sizes the next epoch begins."""
+    first = loader_of(4)
+    assert len(first) % 4
+    list(first)
+    second = loader_of(3, 300)
+    second.load_state_dict(saved(first))
+
+    assert tokens_of(second) == tokens_of(loader_of(1))

@@ -12,6 +12,7 @@ from distca_hf.packing.placement import place
 from distca_hf.packing.windows import group_documents
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import key_transfers
+from distca_hf.topology import Topology
 
 
 def real_looking(rng: random.Random, tokens: int, longest: int) -> list[int]:
@@ -47,7 +48,7 @@ def test_fewer_keys_move_and_the_heaviest_ranks_sum_to_the_ideal(num_ranks: int,
     lengths = np.array(real_looking(random.Random(seed), int(0.98 * micro_steps * capacity), capacity // 4))
     in_order = np.searchsorted(np.cumsum(lengths), np.arange(1, micro_steps) * lengths.sum() / micro_steps)
     consecutive = np.split(np.arange(len(lengths)), in_order)
-    grouped = group_documents(lengths, micro_steps, capacity, num_ranks)
+    grouped = group_documents(lengths, micro_steps, capacity, Topology(num_ranks, num_ranks))
 
     assert moved_tokens(lengths, grouped, num_ranks) < 0.8 * moved_tokens(lengths, consecutive, num_ranks)
     heaviest = sum(int(place(lengths[step], num_ranks).rank_work.max()) for step in grouped)
@@ -67,7 +68,7 @@ def test_micro_steps_hold_nearly_equal_tokens_and_long_documents_are_together() 
 def test_the_way_in_which_fewer_keys_move_is_taken() -> None:
     """Two long documents of four ranks' work each, and two micro-steps: apart or together, the placement tells."""
     lengths = np.array([50_000, 50_000] + [500] * 240)
-    with_ranks = group_documents(lengths, 2, 131_072, num_ranks=8)
+    with_ranks = group_documents(lengths, 2, 131_072, topology=Topology(8, 8))
     together = group_documents(lengths, 2, 131_072)
 
     assert moved_tokens(lengths, with_ranks, 8) <= moved_tokens(lengths, together, 8)
