@@ -235,7 +235,7 @@ def test_position_saved_at_the_last_batch_of_an_epoch_is_the_beginning_of_the_ne
     states = [whole.state_dict() for _ in whole]
     resumed.load_state_dict(states[-1])
 
-    assert (states[-1]["epoch"], states[-1]["micro_batch"]) == (0, len(whole))
+    assert (states[-1]["epoch"], states[-1]["micro_batch"]) == (1, 0)
     assert (resumed.state_dict()["epoch"], resumed.state_dict()["micro_batch"]) == (1, 0)
     assert all_same(list(resumed), epoch_of(1))
 
