@@ -25,7 +25,8 @@ from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.packing.source import split_documents
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers, route
+from distca_hf.planning.routing import route
+from distca_hf.planning.transfers import key_transfers
 
 
 SHIPPED = sorted((Path(__file__).parents[1] / "tests" / "data" / "lengths").glob("*.json.gz"))

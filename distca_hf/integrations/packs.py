@@ -21,7 +21,8 @@ from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.mask import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.planning.moving import plan_by_moving
-from distca_hf.planning.routing import key_transfers, route
+from distca_hf.planning.routing import route
+from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes

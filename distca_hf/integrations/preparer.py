@@ -20,7 +20,8 @@ from distca_hf.packing.seconds import KernelTimes, place_by_seconds
 from distca_hf.packing.source import DocumentSource
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers, route
+from distca_hf.planning.routing import route
+from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.plans import PlanFacts
 

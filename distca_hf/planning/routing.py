@@ -30,52 +30,10 @@ from distca_hf.planning.pieces import Pieces, line_keys, position_keys, rows_per
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.runs import Runs
 from distca_hf.planning.task import ALL_HEADS
+from distca_hf.planning.transfers import KeyTransfers, key_transfers
 
 
 StoreRow = Callable[[IntArray, IntArray, IntArray], IntArray]  # (documents, heads, positions) -> rows of the store
-
-
-@dataclass(frozen=True, eq=False)
-class KeyTransfers:
-    """Keys and values that travel: six int64 arrays, sorted by (source, destination, document, head, start)."""
-
-    source: IntArray
-    destination: IntArray
-    document: IntArray
-    head: IntArray
-    start: IntArray
-    stop: IntArray
-    head_groups: int
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def tokens(self) -> IntArray:
-        return self.stop - self.start
-
-    @property
-    def rows(self) -> IntArray:
-        """`[transfers]` rows of each transfer."""
-        return self.tokens * rows_per_token(self.head, self.head_groups)
-
-    def select(self, chosen: np.ndarray) -> "KeyTransfers":
-        """The transfers where `chosen` is true, in the same order."""
-        return KeyTransfers(
-            self.source[chosen],
-            self.destination[chosen],
-            self.document[chosen],
-            self.head[chosen],
-            self.start[chosen],
-            self.stop[chosen],
-            self.head_groups,
-        )
-
-    def rows_between(self, num_ranks: int) -> IntArray:
-        """`[source, destination]` rows of keys and values that travel."""
-        rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        np.add.at(rows, (self.source, self.destination), self.rows)
-        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,40 +126,6 @@ class Routing:
         """Canonical rows whose key gradients have more than one part: those sent elsewhere or copied into the
         store."""
         return self.send_rows.union(self.own_rows)
-
-
-def key_transfers(plan: Plan) -> KeyTransfers:
-    """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server."""
-    tasks, groups = plan.tasks, plan.tasks.head_groups
-    reads = plan.reads_store
-    server, prefix = tasks.server[reads], tasks.stop[reads]
-    line = line_keys(tasks.document[reads], tasks.head[reads], groups)
-    order = np.lexsort((prefix, line, server))
-    server, line, prefix = server[order], line[order], prefix[order]
-    longest = np.ones(len(order), dtype=bool)
-    longest[:-1] = (server[1:] != server[:-1]) | (line[1:] != line[:-1])
-    server, line, prefix = server[longest], line[longest], prefix[longest]
-
-    # Join each need (server, document, head, prefix) with all pieces of that document and head.
-    pieces = plan.pieces
-    lines = line_keys(pieces.document, pieces.head, groups)
-    first = np.searchsorted(lines, line, side="left")
-    last = np.searchsorted(lines, line, side="right")
-    need = np.repeat(np.arange(len(line)), last - first)
-    piece = Runs.of(first, last - first).numbers
-    source, destination = pieces.home[piece], server[need]
-    start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
-    travels = np.flatnonzero((source != destination) & (start < stop))
-    travels = travels[np.lexsort((start[travels], line[need[travels]], destination[travels], source[travels]))]
-    return KeyTransfers(
-        source=source[travels],
-        destination=destination[travels],
-        document=pieces.document[piece[travels]],
-        head=pieces.head[piece[travels]],
-        start=start[travels],
-        stop=stop[travels],
-        head_groups=groups,
-    )
 
 
 def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None) -> Routing:

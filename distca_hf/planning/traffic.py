@@ -4,7 +4,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.routing import key_transfers
+from distca_hf.planning.transfers import key_transfers
 
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:

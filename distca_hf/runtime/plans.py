@@ -22,7 +22,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.routing import KeyTransfers
+from distca_hf.planning.transfers import KeyTransfers
 from distca_hf.runtime.maps import Maps
 
 

@@ -11,7 +11,7 @@ from distca_hf.layout import Layout
 from distca_hf.packing.bound import key_value_bytes_bound
 from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers
+from distca_hf.planning.transfers import key_transfers
 
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import Routing, key_transfers, route
+from distca_hf.planning.routing import Routing, route
+from distca_hf.planning.transfers import key_transfers
 from support.layouts import random_layout
 
 

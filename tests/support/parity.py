@@ -10,7 +10,8 @@ from distca_hf.config import DistCAConfig, KernelName, ReceivedKV
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers, route
+from distca_hf.planning.routing import route
+from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostMaps
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan, PlanFacts

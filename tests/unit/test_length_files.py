@@ -14,7 +14,8 @@ from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.placement import place
 from distca_hf.packing.source import split_documents
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers, route
+from distca_hf.planning.routing import route
+from distca_hf.planning.transfers import key_transfers
 
 
 FOLDER = Path(__file__).parents[1] / "data" / "lengths"

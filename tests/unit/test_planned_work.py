@@ -12,7 +12,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import key_transfers
+from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from support.counting import CountingKernel

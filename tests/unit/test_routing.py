@@ -10,8 +10,9 @@ from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import KernelCall, Routing, key_transfers, route
+from distca_hf.planning.routing import KernelCall, Routing, route
 from distca_hf.planning.task import Tasks
+from distca_hf.planning.transfers import key_transfers
 from support.layouts import random_layout
 
 
