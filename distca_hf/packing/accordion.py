@@ -164,23 +164,33 @@ def _gain(line: Line, index: int, tokens: int, light_work: int) -> int:
 def _tail(line: Line, index: int, tokens: int, missing: float) -> int:
     """Tokens of the largest tail of a piece that fits, cut on a tile where that leaves a tail of some size."""
     _, start, stop = line.segment(index)
-    take = _largest_tail(line, index, tokens, missing)
-    if 2 * TILE_TOKENS < take < min(tokens, stop - start):
-        take = stop - -(-(stop - take) // TILE_TOKENS) * TILE_TOKENS
-    return take
+    fits, most, small = _fitting(line, index, tokens, missing), min(tokens, stop - start), 2 * TILE_TOKENS
+    if fits(most):
+        return most
+    if most > small and fits(small + 1):
+        cuts = range(-(-(stop - most) // TILE_TOKENS), stop // TILE_TOKENS + 1)
+        return stop - TILE_TOKENS * cuts[bisect_left(cuts, True, key=lambda cut: fits(stop - cut * TILE_TOKENS))]
+    return largest(min(most, small), fits)
 
 
 def _largest_tail(line: Line, index: int, tokens: int, missing: float) -> int:
-    """Tokens of the largest tail that, with the lightest tokens beside it, stays within the share and its work."""
-    document, start, stop = line.segment(index)
+    """Tokens of the largest tail of a piece that fits."""
+    _, start, stop = line.segment(index)
+    fits, most = _fitting(line, index, tokens, missing), min(tokens, stop - start)
+    return most if fits(most) else largest(most, fits)
+
+
+def _fitting(line: Line, index: int, tokens: int, missing: float) -> Callable[[int], bool]:
+    """Whether so many last tokens of a piece, with the lightest tokens beside them, stay within the share and its
+    work."""
+    document, _, stop = line.segment(index)
     most_light_work = line.light_work(tokens)
 
     def fits(tail: int) -> bool:
         rest = missing - line.work(document, stop - tail, stop)
         return rest >= 0 and (rest >= most_light_work or line.light_work(tokens - tail) <= rest)
 
-    most = min(tokens, stop - start)
-    return most if fits(most) else largest(most, fits)
+    return fits
 
 
 def _dense_enough(line: Line, first: int, tokens: int, missing: float) -> int:
