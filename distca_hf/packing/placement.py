@@ -33,7 +33,10 @@ RANKS_OFF = 3e-3
 # Documents up to these lengths are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
 # between nodes, and 32 MB inside one.
 SHORT_FOR_NODES = 4096
-SHORT_FOR_RANKS = 8192
+# Inside a node the first of these, and where documents are few enough to take the time, whichever moves least.
+SHORT_FOR_RANKS = (8192, 4096, 16384, 2048)
+FEW_DOCUMENTS = 80
+SOME_DOCUMENTS = 160
 FEW_NODES = 7
 # How much needs for short documents may differ: a miss of one rank is less than one of a node.
 ALIKE_NODES = 0.5
@@ -84,11 +87,14 @@ def place(
     shares_of = [shares[ranks.start : ranks.stop] for ranks in nodes]
     goals = _goals(map(sum, tokens_of), map(sum, shares_of), line.work_left)
     off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
+    ranks_off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
     held_by_node = deal_whole(line, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
     segments: list[list[Segment]] = []
     stripes: list[Stripe] = []
     for node, held in enumerate(held_by_node):
-        on_ranks, of_node = _place_on_node(joined(held), nodes[node], tokens_of[node], shares_of[node], rule)
+        on_ranks, of_node = _place_on_node(
+            joined(held), nodes[node], tokens_of[node], shares_of[node], rule, ranks_off
+        )
         segments += on_ranks
         stripes += of_node
     return _layout(lengths, order, segments, stripes)
@@ -119,7 +125,7 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
 
 
 def _place_on_node(
-    segments: list[Segment], ranks: range, tokens: list[int], shares: list[float], rule: StripeRule
+    segments: list[Segment], ranks: range, tokens: list[int], shares: list[float], rule: StripeRule, off: float
 ) -> tuple[list[list[Segment]], list[Stripe]]:
     """Segments of each rank of a node, and the stripes among them."""
     if len(ranks) == 1:
@@ -136,12 +142,34 @@ def _place_on_node(
         for goal, held in zip(_goals(tokens, shares, sum(works)), on_ranks, strict=True)
     ]
     stays = [not striped for striped in is_striped]
-    line = Line.of_segments(list(compress(segments, stays)), rule.work, list(compress(works, stays)))
-    if len(ranks) <= FEW_RANKS:
-        dealt = deal_whole(line, goals_of_rest, SHORT_FOR_RANKS, RANKS_OFF, ALIKE_RANKS)
+    rest, rest_works = list(compress(segments, stays)), list(compress(works, stays))
+    if len(ranks) > FEW_RANKS:
+        dealt = deal(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, off=RANKS_OFF)
     else:
-        dealt = deal(line, goals_of_rest, off=RANKS_OFF)
+        ways = [
+            deal_whole(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off, ALIKE_RANKS)
+            for short_tokens in _short_for_ranks(len(rest))
+        ]
+        dealt = min(ways, key=_key_tokens)
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
+
+
+def _short_for_ranks(num_documents: int) -> Sequence[int]:
+    """Lengths up to which documents are to count as short; few documents are placed with each of them in turn."""
+    if num_documents <= FEW_DOCUMENTS:
+        return SHORT_FOR_RANKS
+    return SHORT_FOR_RANKS[: 2 if num_documents <= SOME_DOCUMENTS else 1]
+
+
+def _key_tokens(shares: list[list[Segment]]) -> int:
+    """Tokens whose keys the shares need: of each document all before a share's last."""
+    needed = 0
+    for segments in shares:
+        last: dict[int, int] = {}
+        for document, _, stop in segments:
+            last[document] = max(stop, last.get(document, 0))
+        needed += sum(last.values())
+    return needed
 
 
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:

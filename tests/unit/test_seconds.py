@@ -75,7 +75,7 @@ def test_seconds_are_equal_where_equal_work_is_not(num_ranks: int, ranks_per_nod
     layout = place_by_seconds(lengths, num_ranks, times, topology=topology, head_groups=8)
     by_seconds = rank_seconds(layout, times)
 
-    assert by_work.max() / by_work.mean() > 1.022
+    assert by_work.max() / by_work.mean() > 1.02
     assert by_seconds.max() / by_seconds.mean() <= 1.02
     assert layout.rank_tokens.max() - layout.rank_tokens.min() <= 1
 
