@@ -35,8 +35,8 @@ RANKS_OFF = 3e-3
 SHORT_FOR_NODES = 4096
 # Inside a node the first of these, and where documents are few enough to take the time, whichever moves least.
 SHORT_FOR_RANKS = (8192, 4096, 16384, 2048)
-FEW_DOCUMENTS = 80
-SOME_DOCUMENTS = 160
+FEW_DOCUMENTS_PER_RANK = 12
+SOME_DOCUMENTS_PER_RANK = 25
 FEW_NODES = 7
 # How much needs for short documents may differ: a miss of one rank is less than one of a node.
 ALIKE_NODES = 0.5
@@ -148,17 +148,17 @@ def _place_on_node(
     else:
         ways = [
             deal_whole(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off, ALIKE_RANKS)
-            for short_tokens in _short_for_ranks(len(rest))
+            for short_tokens in _short_for_ranks(len(rest) / len(ranks))
         ]
         dealt = min(ways, key=_key_tokens)
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
 
 
-def _short_for_ranks(num_documents: int) -> Sequence[int]:
+def _short_for_ranks(documents_per_rank: float) -> Sequence[int]:
     """Lengths up to which documents are to count as short; few documents are placed with each of them in turn."""
-    if num_documents <= FEW_DOCUMENTS:
+    if documents_per_rank <= FEW_DOCUMENTS_PER_RANK:
         return SHORT_FOR_RANKS
-    return SHORT_FOR_RANKS[: 2 if num_documents <= SOME_DOCUMENTS else 1]
+    return SHORT_FOR_RANKS[: 2 if documents_per_rank <= SOME_DOCUMENTS_PER_RANK else 1]
 
 
 def _key_tokens(shares: list[list[Segment]]) -> int:
