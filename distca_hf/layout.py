@@ -212,6 +212,12 @@ class Layout:
         """Slice of the segment arrays that `rank` holds."""
         return slice(int(self.rank_segments[rank]), int(self.rank_segments[rank + 1]))
 
+    def held_by(self, rank: int) -> list[tuple[int, int, int]]:
+        """(document, start, stop) of the segments that `rank` holds, in row order."""
+        held = self.segments_of(rank)
+        columns = (self.segment_document, self.segment_start, self.segment_stop)
+        return list(zip(*(column[held].tolist() for column in columns), strict=True))
+
     def validate(self) -> None:
         """Checks that every document is covered exactly once and every rank has room for its segments.
 

@@ -48,17 +48,10 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
     position_ids = np.zeros(rows, dtype=np.int64)
     labels = np.full(rows, IGNORED_LABEL, dtype=np.int64)
     shift_labels = np.full(rows, IGNORED_LABEL, dtype=np.int64)
-    held = layout.segments_of(rank)
-    segments = zip(
-        layout.segment_document[held].tolist(),
-        layout.segment_start[held].tolist(),
-        layout.segment_stop[held].tolist(),
-        layout.segment_row[held].tolist(),
-        strict=True,
-    )
-    for document, start, stop, row in segments:
+    row = 0
+    for document, start, stop in layout.held_by(rank):
         tokens = source.read(int(documents[document]), start, stop)
-        at = slice(row, row + stop - start)
+        at = slice(row, row := row + stop - start)
         input_ids[at] = tokens.input_ids
         position_ids[at] = np.arange(start, stop)
         labels[at] = tokens.labels

@@ -73,15 +73,10 @@ def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
     """Segments of each rank that are of stripes, and those that are not."""
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
-    for document, start, stop, rank in zip(
-        layout.segment_document.tolist(),
-        layout.segment_start.tolist(),
-        layout.segment_stop.tolist(),
-        layout.segment_rank.tolist(),
-        strict=True,
-    ):
-        in_stripe = any(s.document == document and s.start <= start and stop <= s.stop for s in layout.stripes)
-        (of_stripes if in_stripe else free)[rank].append((document, start, stop))
+    for rank in range(layout.num_ranks):
+        for document, start, stop in layout.held_by(rank):
+            in_stripe = any(s.document == document and s.start <= start and stop <= s.stop for s in layout.stripes)
+            (of_stripes if in_stripe else free)[rank].append((document, start, stop))
     return of_stripes, free
 
 

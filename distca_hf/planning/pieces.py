@@ -1,8 +1,7 @@
 """Pieces: segments and tasks cut at each other's borders, so that every piece has one home and one server.
 
-If a plan divides heads, a *row* is one token of one group of heads, and ranks hold `head_groups` rows per token, token
-after token. Otherwise a row is a token. A piece of all heads is consecutive rows at home; one of a single group is
-every `head_groups`-th row. Where pieces are computed, their rows follow each other either way.
+A piece of all heads is consecutive rows at home; one of a single group is every `head_groups`-th row. Where pieces are
+computed, their rows follow each other either way.
 """
 
 from dataclasses import dataclass
@@ -11,33 +10,24 @@ import numpy as np
 
 from distca_hf.cost import IntArray
 from distca_hf.layout import Layout
+from distca_hf.planning.ranges import POSITION_BITS, Ranges, position_keys
 from distca_hf.planning.task import ALL_HEADS, Tasks
 
 
-POSITION_BITS = 31  # documents are shorter than 2 ** 31 tokens
-
-
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """Int64 arrays of one length, sorted by (document, head, start); together they cover every document once, and
-    those whose heads are divided once for each group.
+class Pieces(Ranges):
+    """Ranges sorted by (document, head, start); together they cover every document once, and those whose heads are
+    divided once for each group.
 
     Attributes:
-        document, head, start, stop: the tokens, and the group of heads or `ALL_HEADS`.
         home, row: rank that holds them, and the layout row of the first one there.
         task, server: index of the task they are queries of, and the rank that computes it.
-        head_groups: groups that the plan divides heads in; rows per token on every rank.
     """
 
-    document: IntArray
-    head: IntArray
-    start: IntArray
-    stop: IntArray
     home: IntArray
     row: IntArray
     task: IntArray
     server: IntArray
-    head_groups: int
 
     @classmethod
     def cut(cls, layout: Layout, tasks: Tasks) -> "Pieces":
@@ -69,15 +59,6 @@ class Pieces:
         )
 
     @property
-    def tokens(self) -> IntArray:
-        return self.stop - self.start
-
-    @property
-    def rows(self) -> IntArray:
-        """`[pieces]` rows of each piece."""
-        return self.tokens * rows_per_token(self.head, self.head_groups)
-
-    @property
     def stride(self) -> IntArray:
         """`[pieces]` distance of each piece's rows at home."""
         return np.where(self.head == ALL_HEADS, 1, self.head_groups)
@@ -86,35 +67,6 @@ class Pieces:
     def moved(self) -> np.ndarray:
         """Whether queries are computed elsewhere than they are held."""
         return self.home != self.server
-
-    def select(self, chosen: np.ndarray) -> "Pieces":
-        """The chosen pieces (a mask or indices), in the order given."""
-        return Pieces(
-            self.document[chosen],
-            self.head[chosen],
-            self.start[chosen],
-            self.stop[chosen],
-            self.home[chosen],
-            self.row[chosen],
-            self.task[chosen],
-            self.server[chosen],
-            self.head_groups,
-        )
-
-
-def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:
-    """One sortable integer for each (document, head, position)."""
-    return (line_keys(documents, heads, head_groups) << POSITION_BITS) + tokens
-
-
-def line_keys(documents: IntArray, heads: IntArray, head_groups: int) -> IntArray:
-    """One sortable integer for each (document, head)."""
-    return documents * (head_groups + 1) + heads - ALL_HEADS
-
-
-def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
-    """Rows of one token for each group of heads, or all of them."""
-    return np.where(heads == ALL_HEADS, head_groups, 1)
 
 
 def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, IntArray]:

@@ -13,7 +13,7 @@ once per document in the store:
 Keys and values of a rank are in canonical order, too: those of the first kind of tasks, then all others. If no query
 moves, both orders are the same. Otherwise queries that are computed elsewhere travel there, and their outputs back.
 
-If the plan divides heads, a row is one token of one group of heads (see `pieces`). Tasks of all heads then come before
+If the plan divides heads, a row is one token of one group of heads (see `ranges`). Tasks of all heads then come before
 tasks of one group, so that kernel calls find the groups of a token side by side.
 """
 
@@ -26,8 +26,9 @@ import numpy as np
 
 from distca_hf.cost import IntArray
 from distca_hf.layout import Layout
-from distca_hf.planning.pieces import Pieces, line_keys, position_keys, rows_per_token
+from distca_hf.planning.pieces import Pieces
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.ranges import line_keys, position_keys, rows_per_token
 from distca_hf.planning.runs import Runs
 from distca_hf.planning.task import ALL_HEADS
 from distca_hf.planning.transfers import KeyTransfers, key_transfers

@@ -5,46 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.cost import IntArray
-from distca_hf.planning.pieces import line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.ranges import Ranges, line_keys
 from distca_hf.planning.runs import Runs
 
 
 @dataclass(frozen=True, eq=False)
-class KeyTransfers:
-    """Keys and values that travel: six int64 arrays, sorted by (source, destination, document, head, start)."""
+class KeyTransfers(Ranges):
+    """Keys and values that travel, sorted by (source, destination, document, head, start)."""
 
     source: IntArray
     destination: IntArray
-    document: IntArray
-    head: IntArray
-    start: IntArray
-    stop: IntArray
-    head_groups: int
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def tokens(self) -> IntArray:
-        return self.stop - self.start
-
-    @property
-    def rows(self) -> IntArray:
-        """`[transfers]` rows of each transfer."""
-        return self.tokens * rows_per_token(self.head, self.head_groups)
-
-    def select(self, chosen: np.ndarray) -> "KeyTransfers":
-        """The transfers where `chosen` is true, in the same order."""
-        return KeyTransfers(
-            self.source[chosen],
-            self.destination[chosen],
-            self.document[chosen],
-            self.head[chosen],
-            self.start[chosen],
-            self.stop[chosen],
-            self.head_groups,
-        )
 
     def rows_between(self, num_ranks: int) -> IntArray:
         """`[source, destination]` rows of keys and values that travel."""

@@ -57,12 +57,12 @@ def attend(
     lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
     out[maps.task_rows :] = 0
     lse[maps.task_rows :] = 0
-    _attend_calls(_own(maps), kernel, q, k, v, scale, out, lse)
+    _attend_calls(maps.own_calls, kernel, q, k, v, scale, out, lse)
     if flight is not None:
         flight.land()
     received = exchange.wait() if exchange is not None else k.new_empty((0, row_width(k, v)))
     if maps.store_rows:
-        _attend_calls(_stored(maps), kernel, q, *fill_store(k, v, received, plan), scale, out, lse)
+        _attend_calls(maps.store_calls, kernel, q, *fill_store(k, v, received, plan), scale, out, lse)
     if maps.queries is not None:
         out, lse = bring_home([out, lse], maps.num_rows, maps.queries, plan.transport, where)
     else:
@@ -99,12 +99,11 @@ def attend_backward(
         q, dout, out, lse = _in_canonical_order(maps, q, dout, out, lse)
 
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    own_rows = max((call.queries.stop for call in _own(maps)), default=0)
     dq[maps.task_rows :] = 0
-    dk[own_rows:] = 0
-    dv[own_rows:] = 0
+    dk[maps.own_rows_stop :] = 0
+    dv[maps.own_rows_stop :] = 0
     derive = _Derivation(kernel, dout, q, out, lse, dq, scale, plan.config.deterministic)
-    for call in _own(maps):
+    for call in maps.own_calls:
         derive(call, k[call.keys], v[call.keys], dk[call.keys], dv[call.keys])
     if exchange is not None:
         received = exchange.wait()
@@ -173,29 +172,19 @@ def _store_gradients(
     """Gradients of the stored keys and values, from all calls that read them."""
     if not maps.store_sums:
         dstore_k, dstore_v = torch.empty_like(store_k), torch.empty_like(store_v)
-        for call in _stored(maps):
+        for call in maps.store_calls:
             keys = call.keys
             derive(call, store_k[keys], store_v[keys], dstore_k[keys], dstore_v[keys])
         return dstore_k, dstore_v
     dtype = accumulation_dtype(store_k.dtype)
     dstore_k, dstore_v = torch.zeros_like(store_k, dtype=dtype), torch.zeros_like(store_v, dtype=dtype)
-    for call in _stored(maps):
+    for call in maps.store_calls:
         k, v = store_k[call.keys], store_v[call.keys]
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         derive(call, k, v, dk, dv)
         dstore_k[call.keys] += dk
         dstore_v[call.keys] += dv
     return dstore_k, dstore_v
-
-
-def _own(maps: Maps) -> list[DeviceCall]:
-    """Calls whose keys are own rows."""
-    return [call for call in maps.calls if not call.from_store]
-
-
-def _stored(maps: Maps) -> list[DeviceCall]:
-    """Calls whose keys are in the store."""
-    return [call for call in maps.calls if call.from_store]
 
 
 def _heads_of_tokens(rows: torch.Tensor, call: DeviceCall) -> torch.Tensor:

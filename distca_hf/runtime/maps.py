@@ -18,7 +18,6 @@ class DeviceCall:
 
     queries: slice
     keys: slice
-    from_store: bool
     spans: Spans
     rows_per_token: int
 
@@ -44,6 +43,8 @@ class Maps:
         canonical_of: `[rows]` canonical row of each layout row: the inverse of `row_order`.
         send_in_shared, own_in_shared: where `send_rows` and `own_rows` are in `shared_rows`.
         task_rows: query rows that are in a task; those behind are padding.
+        own_calls, store_calls: kernel calls whose keys are own rows, and those whose keys are in the store.
+        own_rows_stop: query rows of the former.
         queries: queries that move, or None if on no rank any does.
         returned_parts: rows of each server among those that it returns gradients for.
         store_sums: several calls read the same stored keys, so their gradients must be added.
@@ -68,7 +69,9 @@ class Maps:
     shared_rows: torch.Tensor
     send_in_shared: torch.Tensor
     own_in_shared: torch.Tensor
-    calls: tuple[DeviceCall, ...]
+    own_calls: tuple[DeviceCall, ...]
+    store_calls: tuple[DeviceCall, ...]
+    own_rows_stop: int
     queries: QueryMaps | None
 
     def name_of(self, row: int) -> str:
@@ -122,6 +125,8 @@ class HostMaps:
         )
         offsets = self.offsets.to(device, non_blocking=True)
         reordered = routing.row_order is not None
+        calls = _device_calls(routing.calls, offsets)
+        num_own = sum(not call.from_store for call in routing.calls)  # they come first
         return Maps(
             num_rows=routing.num_rows,
             held=routing.held,
@@ -143,7 +148,9 @@ class HostMaps:
             shared_rows=shared,
             send_in_shared=send_in,
             own_in_shared=own_in,
-            calls=_device_calls(routing.calls, offsets),
+            own_calls=calls[:num_own],
+            store_calls=calls[num_own:],
+            own_rows_stop=max((call.query_stop for call in routing.calls if not call.from_store), default=0),
             queries=_query_maps(routing.queries, moves),
         )
 
@@ -196,7 +203,6 @@ def _device_calls(calls: tuple[KernelCall, ...], offsets: torch.Tensor) -> tuple
             DeviceCall(
                 queries=slice(call.query_start, call.query_stop),
                 keys=slice(call.key_start, call.key_stop),
-                from_store=call.from_store,
                 spans=spans,
                 rows_per_token=call.rows_per_token,
             )

@@ -32,14 +32,7 @@ def rows_of_rank(layout: Layout, rank: int) -> torch.Tensor:
     """`[rank's tokens]` index of each of the rank's tokens, when documents are laid one after the other; without
     padding."""
     first = [0, *torch.from_numpy(layout.document_tokens).cumsum(0).tolist()]
-    held = layout.segments_of(rank)
     parts = [
-        torch.arange(first[document] + start, first[document] + stop)
-        for document, start, stop in zip(
-            layout.segment_document[held].tolist(),
-            layout.segment_start[held].tolist(),
-            layout.segment_stop[held].tolist(),
-            strict=True,
-        )
+        torch.arange(first[document] + start, first[document] + stop) for document, start, stop in layout.held_by(rank)
     ]
     return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]).to(torch.int64)

@@ -9,6 +9,7 @@ from datasets import Dataset
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
+from support.training import quiet_arguments
 
 
 TOKENS_PER_RANK = 100
@@ -26,15 +27,14 @@ def _evaluate(folder: Path) -> tuple[float, float, float]:
 
     rows = _documents()
     args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        learning_rate=0.0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
+        **quiet_arguments(
+            folder,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            learning_rate=0.0,
+            use_cpu=True,
+        )
     )
     dataset = Dataset.from_dict({"input_ids": rows})
     trainer = Trainer(model=tiny_model(), args=args, train_dataset=dataset, eval_dataset=dataset)

@@ -14,6 +14,7 @@ from distca_hf.errors import ConfigError
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import start_ranks
+from support.training import quiet_arguments
 
 
 STEPS = 4
@@ -21,13 +22,14 @@ STEPS = 4
 
 def _trainer(folder: Path, **arguments: Any) -> Trainer:
     args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        save_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        **arguments,
+        **quiet_arguments(
+            folder,
+            max_steps=STEPS,
+            save_strategy="steps",
+            save_steps=2,
+            use_cpu=True,
+            **arguments,
+        )
     )
     trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args, train_dataset=random_dataset())
     distca_hf.DistCAPlugin(tokens_per_rank=192 // args.world_size).attach(trainer)

@@ -22,6 +22,7 @@ from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import Outcome, run_ranks, start_ranks
+from support.training import quiet_arguments
 
 
 WORLD = 2
@@ -48,16 +49,13 @@ class Diary(TrainerCallback):
 def make_trainer(batches: str, folder: Path, steps: int) -> Trainer:
     """A Trainer that saves nothing unless it is asked to; evaluation would take for ever."""
     args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=3,
+        **quiet_arguments(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            seed=3,
+        )
     )
     dataset = random_dataset(80)
     if batches == "placed":

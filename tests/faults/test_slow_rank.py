@@ -10,6 +10,7 @@ from distca_hf.testing.faults import Fault, FaultTransport, stall
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks
+from support.training import quiet_arguments
 
 
 CPU = torch.device("cpu")
@@ -24,13 +25,11 @@ EXCHANGES = NUM_LAYERS * 3
 def _train(folder: Path, slow: int | None) -> list[dict[str, float]]:
     """Logs of a training in which one rank is late for every exchange."""
     args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
+        **quiet_arguments(
+            folder,
+            max_steps=STEPS,
+            use_cpu=True,
+        )
     )
     dataset = random_dataset(lengths=(150, 30))
     trainer = Trainer(model=tiny_model(num_hidden_layers=NUM_LAYERS), args=args, train_dataset=dataset)

@@ -19,6 +19,7 @@ from distca_hf.testing.loopback import LoopbackTransport
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
+from support.training import quiet_arguments
 
 
 EVERY = 5
@@ -39,13 +40,12 @@ class FlipABit(TrainerCallback):
 
 def _train(folder: Path, flip_at: int) -> int:
     args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        learning_rate=0.0,  # other gradients of one rank would be averaged into all weights of both
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
+        **quiet_arguments(
+            folder,
+            max_steps=STEPS,
+            learning_rate=0.0,  # other gradients of one rank would be averaged into all weights of both
+            use_cpu=True,
+        )
     )
     trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args, train_dataset=random_dataset())
     distca_hf.DistCAPlugin(tokens_per_rank=96, check_weights_every_steps=EVERY).attach(trainer)

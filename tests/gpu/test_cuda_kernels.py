@@ -5,6 +5,7 @@ result than twice what bf16 arithmetic costs anyway, plus what rounding the fp32
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,22 @@ from distca_hf.kernels.interface import Job, Kernel, Spans
 
 pytestmark = pytest.mark.gpu
 
+GENERATION = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+
+
+def _unless_absent(name: str) -> Any:
+    """A kernel's name, marked to be left out where its package is not installed or the GPU is of another generation
+    than its own. Whatever else keeps it from running fails its tests."""
+    entry = KERNELS[name]
+    generations = entry.capabilities.compute_capability
+    absent = entry.missing()
+    if GENERATION is not None and generations is not None and GENERATION not in generations:
+        absent = f"{name} needs compute capability {generations}, the GPU has {GENERATION}"
+    return pytest.param(name, marks=pytest.mark.skipif(absent is not None, reason=absent or ""))
+
+
 CUDA_KERNELS = [name for name, entry in KERNELS.items() if entry.capabilities.device_type == "cuda"]
+each_kernel = pytest.mark.parametrize("name", [_unless_absent(name) for name in CUDA_KERNELS])
 # (queries, keys) of the tasks of one call: whole documents, shards with a prefix, single tokens, odd lengths.
 TASKS = {
     "whole documents": [(1, 1), (113, 113), (1024, 1024), (1023, 1023), (2, 2)],
@@ -25,18 +41,6 @@ TASKS = {
 }
 HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64)]
 SCALE = 0.09
-
-
-def _kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
-    """The kernel of that name. Skips where its package is missing or the GPU is of another generation than its own;
-    any other refusal fails the test."""
-    entry, job = KERNELS[name], Job.of(q, k, v)
-    generations = entry.capabilities.compute_capability
-    if missing := entry.missing():
-        pytest.skip(missing)
-    if generations is not None and job.compute_capability not in generations:
-        pytest.skip(f"{name} needs compute capability {generations}, the GPU has {job.compute_capability}")
-    return choose_kernel(name, job)
 
 
 def _tensors(tasks: list[tuple[int, int]], heads: int, groups: int, dim: int) -> list[torch.Tensor]:
@@ -83,13 +87,13 @@ def _reference(q, k, v, dout, spans: Spans, dtype: torch.dtype, top_left: bool =
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("tasks", TASKS)
-@pytest.mark.parametrize("name", CUDA_KERNELS)
+@each_kernel
 def test_error_is_at_most_twice_that_of_bf16_pytorch(
     name: str, tasks: str, heads: tuple[int, int, int], record_property: Callable[[str, object], None]
 ) -> None:
     q, k, v, dout = _tensors(TASKS[tasks], *heads)
     spans = _spans(TASKS[tasks])
-    results = _run(_kernel(name, q, k, v), q, k, v, dout, spans)
+    results = _run(choose_kernel(name, Job.of(q, k, v)), q, k, v, dout, spans)
     exact = _reference(q, k, v, dout, spans, torch.float32)
     rounded = _reference(q, k, v, dout, spans, torch.bfloat16)
 
@@ -104,12 +108,12 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
         assert error <= allowed, f"{what}: {error} against {allowed}"
 
 
-@pytest.mark.parametrize("name", CUDA_KERNELS)
+@each_kernel
 def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
     tasks = TASKS["shards"]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
     spans = _spans(tasks)
-    out = _run(_kernel(name, q, k, v), q, k, v, dout, spans)[0].float()
+    out = _run(choose_kernel(name, Job.of(q, k, v)), q, k, v, dout, spans)[0].float()
     bottom_right = _reference(q, k, v, dout, spans, torch.float32)[0]
     top_left = _reference(q, k, v, dout, spans, torch.float32, top_left=True)[0]
 
@@ -117,11 +121,11 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
     assert (out - top_left).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", CUDA_KERNELS)
+@each_kernel
 def test_deterministic_backward_is_bit_equal(name: str) -> None:
     tasks = [(2048, 2048), (1024, 4096)]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
-    kernel, spans = _kernel(name, q, k, v), _spans(tasks)
+    kernel, spans = choose_kernel(name, Job.of(q, k, v)), _spans(tasks)
     first = _run(kernel, q, k, v, dout, spans, deterministic=True)
 
     for _ in range(10):
@@ -129,12 +133,12 @@ def test_deterministic_backward_is_bit_equal(name: str) -> None:
             assert torch.equal(again, before)
 
 
-@pytest.mark.parametrize("name", CUDA_KERNELS)
+@each_kernel
 def test_strided_keys_and_outputs_are_written_in_place(name: str) -> None:
     """Keys of the store are strided views, and results go into slices of larger tensors."""
     tasks = TASKS["mixed"]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
-    kernel, spans = _kernel(name, q, k, v), _spans(tasks)
+    kernel, spans = choose_kernel(name, Job.of(q, k, v)), _spans(tasks)
     expected = _run(kernel, q, k, v, dout, spans, deterministic=True)
 
     rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)

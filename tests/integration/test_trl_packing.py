@@ -14,6 +14,7 @@ import distca_hf
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
 from support.ranks import run_ranks
+from support.training import quiet_arguments
 
 
 WORLD = 2
@@ -51,17 +52,13 @@ class Counts(TrainerCallback):
 def _train(folder: Path, implementation: str, attention: str, settings: dict[str, Any]) -> Result:
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
     args = SFTConfig(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        max_length=MAX_LENGTH,
-        **{"gradient_checkpointing": False, **settings},
+        **quiet_arguments(
+            folder,
+            max_steps=STEPS,
+            use_cpu=True,
+            max_length=MAX_LENGTH,
+            **{"gradient_checkpointing": False, **settings},
+        )
     )
     trainer = SFTTrainer(
         model=tiny_model(implementation=implementation, num_hidden_layers=NUM_LAYERS),

@@ -11,14 +11,19 @@ from support.layouts import random_layout, random_plan, striped_layout
 from support.parity import Case, compare
 
 
+def check_exact(case: Case) -> None:
+    """Outputs and gradients of all ranks are exact, and what was sent and computed is what the plan says."""
+    for difference in run_ranks(case.layout.num_ranks, lambda transport: compare(case, transport)):
+        assert difference.largest <= 1e-10
+        assert difference.as_planned, difference
+
+
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]))
 def test_outputs_and_gradients_equal_unsplit_attention(seed: int, num_ranks: int) -> None:
     case = Case.draw(seed, random_layout(random.Random(seed), num_ranks))
 
-    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
-        assert difference.largest <= 1e-10
-        assert difference.as_planned, difference
+    check_exact(case)
 
 
 @settings(max_examples=150)
@@ -28,9 +33,7 @@ def test_queries_computed_anywhere_give_the_same(seed: int, num_ranks: int) -> N
     layout = random_layout(rng, num_ranks)
     case = Case.draw(seed, layout, random_plan(rng, layout))
 
-    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
-        assert difference.largest <= 1e-10
-        assert difference.as_planned, difference
+    check_exact(case)
 
 
 @settings(max_examples=150)
@@ -44,9 +47,7 @@ def test_heads_computed_anywhere_give_the_same(seed: int, num_ranks: int, head_g
     layout = random_layout(rng, num_ranks)
     case = Case.draw(seed, layout, random_plan(rng, layout, head_groups))
 
-    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
-        assert difference.largest <= 1e-10
-        assert difference.as_planned, difference
+    check_exact(case)
 
 
 @settings(max_examples=100)
@@ -61,6 +62,4 @@ def test_stripes_give_the_same(seed: int, num_ranks: int, head_groups: int) -> N
     plan.validate()
     case = Case.draw(seed, layout, plan)
 
-    for difference in run_ranks(num_ranks, lambda transport: compare(case, transport)):
-        assert difference.largest <= 1e-10
-        assert difference.as_planned, difference
+    check_exact(case)

@@ -39,15 +39,9 @@ def draw(seed: int, num_ranks: int, head_groups: int, striped: bool) -> Plan:
 
 def rows_at_home(layout: Layout, rank: int, groups: int) -> list[Row | None]:
     """Content of a rank's rows; None in padding."""
-    held = layout.segments_of(rank)
     rows: list[Row | None] = [
         (document, position, group)
-        for document, start, stop in zip(
-            layout.segment_document[held].tolist(),
-            layout.segment_start[held].tolist(),
-            layout.segment_stop[held].tolist(),
-            strict=True,
-        )
+        for document, start, stop in layout.held_by(rank)
         for position in range(start, stop)
         for group in range(groups)
     ]

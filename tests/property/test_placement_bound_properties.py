@@ -31,15 +31,10 @@ def token_by_token(layout: Layout) -> int:
     """Tokens of keys and values that ranks need and do not hold, one by one."""
     held: list[set[tuple[int, int]]] = [set() for _ in range(layout.num_ranks)]
     needed: list[set[tuple[int, int]]] = [set() for _ in range(layout.num_ranks)]
-    for document, start, stop, rank in zip(
-        layout.segment_document.tolist(),
-        layout.segment_start.tolist(),
-        layout.segment_stop.tolist(),
-        layout.segment_rank.tolist(),
-        strict=True,
-    ):
-        held[rank] |= {(document, token) for token in range(start, stop)}
-        needed[rank] |= {(document, token) for token in range(stop)}
+    for rank in range(layout.num_ranks):
+        for document, start, stop in layout.held_by(rank):
+            held[rank] |= {(document, token) for token in range(start, stop)}
+            needed[rank] |= {(document, token) for token in range(stop)}
     return sum(len(need - have) for need, have in zip(needed, held, strict=True))
 
 

@@ -111,13 +111,8 @@ NORMAL = st.builds(
 def work_of_ranks(layout: Layout, cost: Cost) -> list[float]:
     """Work of each rank, segment by segment; a stripe's is divided equally among its ranks."""
     work = [0.0] * layout.num_ranks
-    for document, start, stop, rank in zip(
-        layout.segment_document.tolist(),
-        layout.segment_start.tolist(),
-        layout.segment_stop.tolist(),
-        layout.segment_rank.tolist(),
-        strict=True,
-    ):
+    held = [(rank, *segment) for rank in range(layout.num_ranks) for segment in layout.held_by(rank)]
+    for rank, document, start, stop in held:
         tokens = int(layout.document_tokens[document])
         of_segment = cost.work(start, stop, tokens)
         ranks = [rank]

@@ -40,11 +40,8 @@ class World:
         """Token in each layout row of each rank; None in padding rows."""
         rows: list[list[Token | None]] = []
         for rank in range(self.layout.num_ranks):
-            held = self.layout.segments_of(rank)
             tokens: list[Token | None] = []
-            for segment in range(held.start, held.stop):
-                document = int(self.layout.segment_document[segment])
-                start, stop = int(self.layout.segment_start[segment]), int(self.layout.segment_stop[segment])
+            for document, start, stop in self.layout.held_by(rank):
                 tokens += [(document, position) for position in range(start, stop)]
             rows.append(tokens + [None] * (int(self.layout.rank_rows[rank]) - len(tokens)))
         return rows

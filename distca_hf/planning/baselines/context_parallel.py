@@ -11,7 +11,7 @@ bytes grow with the group.
 import numpy as np
 
 from distca_hf.cost import IntArray, TokenBytes, causal_pairs_of
-from distca_hf.planning.baselines.filled import fill_groups
+from distca_hf.planning.baselines.filled import groups_of_ranks
 from distca_hf.planning.baselines.result import Baseline, nothing_sent
 
 
@@ -30,12 +30,10 @@ def context_parallel(
         PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
     group = min(group_ranks or num_ranks, num_ranks)
-    first_ranks = list(range(0, num_ranks, group))
     work, tokens = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     sent = nothing_sent(num_ranks)
-    for first, documents in zip(first_ranks, fill_groups(document_tokens, len(first_ranks)), strict=True):
-        ranks = slice(first, min(first + group, num_ranks))
-        work[ranks], tokens[ranks] = _zigzag(documents, ranks.stop - first)
+    for ranks, documents in groups_of_ranks(document_tokens, num_ranks, group):
+        work[ranks], tokens[ranks] = _zigzag(documents, ranks.stop - ranks.start)
         sent[ranks, ranks] = tokens[ranks, None] * token_bytes.key_value
     np.fill_diagonal(sent, 0)
     return Baseline("zigzag_cp" if group == num_ranks else f"zigzag_cp_{group}", work, tokens, sent)

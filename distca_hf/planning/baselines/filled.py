@@ -8,6 +8,8 @@ beginning and as many from its end, so that all of them have the document's mean
              |  a  |   b   | c | c |   b   |  a  |           ranks a, b, c
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from distca_hf.cost import IntArray
@@ -56,6 +58,17 @@ def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
     pieces = np.diff(cuts)
     first = np.searchsorted(cuts, borders)
     return [pieces[first[group] : first[group + 1]] for group in range(num_groups)]
+
+
+def groups_of_ranks(document_tokens: IntArray, num_ranks: int, group_ranks: int) -> Iterator[tuple[slice, IntArray]]:
+    """Ranks of each group of neighbours, and the lengths of its documents. The last group may have fewer ranks.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    first_ranks = range(0, num_ranks, group_ranks)
+    for first, documents in zip(first_ranks, fill_groups(document_tokens, len(first_ranks)), strict=True):
+        yield slice(first, min(first + group_ranks, num_ranks)), documents
 
 
 def _head_and_tail(document: int, head: int, tail: int, take: int) -> list[tuple[int, int, int]]:

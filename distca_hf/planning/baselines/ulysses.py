@@ -9,7 +9,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray, TokenBytes, causal_pairs_of
 from distca_hf.errors import ConfigError
-from distca_hf.planning.baselines.filled import fill_groups
+from distca_hf.planning.baselines.filled import groups_of_ranks
 from distca_hf.planning.baselines.result import Baseline, nothing_sent
 
 
@@ -37,12 +37,10 @@ def ulysses(
     if min(heads, key_value_heads) < 1 or heads % key_value_heads:
         raise ConfigError(f"{heads} query heads are not a multiple of {key_value_heads} key and value heads")
     group = min(group_ranks or num_ranks, num_ranks)
-    first_ranks = list(range(0, num_ranks, group))
     work, tokens = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     sent = nothing_sent(num_ranks)
-    for first, documents in zip(first_ranks, fill_groups(document_tokens, len(first_ranks)), strict=True):
-        ranks = slice(first, min(first + group, num_ranks))
-        borders = np.arange(ranks.stop - first + 1)
+    for ranks, documents in groups_of_ranks(document_tokens, num_ranks, group):
+        borders = np.arange(ranks.stop - ranks.start + 1)
         of_query = np.diff(heads * borders // borders[-1])
         of_key_value = _key_value_heads(heads * borders // borders[-1], heads // key_value_heads)
         pairs = int(causal_pairs_of(np.zeros_like(documents), documents).sum())

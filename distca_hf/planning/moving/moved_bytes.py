@@ -9,7 +9,7 @@ import numpy as np
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.moving.stacks import Stack
-from distca_hf.planning.pieces import POSITION_BITS
+from distca_hf.planning.ranges import POSITION_BITS
 
 
 @dataclass(frozen=True, eq=False)
