@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ import torch.distributed as dist
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "transformers.trainer", "datasets", "distca_hf.integrations.plugin"])
 GROUP_TIMEOUT_SECONDS = 20.0
+# A start asks every child of this process for its exit code, and an exit code can be read but once: runs in several
+# threads take turns.
+CHILDREN = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -87,33 +92,42 @@ def start_ranks(
         for rank in range(world_size)
     ]
     for process in processes:
-        process.start()
+        with CHILDREN:
+            process.start()
     ended: dict[int, float] = {}
     if meanwhile is not None:
         meanwhile(processes)
     while len(ended.keys() | endless) < world_size and time.monotonic() - began < timeout_seconds:
+        running = [process.sentinel for rank, process in enumerate(processes) if rank not in ended]
+        wait(running, timeout=0.05)
         for rank, process in enumerate(processes):
-            process.join(0.01)
-            if process.exitcode is not None:
-                ended.setdefault(rank, time.monotonic() - began)
+            if rank not in ended and _exit_code(process) is not None:
+                ended[rank] = time.monotonic() - began
     outcomes = []
     for rank, process in enumerate(processes):
-        if process.exitcode is None:
+        exit_code = _exit_code(process)
+        if exit_code is None:
+            exit_code = -int(signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-            process.join()
+            wait([process.sentinel])
             _log(folder, rank).open("a").write(f"\nkilled: still running after {timeout_seconds} s\n")
         result = folder / f"result-{rank}.pt"
         outcomes.append(
             Outcome(
                 rank=rank,
-                exit_code=process.exitcode if process.exitcode is not None else -int(signal.SIGKILL),
+                exit_code=exit_code,
                 result=torch.load(result, weights_only=False) if result.is_file() else None,
                 output=_log(folder, rank).read_text(errors="replace")[-6000:] if _log(folder, rank).is_file() else "",
                 seconds=ended.get(rank, timeout_seconds),
             )
         )
     return outcomes
+
+
+def _exit_code(process: Any) -> int | None:
+    with CHILDREN:
+        return process.exitcode
 
 
 def _log(folder: Path, rank: int) -> Path:
