@@ -5,6 +5,8 @@ right before its forward pass.
 """
 
 import inspect
+import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +89,8 @@ class ForwardWatch:
         self._plugin = plugin
         inner = transformers_model(model)
         self._class_name = type(inner).__name__
-        self._attention_layers = len(attention_layers(inner))
+        layers = attention_layers(inner)
+        self._attention_layers, self._attention_checksum = len(layers), _checksum_of(layers, inner.config)
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._config = inner.config
@@ -122,6 +125,7 @@ class ForwardWatch:
                 "training": int(module.training),
                 "parameter_dtype": _dtype_number(module),
                 "attention layers": self._attention_layers,
+                "checksum of their names and heads": self._attention_checksum,
             },
         )
         return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
@@ -188,6 +192,12 @@ def _label_count(kwargs: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tens
         return {}
     share = max(1, plan.label_tokens) / plan.transport.world_size
     return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}
+
+
+def _checksum_of(layers: Iterable[str], config: Any) -> int:
+    """Of what decides how wide the rows of keys and values are, and which of them meet between ranks."""
+    heads = {name: value for name, value in config.get_text_config().to_dict().items() if "head" in name}
+    return zlib.crc32(repr((sorted(layers), sorted(heads.items(), key=str))).encode())
 
 
 def _dtype_number(module: nn.Module) -> int:

@@ -55,13 +55,16 @@ class PackPlanner:
         """The plan of a batch, on the device of its tokens. A collective call.
 
         Raises:
-            PackingError, UnsupportedAttentionError: the batch holds something else than packed documents.
+            PackingError, UnsupportedAttentionError: the batch holds something else than packed documents, or no rank
+                has any.
             PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
         """
         began = time.perf_counter()
         number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         layout = Layout.from_packs(self._all_lengths(lengths, number))
+        if not layout.num_documents:
+            raise PackingError(f"micro-batch {number}: no data on any rank; leave empty batches out on all ranks alike")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
         transfers = key_transfers(plan)
         maps = HostMaps.prepare(route(plan, self._transport.rank, transfers), tokens.is_cuda)

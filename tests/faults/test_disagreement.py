@@ -46,8 +46,13 @@ def _train(folder: Path, what: str) -> None:
 
 
 def _model(what: str) -> nn.Module:
-    """A model in training, of another dtype or in evaluation if that is what is different."""
-    model = tiny_model(num_hidden_layers=NUM_LAYERS).train(what != "mode")
+    """A model in training; of another dtype, in evaluation or of another shape if that is what is different."""
+    shapes: dict[str, dict[str, Any]] = {"layers": {"num_hidden_layers": 1}, "heads": {"num_key_value_heads": 1}}
+    shape = {"num_hidden_layers": NUM_LAYERS} | shapes.get(what, {})
+    model = tiny_model(**shape).train(what != "mode")
+    if what == "names":
+        layers = model.model._modules.pop("layers")
+        model.model.blocks = model.model.__dict__["layers"] = layers
     return model.to(torch.bfloat16) if what == "dtype" else model
 
 
@@ -78,6 +83,10 @@ def _train_on_packs(folder: Path, what: str) -> None:
         (_train, "gradients", "gradients is 1 on rank 0, 2, 0 on rank 1"),
         (_train, "mode", "training is 1 on rank 0, 2, 0 on rank 1"),
         (_train, "dtype", "parameter_dtype is 0 on rank 0, 2, 1 on rank 1"),
+        (_train, "layers", "attention layers is 2 on rank 0, 2, 1 on rank 1"),
+        (_train, "heads", "checksum of their names and heads is"),
+        (_train, "names", "checksum of their names and heads is"),
+        (_train_on_packs, "heads", "checksum of their names and heads is"),
         (_train_on_packs, "mode", "training is 1 on rank 0, 2, 0 on rank 1"),
         (_train_on_packs, "dtype", "parameter_dtype is 0 on rank 0, 2, 1 on rank 1"),
     ],
