@@ -18,7 +18,7 @@ import numpy as np
 from distca_hf.cost import CAUSAL, DocumentCost, IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens
-from distca_hf.packing.accordion import Goal, deal
+from distca_hf.packing.accordion import OFF, Goal, deal
 from distca_hf.packing.line import Line, Segment, joined
 from distca_hf.packing.stripes import StripeRule, spread, stripes_of
 from distca_hf.packing.whole import deal_whole
@@ -33,8 +33,9 @@ RANKS_OFF = 3e-3
 # Documents up to these lengths are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
 # between nodes, and 32 MB inside one.
 SHORT_FOR_NODES = 4096
-# Inside a node the first of these, and where documents are few enough to take the time, whichever moves least.
-SHORT_FOR_RANKS = (8192, 4096, 16384, 2048)
+# Inside a node the first of these, and where documents are few enough to take the time, whichever moves least; with
+# None there are no long documents, and the accordion alone deals.
+SHORT_FOR_RANKS = (8192, 2048, 32768, None)
 FEW_DOCUMENTS_PER_RANK = 12
 SOME_DOCUMENTS_PER_RANK = 25
 FEW_NODES = 7
@@ -147,14 +148,20 @@ def _place_on_node(
         dealt = deal(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, off=RANKS_OFF)
     else:
         ways = [
-            deal_whole(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off, ALIKE_RANKS)
+            _dealt(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off)
             for short_tokens in _short_for_ranks(len(rest) / len(ranks))
         ]
         dealt = min(ways, key=_key_tokens)
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
 
 
-def _short_for_ranks(documents_per_rank: float) -> Sequence[int]:
+def _dealt(line: Line, goals: list[Goal], short_tokens: int | None, off: float) -> list[list[Segment]]:
+    if short_tokens is None:
+        return deal(line, goals, peel=False, off=min(off, OFF))
+    return deal_whole(line, goals, short_tokens, off, ALIKE_RANKS)
+
+
+def _short_for_ranks(documents_per_rank: float) -> Sequence[int | None]:
     """Lengths up to which documents are to count as short; few documents are placed with each of them in turn."""
     if documents_per_rank <= FEW_DOCUMENTS_PER_RANK:
         return SHORT_FOR_RANKS

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ def train(batches: str, folder: Path, steps: int, resume: bool = False, step_sec
 
 def train_as_a_script(batches: str, folder: Path, steps: int) -> None:
     """Trains; the exit status is that of a script which ends in SystemExit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         train(batches, folder, steps, step_seconds=STEP_SECONDS)
     except SystemExit as leaving:
@@ -110,6 +111,14 @@ def interrupted(number: int, ranks: tuple[int, ...], batches: str, folder: Path)
     folder.mkdir()
     meanwhile: Callable[[list[Any]], None] = partial(send, number, ranks, folder)
     return start_ranks(WORLD, train_as_a_script, folder / "ranks", batches, folder, STEPS, meanwhile=meanwhile)
+
+
+@pytest.fixture(autouse=True)
+def _usual_handler() -> Iterator[None]:
+    """A shell's background jobs ignore Ctrl-C, and so would the tests that one runs."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
 
 
 @pytest.fixture(scope="module")
