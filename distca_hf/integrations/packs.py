@@ -64,7 +64,7 @@ class PackPlanner:
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         layout = Layout.from_packs(self._all_lengths(lengths, number))
         if not layout.num_documents:
-            raise PackingError(f"micro-batch {number}: no data on any rank; leave empty batches out on all ranks alike")
+            raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
         transfers = key_transfers(plan)
         maps = HostMaps.prepare(route(plan, self._transport.rank, transfers), tokens.is_cuda)

@@ -103,12 +103,14 @@ class Line:
 
     def _sum_up(self, end: int) -> None:
         """Extends the sums to a number of tokens."""
-        reached, work_reached = self._tokens_before[-1], self._work_before[-1]
-        for _, _, start, stop, work in self._pieces[len(self._tokens_before) - 1 :]:
+        tokens_before, work_before, pieces = self._tokens_before, self._work_before, self._pieces
+        reached, work_reached = tokens_before[-1], work_before[-1]
+        for at in range(len(tokens_before) - 1, len(pieces)):
+            _, _, start, stop, work = pieces[at]
             reached += stop - start
             work_reached += work
-            self._tokens_before.append(reached)
-            self._work_before.append(work_reached)
+            tokens_before.append(reached)
+            work_before.append(work_reached)
             if reached > end:
                 return
 

@@ -151,7 +151,7 @@ def _place_on_node(
             _dealt(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off)
             for short_tokens in _short_for_ranks(len(rest) / len(ranks))
         ]
-        dealt = min(ways, key=_key_tokens)
+        dealt = min(ways, key=_key_tokens) if len(ways) > 1 else ways[0]
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
 
 

@@ -42,15 +42,13 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float,
     if len(goals) == 1:
         return [line.take_all()]
     shares, left = _hand_out_long(line, goals, short_tokens)
+    work, misses = line.work, False
     for share, segments in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
         shares[share] += segments
-    work = line.work
-    for segments, goal in zip(shares, goals, strict=True):
-        done = sum([work(document, start, stop) for document, start, stop in segments])
-        if abs(done - goal.work) > off * goal.load:
-            return deal(
-                Line.of_segments(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF)
-            )
+        short_work = sum([work(document, start, stop) for document, start, stop in segments])
+        misses = misses or abs(short_work - left[share].work) > off * left[share].load
+    if misses:
+        return deal(Line.of_segments(joined(list(chain.from_iterable(shares))), work), goals, off=min(off, OFF))
     return shares
 
 
