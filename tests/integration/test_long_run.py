@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 STEPS = 200
 SETTLED = 50
 MEGABYTE = 1 << 20
-RSS_GROWTH_MEGABYTES = 8
+RSS_GROWTH_MEGABYTES = 5
 # The loader's thread has prepared more or fewer micro-batches; one tensor left behind per step would be 150.
 TENSORS_AHEAD = 50
 

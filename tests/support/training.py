@@ -1,7 +1,9 @@
 """One training run, computed in every way that must give the same numbers."""
 
+import functools
+import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice, repeat
@@ -12,38 +14,59 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
 from support.data import random_dataset
+from support.models import VOCABULARY, tiny_model
 
 
+STEPS = 50
 CAPACITY_TOKENS = 192
 LEARNING_RATE = 1e-3
 SEED = 7
 
+DISTRIBUTED_TYPES = {"none": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
+# How often a layer runs for one micro-batch, and how often its attention: twice if recomputed for backward.
+LAYER_CALLS = {
+    "": (1, 1),
+    "non-reentrant": (2, 1),
+    "reentrant": (2, 2),
+    "fsdp": (2, 1),
+    "selective": (2, 1),
+    "trl": (2, 1),
+}
+
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss and gradient norm of every step."""
+    """Loss and gradient norm of every step, and how they were computed.
+
+    Attributes:
+        distributed_type: what Accelerate made of the model, or the class around it.
+        layer_calls: as in `LAYER_CALLS`.
+        imbalance: before and after balancing, mean over all steps.
+    """
 
     losses: list[float]
     gradient_norms: list[float]
     distributed_type: str = ""
+    layer_calls: tuple[float, float] = (0, 0)
+    imbalance: tuple[float, float] = (0, 0)
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a training run is computed; what it computes is fixed by `model`, `steps` and `accumulation`."""
+    """How a training run is computed; what it computes is fixed by `model`, `accumulation` and `lora`."""
 
     model: str
     world_size: int
     wrap: str  # "none", "ddp", "fsdp1", "fsdp2", "zero1", "zero2" or "zero3"
-    loop: str  # "trainer" or "plain"
+    loop: str  # "trainer", "sft" (TRL's) or "plain"
     accumulation: int
     received_kv: str = "refetch"
-    checkpointing: bool = False
+    checkpointing: str = ""  # a key of LAYER_CALLS
     lora: bool = False
-    steps: int = 50
 
 
 def quiet_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
