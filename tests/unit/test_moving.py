@@ -10,6 +10,9 @@ from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.baselines.published_greedy import published_greedy
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.moving.goals import Level, work_limits
+from distca_hf.planning.moving.prices import Prices
+from distca_hf.planning.moving.slivers import merge_slivers
+from distca_hf.planning.moving.strategy import Strategy
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.task import ALL_HEADS
@@ -58,6 +61,27 @@ def test_a_sliver_is_computed_where_its_keys_are() -> None:
 
     assert set(of_sliver.tolist()) == {0}
     assert largest_bytes(plan) < 0.2 * largest_bytes(plan_in_place(plan.layout))
+
+
+def test_a_sliver_may_be_merged_for_some_heads() -> None:
+    prices = Prices.opening([False, False], 1.0)
+    strategy = Strategy(merge_heads=0.25)
+    segments = [(0, 100_000, 0), (100_000, 101_000, 1)]
+
+    first, second = merge_slivers(7, segments, 8, TokenBytes(), prices, strategy)
+    assert (first.server, first.start, first.own_stop, first.stop) == (0, 0, 100_000, 101_000)
+    assert first.tops == [101_000] * 2 + [100_000] * 6
+    assert (second.server, second.start, second.stop) == (1, 100_000, 101_000)
+    assert second.tops == [100_000] * 2 + [101_000] * 6
+
+
+def test_a_document_that_goes_on_is_merged_for_all_heads() -> None:
+    prices = Prices.opening([False] * 3, 1.0)
+    segments = [(0, 100_000, 0), (100_000, 101_000, 1), (101_000, 201_000, 2)]
+
+    first, second = merge_slivers(7, segments, 8, TokenBytes(), prices, Strategy(merge_heads=0.25))
+    assert (first.stop, first.tops) == (101_000, [101_000] * 8)
+    assert (second.server, second.start, second.tops) == (2, 101_000, [201_000] * 8)
 
 
 def test_nodes_level_among_themselves_first() -> None:

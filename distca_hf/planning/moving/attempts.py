@@ -95,9 +95,9 @@ class Attempts:
     def stay(self, tolerance: float) -> Attempt:
         """Every query is computed where it is held."""
         prices = Prices.opening([False] * self._layout.num_ranks, 1.0)
-        supply = self._supply(prices, merge_below=0)
-        limits = self._limits(tolerance)
-        return self._attempt(Strategy(merge_below=0), prices, supply, limits, busy_bytes=0.0, steps=0)
+        strategy = Strategy(merge_below=0)
+        supply, limits = self._supply(prices, strategy), self._limits(tolerance)
+        return self._attempt(strategy, prices, supply, limits, busy_bytes=0.0, steps=0)
 
     def move(self, strategy: Strategy, tolerance: float) -> Attempt:
         """Ranks give what they have above their limit. Strategies that merge the same slivers and differ in nothing
@@ -106,8 +106,8 @@ class Attempts:
         home = (self._home_work * self._head_groups).tolist()
         gives = [work > limit for work, limit in zip(home, limits, strict=True)]
         prices = Prices.opening(gives, strategy.quiet_price)
-        supply = self._supply(prices, strategy.merge_below)
-        merges = tuple((stack.document, stack.start) for stack in supply.spanning)
+        supply = self._supply(prices, strategy)
+        merges = tuple((stack.document, stack.start, *stack.tops) for stack in supply.spanning)
         key = (tolerance, strategy.quiet_price, strategy.spare_room, merges)
         if key not in self._made:
             self._made[key] = self._level(strategy, prices, supply, limits, node_aware=False)
@@ -116,12 +116,12 @@ class Attempts:
     def move_again(self, last: Attempt, strategy: Strategy, tolerance: float) -> Attempt:
         """The same by prices that follow from the last attempt's bytes."""
         prices = last.prices.follow(last.moved.sent.tolist(), last.moved.received.tolist())
-        supply = self._supply(prices, strategy.merge_below)
+        supply = self._supply(prices, strategy)
         return self._level(strategy, prices, supply, self._limits(tolerance), node_aware=False)
 
     def move_by_nodes(self, like: Attempt, strategy: Strategy, tolerance: float) -> Attempt:
         """First nodes give to nodes, then ranks to ranks of their node, then whoever is left."""
-        supply = self._supply(like.prices, strategy.merge_below)
+        supply = self._supply(like.prices, strategy)
         return self._level(strategy, like.prices, supply, self._limits(tolerance), node_aware=True)
 
     def plan(self, attempt: Attempt) -> Plan:
@@ -131,8 +131,8 @@ class Attempts:
     def _limits(self, tolerance: float) -> list[float]:
         return work_limits(self._total_work, self._layout.num_ranks, self._capacities, tolerance)
 
-    def _supply(self, prices: Prices, merge_below: float) -> Supply:
-        return Supply(self._documents, self._home_work, self._head_groups, self._token_bytes, prices, merge_below)
+    def _supply(self, prices: Prices, strategy: Strategy) -> Supply:
+        return Supply(self._documents, self._home_work, self._head_groups, self._token_bytes, prices, strategy)
 
     def _attempt(
         self, strategy: Strategy, prices: Prices, supply: Supply, limits: list[float], busy_bytes: float, steps: int

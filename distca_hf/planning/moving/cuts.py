@@ -68,12 +68,16 @@ def columns_for_relative(stack: Stack, rank: int, prefixes: list[int]) -> list[C
         prefixes: `[head_groups]` keys of the document's beginning that the rank has received, of each head.
     """
     columns = []
-    for head, top in enumerate(stack.tops):
+    same: dict[tuple[int, int], tuple[int, int]] = {}  # most heads have been treated alike
+    for head, (top, known) in enumerate(zip(stack.tops, prefixes, strict=True)):
         if top > stack.start:
-            known, merged = prefixes[head], max(0, top - stack.own_stop)
-            lacks = top - known - tokens_held(stack.holders, rank, known, top) if top > known else 0
-            travels = top - merged - tokens_held(stack.holders, rank, stack.own_stop, top)
-            columns.append((max(0, lacks - merged), top, travels, head))
+            if (top, known) not in same:
+                merged = max(0, top - stack.own_stop)
+                lacks = top - known - tokens_held(stack.holders, rank, known, top) if top > known else 0
+                travels = top - merged - tokens_held(stack.holders, rank, stack.own_stop, top)
+                same[top, known] = max(0, lacks - merged), travels
+            lacks, travels = same[top, known]
+            columns.append((lacks, top, travels, head))
     columns.sort(key=lambda column: (column[0], -column[1], column[3]))
     return columns
 

@@ -70,7 +70,8 @@ class Exports:
         self._spare_room = spare_room
         self._prefixes: dict[int, dict[int, list[int]]] = {}
         for stack in supply.spanning:
-            self._prefixes.setdefault(stack.document, {})[stack.server] = list(stack.tops)
+            keys = [top if top > stack.start else 0 for top in stack.tops]
+            self._prefixes.setdefault(stack.document, {})[stack.server] = keys
 
     def level(self, surplus: Amounts, room: Amounts) -> None:
         """Moves work until there is no surplus or no room left.

@@ -19,9 +19,7 @@ from distca_hf.topology import Topology
 
 
 # A rank may compute this share more than its own: the last two percent would cost bytes and win nothing.
-TOLERANCE = 0.0235
-# If the largest rank moves this much more than the least it has to, about, no other strategy is tried.
-GOOD_ENOUGH = 1.02
+TOLERANCE = 0.023
 # A node-aware plan is preferred if its largest rank moves at most this much more.
 NEARLY_AS_GOOD = 1.05
 # Tolerances to try where bytes are limited, up to the one that moves nothing; then so many halvings in between.
@@ -77,11 +75,11 @@ def _best(attempts: Attempts, num_ranks: int, topology: Topology | None, toleran
     for strategy in STRATEGIES[: effort.strategies]:
         tried = attempts.move(strategy, tolerance)
         best, steps = min(best, tried, key=_quality), steps + tried.steps
-        if _is_good_enough(best) or steps > effort.steps:
+        if _suffices(best, effort) or steps > effort.steps:
             break
     last = best
     for _ in range(effort.rounds):
-        if _is_good_enough(best) or steps > effort.steps:
+        if _suffices(best, effort) or steps > effort.steps:
             break
         last = attempts.move_again(last, best.strategy, tolerance)
         best, steps = min(best, last, key=_quality), steps + last.steps
@@ -104,11 +102,11 @@ def _quality(attempt: Attempt) -> tuple[float, int, int]:
     return attempt.overload, attempt.moved.largest_rank, int(attempt.moved.sent.sum())
 
 
-def _is_good_enough(attempt: Attempt) -> bool:
-    """Whether other strategies have nothing to win, or too much to do."""
+def _suffices(attempt: Attempt, effort: Effort) -> bool:
+    """Whether other strategies have next to nothing to win, or too much to do."""
     if len(attempt.stacks) > MANY_DOCUMENTS:
         return True
-    return attempt.overload == 0 and attempt.moved.largest_rank <= GOOD_ENOUGH * attempt.busy_bytes
+    return attempt.overload == 0 and attempt.moved.largest_rank <= effort.good_enough * attempt.busy_bytes
 
 
 def _within(attempts: Attempts, bytes_limit: int, least: Attempt) -> Attempt:

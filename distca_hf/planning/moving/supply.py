@@ -9,6 +9,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.moving.prices import Prices
 from distca_hf.planning.moving.slivers import merge_slivers
 from distca_hf.planning.moving.stacks import Stack
+from distca_hf.planning.moving.strategy import Strategy
 
 
 class Documents:
@@ -52,7 +53,7 @@ class Supply:
     Args:
         documents: of the layout.
         work: `[ranks]` attended pairs of what each rank holds.
-        head_groups, token_bytes, prices, merge_below: see `merge_slivers`.
+        head_groups, token_bytes, prices, strategy: see `merge_slivers`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Supply:
         head_groups: int,
         token_bytes: TokenBytes,
         prices: Prices,
-        merge_below: float,
+        strategy: Strategy,
     ) -> None:
         self.work: list[int] = (work * head_groups).tolist()
         self.spanning: list[Stack] = []
@@ -72,7 +73,7 @@ class Supply:
         self._ready: dict[int, list[Stack]] = {}
         self._next: dict[int, int] = {}
         for place, (document, segments) in enumerate(documents.spanning):
-            stacks = merge_slivers(document, segments, head_groups, token_bytes, prices, merge_below)
+            stacks = merge_slivers(document, segments, head_groups, token_bytes, prices, strategy)
             self.spanning += stacks
             for start, stop, rank in segments:
                 self.work[rank] -= causal_pairs(start, stop) * head_groups
