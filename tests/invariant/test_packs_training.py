@@ -1,20 +1,33 @@
 """Batches that others packed: training on several ranks follows one process with sdpa."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from test_training import RUNS as PLACED_RUNS
 
+from support.checkpointing import LAYER_CALLS, checkpointed_attention
 from support.data import random_dataset
-from support.models import VOCABULARY, save_tiny_model
 from support.ranks import run_ranks
-from support.training import Curve, load_model, quiet_arguments, sharding_arguments
+from support.training import (
+    DISTRIBUTED_TYPES,
+    STEPS,
+    Curve,
+    assert_same_curve,
+    computing_arguments,
+    curve_of,
+    load_model,
+    quiet_arguments,
+    save_initial_model,
+    sft_trainer,
+)
 
 
-STEPS = 30
 GLOBAL_BATCH = 4
 LENGTHS = (3, 9, 17, 60, 200)
 
@@ -23,12 +36,12 @@ LENGTHS = (3, 9, 17, 60, 200)
 class Run:
     """How packs come about, and how the same training is computed."""
 
-    packs: str  # "collator", "packed dataset" or "padding free"
+    packs: str  # "collator", "packed dataset" (TRL's bfd) or "padding free"
     seam: str  # "callback" or "attach"
     world_size: int
     wrap: str
     accumulation: int
-    checkpointing: bool = False
+    checkpointing: str = ""  # a key of LAYER_CALLS
     lora: bool = False
     sort_packs: bool = False
 
@@ -37,26 +50,23 @@ def dataset() -> Dataset:
     return random_dataset(200, lengths=LENGTHS)
 
 
-def train(run: Run, folder: Path, implementation: str = "distca") -> tuple[Curve, list[float]]:
-    """Losses and gradient norms, and the imbalance before and after of every step."""
+def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
     import distca_hf
 
-    sharding = sharding_arguments(run.wrap, "LlamaDecoderLayer")
+    computing = computing_arguments(run.wrap, run.checkpointing, "LlamaDecoderLayer")
     model = load_model(folder, implementation, run.lora)
     model.config.use_cache = False
-    plugin = distca_hf.DistCAPlugin(sort_packs=run.sort_packs) if implementation == "distca" else None
-    callbacks = [distca_hf.DistCACallback(plugin)] if plugin is not None and run.seam == "callback" else []
-    trainer = _trainer(run, model, folder, callbacks, sharding)
-    if plugin is not None and run.seam == "attach":
+    plugin = distca_hf.DistCAPlugin(
+        sort_packs=run.sort_packs, checkpointed_attention=checkpointed_attention(run.checkpointing)
+    )
+    callbacks = [distca_hf.DistCACallback(plugin)] if run.seam == "callback" else []
+    trainer = _trainer(run, model, folder, callbacks, computing)
+    if run.seam == "attach":
         plugin.attach(trainer)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    balance = [log[name] for name in ("distca/imbalance_before", "distca/imbalance") for log in logs if name in log]
-    kind = trainer.accelerator.distributed_type.name
-    return Curve([log["loss"] for log in logs], [log["grad_norm"] for log in logs], kind), balance
+    return curve_of(trainer)
 
 
-def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], sharding: dict[str, Any]) -> Any:
+def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing: dict[str, Any]) -> Any:
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     arguments = quiet_arguments(
@@ -65,80 +75,109 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], sharding:
         per_device_train_batch_size=GLOBAL_BATCH // run.world_size,
         gradient_accumulation_steps=run.accumulation,
         dataloader_drop_last=True,  # or ranks would repeat samples at the end of an epoch
-        gradient_checkpointing=run.checkpointing,
-        **sharding,
+        **computing,
     )
     if run.packs == "collator":
         args = TrainingArguments(**arguments)
         collator = DataCollatorWithFlattening()
         return Trainer(model=model, args=args, train_dataset=dataset(), data_collator=collator, callbacks=callbacks)
-
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
     packing = {"packing": True, "max_length": 200} if run.packs == "packed dataset" else {"max_length": None}
-    return SFTTrainer(
-        model=model,
-        args=SFTConfig(padding_free=True, **packing, **arguments),
-        train_dataset=dataset(),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
-        callbacks=callbacks,
-    )
+    return sft_trainer(model, dataset(), callbacks, padding_free=True, **packing, **arguments)
 
 
 RUNS = [
     Run("collator", "callback", 2, "ddp", 1),
-    Run("collator", "attach", 2, "fsdp2", 3),
-    Run("packed dataset", "attach", 2, "ddp", 3, checkpointing=True),
-    Run("packed dataset", "callback", 2, "fsdp2", 1),
-    Run("padding free", "attach", 4, "ddp", 1, checkpointing=True),
+    Run("collator", "attach", 2, "fsdp2", 3, "fsdp"),
+    Run("packed dataset", "attach", 2, "ddp", 3, "trl"),
+    Run("packed dataset", "callback", 2, "fsdp2", 1, "trl"),
+    Run("padding free", "attach", 4, "ddp", 1, "selective"),
     Run("packed dataset", "attach", 2, "ddp", 3, sort_packs=True),
-    Run("collator", "callback", 2, "zero1", 3),
-    Run("collator", "callback", 2, "zero2", 1, checkpointing=True),
-    Run("padding free", "attach", 2, "zero3", 1),
-    Run("packed dataset", "attach", 2, "zero3", 3, lora=True),
-    Run("collator", "attach", 2, "fsdp1", 1, checkpointing=True),
+    Run("collator", "callback", 2, "zero1", 3, "selective"),
+    Run("collator", "callback", 2, "zero2", 1, "reentrant"),
+    Run("padding free", "callback", 2, "zero3", 1),
+    Run("packed dataset", "attach", 2, "zero3", 1, lora=True),
+    Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
 ]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("packs"))
+    return save_initial_model("llama", tmp_path_factory.mktemp("packs"))
 
 
 @pytest.fixture(scope="session")
-def references() -> dict[tuple[str, int, bool, bool], Curve]:
+def references() -> dict[Run, Curve]:
+    """Filled as they are needed."""
     return {}
 
 
-@pytest.mark.parametrize(
-    "run", RUNS, ids=lambda run: f"{run.packs}-{run.seam}-{run.wrap}-{run.world_size}-{run.accumulation}"
-)
+def name(run: Run) -> str:
+    more = run.checkpointing, "lora" * run.lora, "sorted" * run.sort_packs
+    parts = run.packs, run.seam, run.wrap, run.world_size, run.accumulation, *more
+    return "-".join(str(part) for part in parts if part)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name)
 def test_losses_follow_one_process_sdpa(
     run: Run,
     folder: Path,
-    references: dict[tuple[str, int, bool, bool], Curve],
+    references: dict[Run, Curve],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
     # Sorting chooses other packs for a step than Trainer would: then one process must sort, too.
     implementation, seam = ("distca", "attach") if run.sort_packs else ("sdpa", "none")
     alone = Run(run.packs, seam, 1, "none", run.accumulation, lora=run.lora, sort_packs=run.sort_packs)
-    key = (run.packs, run.accumulation, run.lora, run.sort_packs)
-    if key not in references:
-        references[key] = run_ranks(1, train, tmp_path / "alone", alone, folder, implementation)[0][0]
-    expected = references[key]
-    curve, balance = run_ranks(run.world_size, train, tmp_path / "together", run, folder)[0]
+    if alone not in references:
+        references[alone] = train(alone, folder, implementation)
+    curve = run_ranks(run.world_size, train, tmp_path, run, folder)[0]
 
-    assert curve.distributed_type == {"ddp": "MULTI_CPU", "fsd": "FSDP", "zer": "DEEPSPEED"}[run.wrap[:3]]
-    differences = [loss - reference for loss, reference in zip(curve.losses, expected.losses, strict=True)]
-    drift = abs(sum(differences) / len(differences))
-    record_property("largest loss difference, drift", f"{max(map(abs, differences)):.1e}, {drift:.1e}")
-    assert max(map(abs, differences)) <= 1e-5
-    assert drift <= 1e-6
-    assert curve.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-4)
-    before, after = sum(balance[:STEPS]) / STEPS, sum(balance[STEPS:]) / STEPS
-    assert (before < 1.1) == run.sort_packs, balance
-    assert after < min(1.1, before), balance
+    assert curve.distributed_type == DISTRIBUTED_TYPES[run.wrap.rstrip("123")]
+    assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
+    assert_same_curve(curve, references[alone], record_property)
+    before, after = curve.imbalance
+    assert (before < 1.1) == run.sort_packs, before
+    assert after < min(1.1, before), (before, after)
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "wrap": ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+    "family": ("ddp", "fsdp", "zero"),
+    "checkpointing": tuple(LAYER_CALLS),
+    "checkpointed": (False, True),
+    "accumulation": (1, 3),
+    "lora": (False, True),
+    "batches": ("placed", "foreign"),
+    "packs": ("collator", "packed dataset", "padding free"),
+    "model": ("llama", "qwen3"),
+    "received_kv": ("refetch", "keep"),
+}
+# Any two of a line, in any two values. Six ways to wrap in six forms would be too many: families of ways are.
+PAIRWISE = (
+    ("batches", "accumulation", "family", "checkpointing"),
+    ("batches", "accumulation", "wrap", "checkpointed"),
+    ("batches", "accumulation", "family", "checkpointed", "lora"),
+    ("model", "received_kv", "accumulation", "wrap"),
+    ("model", "received_kv", "accumulation", "checkpointing"),
+)
+IMPOSSIBLE = {("ddp", "fsdp"), ("zero", "fsdp")}  # FSDP checkpoints what FSDP wraps
+
+
+def options(run: Any) -> dict[str, Any]:
+    only_of_others = {"packs": "", "model": "llama", "received_kv": "refetch"}
+    derived = {
+        "family": run.wrap.rstrip("123"),
+        "checkpointed": bool(run.checkpointing),
+        "batches": "foreign" if isinstance(run, Run) else "placed",
+    }
+    return only_of_others | vars(run) | derived
+
+
+def test_every_option_is_trained_twice_and_in_pairs() -> None:
+    """In placed and foreign batches together."""
+    runs = [options(run) for run in (*PLACED_RUNS, *RUNS)]
+    counts = Counter(option for run in runs for option in run.items())
+    assert [(name, value) for name in OPTIONS for value in OPTIONS[name] if counts[name, value] < 2] == []
+    for one, other in {pair for line in PAIRWISE for pair in combinations(line, 2)}:
+        trained = {(run[one], run[other]) for run in runs}
+        assert set(product(OPTIONS[one], OPTIONS[other])) - trained <= IMPOSSIBLE, (one, other)

@@ -1,6 +1,5 @@
 """One training run, computed in every way that must give the same numbers."""
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -10,13 +9,14 @@ from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
+from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
 
@@ -27,15 +27,6 @@ LEARNING_RATE = 1e-3
 SEED = 7
 
 DISTRIBUTED_TYPES = {"none": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
-# How often a layer runs for one micro-batch, and how often its attention: twice if recomputed for backward.
-LAYER_CALLS = {
-    "": (1, 1),
-    "non-reentrant": (2, 1),
-    "reentrant": (2, 2),
-    "fsdp": (2, 1),
-    "selective": (2, 1),
-    "trl": (2, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class Curve:
 
     Attributes:
         distributed_type: what Accelerate made of the model, or the class around it.
-        layer_calls: as in `LAYER_CALLS`.
+        layer_calls: as in `support.checkpointing.LAYER_CALLS`.
         imbalance: before and after balancing, mean over all steps.
     """
 
@@ -90,7 +81,7 @@ def training_dataset() -> Dataset:
     return random_dataset(count=240)
 
 
-def train_reference(folder: Path, steps: int, accumulation: int, lora: bool = False) -> Curve:
+def train_reference(folder: Path, accumulation: int, lora: bool = False) -> Curve:
     """sdpa in one process, every document alone; the mean over all labels of a step."""
     import distca_hf
 
@@ -99,7 +90,7 @@ def train_reference(folder: Path, steps: int, accumulation: int, lora: bool = Fa
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses, norms = [], []
     epochs = ([(epoch, at) for at in range(len(loader))] for epoch in count())
-    for window in islice(_windows(epochs, accumulation), steps):
+    for window in islice(_windows(epochs, accumulation), STEPS):
         documents = [document for position in window for document in loader.documents(*position)]
         labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
         total = 0.0
@@ -119,6 +110,13 @@ def train_reference(folder: Path, steps: int, accumulation: int, lora: bool = Fa
     return Curve(losses, norms)
 
 
+def save_initial_model(kind: str, folder: Path) -> Path:
+    """Writes a tiny model's initial weights; every run of a comparison begins from them. Two layers, as time goes by
+    layer, and recomputation does not need more."""
+    tiny_model(kind, "sdpa", num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
 def load_model(folder: Path, implementation: str, lora: bool = False) -> Any:
     """The saved initial model; with adapters that are the same every time, and nothing else to train."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
@@ -132,7 +130,7 @@ def load_model(folder: Path, implementation: str, lora: bool = False) -> Any:
 
 def train(run: Run, folder: Path) -> Curve:
     """The same run on this rank of an initialised group (or alone)."""
-    return train_with_trainer(run, folder) if run.loop == "trainer" else train_in_plain_loop(run, folder)
+    return train_in_plain_loop(run, folder) if run.loop == "plain" else train_with_trainer(run, folder)
 
 
 def train_in_plain_loop(run: Run, folder: Path) -> Curve:
@@ -143,10 +141,11 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
     loader = plugin.dataloader(training_dataset(), SEED)
     model = load_model(folder, "distca", run.lora).train()
     distca_hf.enable(model, plugin)
+    layer_calls = count_layer_calls(model)
     wrapped = _wrap(model, run.wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses, norms = [], []
-    for window in islice(_windows(repeat(loader), run.accumulation), run.steps):
+    for window in islice(_windows(repeat(loader), run.accumulation), STEPS):
         labels = sum(batch["distca_plan"].label_tokens for batch in window)
         total = torch.zeros(())
         for batch in window:
@@ -161,37 +160,87 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(_mean_over_ranks(total))
-    return Curve(losses, norms, type(wrapped).__name__)
+    return Curve(losses, norms, type(wrapped).__name__, layer_calls())
 
 
 def train_with_trainer(run: Run, folder: Path) -> Curve:
-    """An unmodified Trainer, attached."""
-    sharding = sharding_arguments(run.wrap, {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model])
-    from transformers import Trainer, TrainingArguments
-
+    """An unmodified Trainer, or TRL's, attached."""
+    layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model]
+    computing = computing_arguments(run.wrap, run.checkpointing, layer)
     arguments = quiet_arguments(
         folder / "trainer",
-        max_steps=run.steps,
+        max_steps=STEPS,
         gradient_accumulation_steps=run.accumulation,
         optim="adamw_torch",
         max_grad_norm=1.0,
         seed=SEED,
-        gradient_checkpointing=run.checkpointing,
-        **sharding,
+        **computing,
     )
     model = load_model(folder, "distca", run.lora)
-    trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=training_dataset())
+    if run.loop == "sft":
+        trainer = sft_trainer(model, training_dataset(), max_length=None, **arguments)
+    else:
+        from transformers import Trainer, TrainingArguments
+
+        trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=training_dataset())
     _plugin(run).attach(trainer)
+    return curve_of(trainer)
+
+
+def sft_trainer(model: Any, dataset: Dataset, callbacks: Iterable[Any] = (), **arguments: Any) -> Any:
+    """TRL's trainer for tokens; imported here because that takes two seconds."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**arguments),
+        train_dataset=dataset,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
+        callbacks=list(callbacks),
+    )
+
+
+def curve_of(trainer: Any) -> Curve:
+    """Trains, and reads what the trainer logged."""
+    layer_calls = count_layer_calls(trainer.model)
+    if dist.is_initialized():
+        gc.freeze()  # Accelerate collects garbage afterwards: half a second among all that was imported
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    kind = trainer.accelerator.distributed_type.name
-    return Curve([log["loss"] for log in logs], [log["grad_norm"] for log in logs], kind)
+    before, after = (
+        sum(log.get(name, 0.0) for log in logs) / len(logs) for name in ("distca/imbalance_before", "distca/imbalance")
+    )
+    return Curve(
+        losses=[log["loss"] for log in logs],
+        gradient_norms=[log["grad_norm"] for log in logs],
+        distributed_type=trainer.accelerator.distributed_type.name,
+        layer_calls=layer_calls(),
+        imbalance=(before, after),
+    )
+
+
+def assert_same_curve(curve: Curve, expected: Curve, record_property: Callable[[str, object], None]) -> None:
+    """Loss and gradient norm of every step are those of the reference."""
+    differences = [loss - reference for loss, reference in zip(curve.losses, expected.losses, strict=True)]
+    largest, drift = max(map(abs, differences)), abs(sum(differences) / len(differences))
+    record_property("largest loss difference, drift", f"{largest:.1e}, {drift:.1e}")
+    assert len(differences) == STEPS
+    assert largest <= 1e-5, differences
+    assert drift <= 1e-6, drift
+    np.testing.assert_allclose(curve.gradient_norms, expected.gradient_norms, rtol=1e-4)
 
 
 def _plugin(run: Run) -> Any:
     import distca_hf
 
-    return distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // run.world_size, received_kv=run.received_kv)
+    return distca_hf.DistCAPlugin(
+        tokens_per_rank=CAPACITY_TOKENS // run.world_size,
+        received_kv=run.received_kv,
+        checkpointed_attention=checkpointed_attention(run.checkpointing),
+    )
 
 
 def _windows(epochs: Iterable[Iterable[Any]], accumulation: int) -> Iterator[list[Any]]:
@@ -229,10 +278,12 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     return value.item()
 
 
-def sharding_arguments(wrap: str, layer: str) -> dict[str, Any]:
-    """Arguments of `TrainingArguments` that shard a model in some way, on CPUs."""
+def computing_arguments(wrap: str, checkpointing: str, layer: str) -> dict[str, Any]:
+    """Arguments of `TrainingArguments` that say how to compute, on CPUs: what `Run` says, and the name of a layer's
+    class."""
+    arguments = checkpointing_arguments(checkpointing)
     if wrap in ("none", "ddp"):
-        return {"use_cpu": True}
+        return arguments | {"use_cpu": True}
     let_accelerate_shard_on_cpu()
     if wrap.startswith("zero"):
         from deepspeed.ops import __compatible_ops__
@@ -242,7 +293,7 @@ def sharding_arguments(wrap: str, layer: str) -> dict[str, Any]:
         auto = dict.fromkeys(
             ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
         )
-        return {"deepspeed": {**auto, "zero_optimization": stage, "zero_allow_untested_optimizer": True}}
+        return arguments | {"deepspeed": {**auto, "zero_optimization": stage, "zero_allow_untested_optimizer": True}}
     config = {
         "version": int(wrap[-1]),
         "transformer_layer_cls_to_wrap": [layer],
@@ -251,8 +302,9 @@ def sharding_arguments(wrap: str, layer: str) -> dict[str, Any]:
         "use_orig_params": True,
         "sync_module_states": False,  # Accelerate looks for a GPU to do it on
         "cpu_ram_efficient_loading": False,
+        "activation_checkpointing": checkpointing == "fsdp",
     }
-    return {"fsdp": True, "fsdp_config": config}
+    return arguments | {"fsdp": True, "fsdp_config": config}
 
 
 def let_accelerate_shard_on_cpu() -> None:
