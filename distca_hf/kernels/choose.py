@@ -12,7 +12,7 @@ from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
-from distca_hf.kernels.interface import Capabilities, Job, Kernel
+from distca_hf.kernels.interface import Capabilities, Job, Kernel, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.telemetry import get_logger
@@ -22,6 +22,7 @@ log = get_logger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATING = (*HALF, torch.float32, torch.float64)
+TRIED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ KERNELS: dict[str, Entry] = {
 
 @lru_cache(maxsize=64)
 def choose_kernel(name: KernelName, job: Job) -> Kernel:
-    """The kernel called `name`; for "auto" the first of the table that can do the job (the reference only on a CPU).
+    """The kernel called `name`; for "auto" the first of the table that can do the job, and does it on a few tokens
+    (the reference only on a CPU).
 
     Raises:
         UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot do the job; says why.
@@ -96,19 +98,67 @@ def choose_kernel(name: KernelName, job: Job) -> Kernel:
     if job.num_heads % job.num_kv_heads:
         raise UnsupportedAttentionError(f"{job.num_heads} query heads are no multiple of {job.num_kv_heads} KV heads")
     if name != "auto":
-        reason = KERNELS[name].missing() or KERNELS[name].capabilities.refusal(job)
-        if reason:
+        named, reason = None, KERNELS[name].capabilities.refusal(job)
+        if reason is None:
+            named, reason = _made(KERNELS[name], job)
+        if named is None:
             raise UnsupportedAttentionError(
                 f"kernel={name!r} cannot be used: {reason}; kernel='auto' takes one that can"
             )
-        return KERNELS[name].make()
-    reasons = []
+        return named
+    reasons: list[str] = []
+    better: list[str] = []  # kernels that could do the job, were they there
     for candidate, entry in KERNELS.items():
-        reason = entry.missing() or entry.capabilities.refusal(job)
+        reason = entry.capabilities.refusal(job)
         if reason is None and not entry.automatic and job.device_type != "cpu":
             reason = "is exact but slow, and only taken when asked for by name"
         if reason is None:
-            log.info("attention kernel %s for %s", candidate, job)
-            return entry.make()
+            kernel, reason = _made(entry, job)
+            if kernel is not None:
+                if better:
+                    log.warning("attention kernel %s replaces a faster one: %s", candidate, "; ".join(better))
+                log.info("attention kernel %s for %s", candidate, job)
+                return kernel
+            better.append(f"{candidate} {reason}")
         reasons.append(f"{candidate} {reason}")
     raise UnsupportedAttentionError(f"no attention kernel for {job}: " + "; ".join(reasons))
+
+
+def _made(entry: Entry, job: Job) -> tuple[Kernel | None, str | None]:
+    """The kernel of an entry, or why there is none: it is not installed, or does not import, compile or run here."""
+    missing = entry.missing()
+    if missing is not None:
+        return None, missing
+    try:
+        kernel = entry.make()
+        try_out(kernel, job)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler may raise
+        return None, f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return kernel, None
+
+
+def try_out(kernel: Kernel, job: Job) -> None:
+    """Attends to a few tokens on the GPU, forward and backward: kernels are compiled when first used."""
+    if job.device_type != "cuda" or not torch.cuda.is_available():
+        return
+
+    def tensor(*shape: int, dtype: torch.dtype = job.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cuda")
+
+    tokens = TRIED_TOKENS
+    q, k, v = (
+        tensor(tokens, heads, dim)
+        for heads, dim in (
+            (job.num_heads, job.head_dim),
+            (job.num_kv_heads, job.head_dim),
+            (job.num_kv_heads, job.value_dim),
+        )
+    )
+    out, lse = tensor(tokens, job.num_heads, job.value_dim), tensor(job.num_heads, tokens, dtype=torch.float32)
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    spans = Spans(offsets, offsets, tokens, tokens)
+    kernel.forward(q, k, v, spans, 1.0, out, lse)
+    kernel.backward(out, q, k, v, out, lse, spans, 1.0, False, *(torch.empty_like(x) for x in (q, k, v)))
+    torch.cuda.synchronize()

@@ -27,6 +27,7 @@ from distca_hf.runtime.finite import check_finite
 from distca_hf.runtime.maps import DeviceCall, Maps
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.queries import bring_home, send_queries
+from distca_hf.runtime.room import check_room
 
 
 def attend(
@@ -40,7 +41,8 @@ def attend(
         received: `[elements]` keys and values that came from other ranks.
 
     Raises:
-        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says.
+        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says, or what
+            they need does not fit the device.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
@@ -48,6 +50,8 @@ def attend(
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV)
     q, k, v = _as_rows((q_TNH, k_TGH, v_TGV), plan, where)
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
+    if plan.forward_calls == 1:
+        check_room(plan, where, q, k, v)
     k, v = _in_canonical_order(maps, k, v)
     exchange = start_keys(k, v, plan, where) if maps.exchanges else None
     flight = send_queries([q], maps.queries, plan.transport, where) if maps.queries is not None else None

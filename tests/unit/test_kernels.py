@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -353,8 +354,13 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
+
+    def make(name: str) -> Kernel:
+        made.append(name)
+        return ReferenceKernel()
+
     for name in ("flash2", "flash3", "flash4"):
-        entry = dataclasses.replace(KERNELS[name], module="json", make=lambda name=name: made.append(name))
+        entry = dataclasses.replace(KERNELS[name], module="json", make=partial(make, name))
         monkeypatch.setitem(KERNELS, name, entry)
         choose_kernel.cache_clear()
         choose_kernel("auto", GPU_JOB)
@@ -362,6 +368,35 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
     choose_kernel("auto", dataclasses.replace(GPU_JOB, value_dim=32))
 
     assert made == ["flash2", "flash3", "flash4", "flash4"]
+
+
+def _fails() -> Kernel:
+    raise ImportError("libcute.so: undefined symbol\nsecond line")
+
+
+def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_both(
+    nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
+
+    assert isinstance(choose_kernel("auto", GPU_JOB), TorchVarlenKernel)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "kernel torch_varlen replaces a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
+    assert "flash3 module absent_flash3.interface is not installed" in line
+    assert "second line" not in line
+
+
+def test_kernel_that_fails_on_its_first_tokens_is_replaced(
+    nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(kernel: Kernel, job: Job) -> None:
+        if isinstance(kernel, CpuKernel):
+            raise RuntimeError("cannot compile for this machine")
+
+    monkeypatch.setattr(choose, "try_out", refuses)
+    assert isinstance(choose_kernel("auto", CPU_JOB), ReferenceKernel)
+    assert "reference replaces a faster one: cpu fails: RuntimeError: cannot compile for this machine" in caplog.text
+    assert "fails: RuntimeError: cannot compile" in refusal("cpu", CPU_JOB)
 
 
 def test_reference_is_only_taken_on_a_gpu_when_asked_for(nothing_installed: None) -> None:
@@ -378,7 +413,7 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
     assert "head_dim=512" in message
     for name in KERNELS:
         assert re.search(rf"\b{name}\b", message)
-    assert "absent_flash2.interface is not installed" in message
+    assert "flash2 has head dimensions up to 256, the model has 512" in message
     assert "torch_varlen has head dimensions up to 256, the model has 512" in message
     assert "cpu runs on cpu, tensors are on cuda" in message
 
