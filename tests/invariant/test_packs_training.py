@@ -29,7 +29,7 @@ from support.training import (
 
 
 GLOBAL_BATCH = 4
-LENGTHS = (3, 9, 17, 60, 200)
+LENGTHS = (3, 9, 17, 40, 100)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
         args = TrainingArguments(**arguments)
         collator = DataCollatorWithFlattening()
         return Trainer(model=model, args=args, train_dataset=dataset(), data_collator=collator, callbacks=callbacks)
-    packing = {"packing": True, "max_length": 200} if run.packs == "packed dataset" else {"max_length": None}
+    packing = {"packing": True, "max_length": 100} if run.packs == "packed dataset" else {"max_length": None}
     return sft_trainer(model, dataset(), callbacks, padding_free=True, **packing, **arguments)
 
 

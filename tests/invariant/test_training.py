@@ -27,18 +27,18 @@ RUNS = [
     Run("llama", 4, "ddp", "trainer", 3, "keep"),
     Run("qwen3", 4, "ddp", "plain", 1),
     Run("llama", 2, "fsdp2", "plain", 1, "keep"),
-    Run("qwen3", 2, "fsdp2", "trainer", 3, "keep", checkpointing="selective"),
+    Run("qwen3", 2, "fsdp2", "trainer", 1, "keep", checkpointing="selective"),
     Run("qwen3", 2, "fsdp2", "trainer", 1, "keep", checkpointing="fsdp"),
     Run("llama", 2, "zero1", "trainer", 1, "keep", checkpointing="non-reentrant"),
-    Run("qwen3", 2, "zero1", "trainer", 3),
+    Run("qwen3", 2, "zero1", "trainer", 1),
     Run("qwen3", 2, "zero2", "sft", 3, "keep", checkpointing="trl"),
     Run("llama", 2, "zero2", "trainer", 1),
     Run("llama", 2, "zero3", "trainer", 3),
     Run("qwen3", 2, "zero3", "trainer", 1, "keep", checkpointing="non-reentrant"),
     Run("qwen3", 2, "fsdp1", "trainer", 1),
     Run("llama", 2, "fsdp1", "trainer", 3, "keep", checkpointing="reentrant"),
-    Run("llama", 2, "ddp", "trainer", 1, checkpointing="non-reentrant", lora=True),
-    Run("qwen3", 2, "fsdp2", "trainer", 3, checkpointing="non-reentrant", lora=True),
+    Run("llama", 2, "ddp", "trainer", 3, checkpointing="non-reentrant", lora=True),
+    Run("qwen3", 2, "fsdp2", "trainer", 1, checkpointing="non-reentrant", lora=True),
 ]
 PLAIN_CLASSES = {"none": "Qwen3ForCausalLM", "ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}
 

@@ -1,0 +1,142 @@
+"""Documents of a benchmark step: which there are, and which rank holds which part of them in every mode.
+
+A holding is a list of segments (document, start, stop) for every rank, in row order. All holdings give every rank
+equally many tokens.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from distca_hf.cost import IntArray, causal_pairs
+
+
+PRESETS = {"A": "65536,2x32768,4x16384,32x2048", "B": "131072,96x4096", "C": "65536,48x4096"}
+# Numbers are compared with exact attention on documents up to about this length.
+COMPARED_TOKENS = 1024
+
+Segment = tuple[int, int, int]
+Holding = list[list[Segment]]
+
+
+def parse_documents(text: str) -> list[int]:
+    """Lengths from a preset's name or "131072,96x4096"."""
+    lengths: list[int] = []
+    for part in PRESETS.get(text, text).split(","):
+        count, _, tokens = part.rpartition("x")
+        lengths += [int(tokens)] * int(count or 1)
+    return lengths
+
+
+def check_lengths(lengths: Sequence[int], num_ranks: int) -> None:
+    """Exits unless every document can be cut in 2 equal chunks per rank: then all modes can hold equal tokens."""
+    wrong = [tokens for tokens in lengths if tokens < 1 or tokens % (2 * num_ranks)]
+    if wrong:
+        raise SystemExit(f"a document of {wrong[0]} tokens cannot be cut in {2 * num_ranks} equal chunks, 2 per rank")
+
+
+def smaller_lengths(lengths: Sequence[int], num_ranks: int) -> list[int]:
+    """The same documents, all of them shorter by the same factor, for comparisons with exact attention."""
+    factor = 1
+    while max(lengths) > factor * COMPARED_TOKENS and not any(
+        tokens % (2 * factor * 2 * num_ranks) for tokens in lengths
+    ):
+        factor *= 2
+    return [tokens // factor for tokens in lengths]
+
+
+def random_tokens(lengths: Sequence[int], micro_steps: int, vocabulary: int) -> list[list[IntArray]]:
+    """Documents of every micro-step, the same on all ranks."""
+    random = np.random.RandomState(0)
+    return [[random.randint(0, vocabulary, tokens).astype(np.int64) for tokens in lengths] for _ in range(micro_steps)]
+
+
+def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
+    """Documents whose tokens are numbered, one document after the other: rows can be told apart."""
+    firsts = [0, *accumulate(lengths)]
+    return [np.arange(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=False)]
+
+
+def attended_pairs(lengths: Sequence[int]) -> int:
+    """Attended pairs of whole documents."""
+    return sum(causal_pairs(0, tokens) for tokens in lengths)
+
+
+def whole_documents(lengths: Sequence[int], num_ranks: int) -> Holding:
+    """Packing only: whole documents in order, each to the first rank with room, or the longest first if that does not
+    fill all ranks.
+
+    Raises:
+        SystemExit: neither does.
+    """
+    in_order = range(len(lengths))
+    for order in (in_order, sorted(in_order, key=lambda document: -lengths[document])):
+        holding = _first_fit(lengths, order, num_ranks)
+        if holding is not None:
+            return holding
+    raise SystemExit(
+        f"whole documents do not fill {num_ranks} ranks of {sum(lengths) // num_ranks} tokens each: choose other "
+        "--documents, or --modes without local, sorted and fixed"
+    )
+
+
+def _first_fit(lengths: Sequence[int], order: Sequence[int], num_ranks: int) -> Holding | None:
+    room = [sum(lengths) // num_ranks] * num_ranks
+    holding: Holding = [[] for _ in range(num_ranks)]
+    for document in order:
+        rank = next((rank for rank, tokens in enumerate(room) if tokens >= lengths[document]), None)
+        if rank is None:
+            return None
+        holding[rank].append((document, 0, lengths[document]))
+        room[rank] -= lengths[document]
+    return holding
+
+
+def zigzag(documents: Sequence[int], lengths: Sequence[int], num_ranks: int) -> Holding:
+    """Rank r holds the r-th and the r-th last of 2 x ranks chunks of every document, first chunks before second ones.
+    Work is equal on all ranks, to the pair."""
+    holding: Holding = []
+    for rank in range(num_ranks):
+        held: list[Segment] = []
+        for chunk in (rank, 2 * num_ranks - 1 - rank):
+            for document in documents:
+                tokens = lengths[document] // (2 * num_ranks)
+                held.append((document, chunk * tokens, (chunk + 1) * tokens))
+        holding.append(held)
+    return holding
+
+
+def evenly_spread(lengths: Sequence[int], num_ranks: int) -> tuple[Holding, Holding]:
+    """Equal tokens and equal work for every rank, to the pair: of each length as many whole documents for every rank
+    as there are, and the rest in zigzag. Whole documents, and parts of documents."""
+    whole: Holding = [[] for _ in range(num_ranks)]
+    rest: list[int] = []
+    for tokens in sorted(set(lengths)):
+        alike = [document for document, other in enumerate(lengths) if other == tokens]
+        shared = len(alike) - len(alike) % num_ranks
+        for place, document in enumerate(alike[:shared]):
+            whole[place % num_ranks].append((document, 0, tokens))
+        rest += alike[shared:]
+    return whole, zigzag(rest, lengths, num_ranks)
+
+
+def batch_of(segments: Sequence[Segment], tokens: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
+    """`input_ids` and `position_ids`, int64 `[1, rows]`, of one rank's segments."""
+    ids = np.concatenate([tokens[document][start:stop] for document, start, stop in segments])
+    positions = np.concatenate([np.arange(start, stop) for _, start, stop in segments])
+    return {
+        name: torch.from_numpy(values)[None].to(device)
+        for name, values in (("input_ids", ids), ("position_ids", positions))
+    }
+
+
+def gathered_rows(holding: Holding, lengths: Sequence[int]) -> list[IntArray]:
+    """For each document, where its tokens are when the rows of all ranks lie one after the other."""
+    rows = [np.zeros(tokens, dtype=np.int64) for tokens in lengths]
+    at = 0
+    for document, start, stop in chain.from_iterable(holding):
+        rows[document][start:stop] = np.arange(at, at + stop - start)
+        at += stop - start
+    return rows

@@ -1,0 +1,113 @@
+"""What came out of a benchmark step: one header line and one Markdown table, or the same as JSON."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench_step_rates import Rates
+
+
+COLUMNS = (
+    "mode",
+    "step ms",
+    "÷ ideal",
+    "÷ floor",
+    "tokens/s/GPU",
+    "MFU %",
+    "exchanged GB",
+    "exposed ms",
+    "peak GiB",
+    "error ÷ allowed",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step asks of each rank, all micro-steps together.
+
+    Attributes:
+        tokens: of one rank.
+        model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
+            much backward.
+        executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
+        pairs: attended pairs of one rank on average, in all layers.
+        peak_flops: per second, of the device; None if it is not known.
+    """
+
+    tokens: int
+    model_flops: float
+    executed_linear_flops: float
+    pairs: float
+    peak_flops: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One mode; the slowest or largest rank of each.
+
+    Attributes:
+        seconds: of each round.
+        silent_seconds: the same with exchanges replaced by local copies; empty if that was not measured.
+        exchanged_bytes: sent or received per step by attention, whichever is more.
+        loss: of the last step.
+    """
+
+    seconds: list[float]
+    silent_seconds: list[float]
+    exchanged_bytes: int
+    peak_bytes: int
+    loss: float
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """What exchanges add to a step; rounds are compared one by one."""
+        if not self.silent_seconds:
+            return None
+        return statistics.median(loud - silent for loud, silent in zip(self.seconds, self.silent_seconds, strict=True))
+
+
+def figures_of(measured: Mapping[str, Measured], rates: Rates, load: Load) -> dict[str, dict[str, Any]]:
+    """All figures of each mode by name, in seconds, bytes and ratios; None where there is nothing to say."""
+    ideal = measured["ideal"].step_seconds if "ideal" in measured else None
+    floor = rates.floor_seconds(load.executed_linear_flops, load.pairs)
+    return {
+        name: {
+            **asdict(mode),
+            "step_seconds": mode.step_seconds,
+            "ratio_to_ideal": mode.step_seconds / ideal if ideal else None,
+            "ratio_to_floor": mode.step_seconds / floor,
+            "tokens_per_second": load.tokens / mode.step_seconds,
+            "utilisation": load.model_flops / mode.step_seconds / load.peak_flops if load.peak_flops else None,
+            "exposed_seconds": mode.exposed_seconds,
+        }
+        for name, mode in measured.items()
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table with a row for each mode."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
+    for name, figure in figures.items():
+        cells = (
+            name,
+            _number(figure["step_seconds"], 1e3, 1),
+            _number(figure["ratio_to_ideal"], 1, 3),
+            _number(figure["ratio_to_floor"], 1, 3),
+            _number(figure["tokens_per_second"], 1, 0),
+            _number(figure["utilisation"], 100, 1),
+            _number(figure["exchanged_bytes"], 1e-9, 3),
+            _number(figure["exposed_seconds"], 1e3, 1),
+            _number(figure["peak_bytes"] or None, 2**-30, 1),
+            _number(max(errors[name].values()) if errors else None, 1, 2),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, unit: float, digits: int) -> str:
+    return "-" if value is None else f"{value * unit:.{digits}f}"

@@ -1,0 +1,108 @@
+"""Rounds of a benchmark step: every mode in turn, again and again, each step timed alone."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from bench_step_model import Backbone
+from bench_step_modes import Mode
+from bench_step_rates import synchronize
+from bench_step_report import Measured
+from bench_step_wires import Wires
+
+
+# Losses of all modes are of the same tokens: how far they may differ, as a part of the first one.
+LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+
+
+@dataclass
+class Tally:
+    """What this rank saw of a mode."""
+
+    seconds: list[float] = field(default_factory=list)
+    silent_seconds: list[float] = field(default_factory=list)
+    exchanged_bytes: int = 0
+    peak_bytes: int = 0
+    loss: torch.Tensor | None = None
+
+
+class Runner:
+    """Runs steps of one model; all ranks run the same ones in the same order."""
+
+    def __init__(self, model: Backbone, wires: Wires, device: torch.device) -> None:
+        self._model, self._wires, self._device = model, wires, device
+
+    def run(self, modes: Sequence[Mode], warmup: int, rounds: int, exposed: bool) -> dict[str, Measured]:
+        """Times every mode in every round; with `exposed` also on silent wires, if it exchanges anything."""
+        tallies = {mode.name: Tally() for mode in modes}
+        for _ in range(warmup + rounds):
+            for mode in modes:
+                self._run(mode, tallies[mode.name], exposed and mode.exchanges)
+        return {name: self._over_ranks(tally, warmup) for name, tally in tallies.items()}
+
+    def select(self, mode: Mode) -> None:
+        """Makes the model attend in this way; not part of a step."""
+        self._model.causal_lm.set_attn_implementation(mode.implementation)
+        mode.begin()
+
+    def step(self, mode: Mode) -> torch.Tensor:
+        """Forward and backward of all micro-steps; the loss of this rank's tokens."""
+        call = self._model if mode.watched else self._model.forward
+        losses = []
+        for batch in mode.batches:
+            loss = call(**batch) / len(mode.batches)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def leave(self, mode: Mode) -> None:
+        """Lets go of gradients and of what only this mode needs."""
+        self._model.zero_grad(set_to_none=True)
+        mode.end()
+
+    def _run(self, mode: Mode, tally: Tally, silent_too: bool) -> None:
+        self.select(mode)
+        self._wires.reset()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        seconds, tally.loss = self._timed(mode)
+        tally.seconds.append(seconds)
+        tally.exchanged_bytes = max(self._wires.sent_bytes, self._wires.received_bytes)
+        if self._device.type == "cuda":
+            tally.peak_bytes = max(tally.peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        if silent_too:
+            self._model.zero_grad(set_to_none=True)
+            self._wires.silence(True)
+            tally.silent_seconds.append(self._timed(mode)[0])
+            self._wires.silence(False)
+        self.leave(mode)
+
+    def _timed(self, mode: Mode) -> tuple[float, torch.Tensor]:
+        dist.barrier()
+        synchronize(self._device)
+        began = time.perf_counter()
+        loss = self.step(mode)
+        synchronize(self._device)
+        return time.perf_counter() - began, loss
+
+    def _over_ranks(self, tally: Tally, warmup: int) -> Measured:
+        """The slowest rank of each round, the largest one, and the mean loss."""
+        assert tally.loss is not None
+        seconds, silent = tally.seconds[warmup:], tally.silent_seconds[warmup:]
+        numbers = torch.tensor(
+            [*seconds, *silent, tally.exchanged_bytes, tally.peak_bytes], dtype=torch.float64, device=self._device
+        )
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        *times, exchanged_bytes, peak_bytes = numbers.tolist()
+        loss = tally.loss.double() / dist.get_world_size()
+        dist.all_reduce(loss)
+        return Measured(
+            times[: len(seconds)], times[len(seconds) :], int(exchanged_bytes), int(peak_bytes), loss.item()
+        )
+
+
+def equal_losses(losses: Sequence[float], dtype: torch.dtype) -> bool:
+    """Whether these may be losses of the same tokens."""
+    return all(abs(loss - losses[0]) <= LARGEST_LOSS_DIFFERENCE[dtype] * abs(losses[0]) for loss in losses)

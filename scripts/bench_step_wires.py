@@ -1,0 +1,100 @@
+"""Wires of a benchmark step: the product's transport, counted, and silent when asked.
+
+Every mode exchanges through one transport, so that all of them use the same process groups and bytes are counted
+alike. A silent transport sends nothing: it answers with a local copy of random numbers of the size that would have
+arrived. A step's time minus that of the same step on silent wires is what its exchanges add: waiting, copies that
+only they make, and how much they slow kernels down that run beside them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import distca_hf
+from distca_hf.comm.transport import Arrived, Exchange, Gather, Transport
+
+
+class Wires:
+    """A transport around the product's, with the collectives of other modes beside it.
+
+    Attributes:
+        sent_bytes, received_bytes: of this rank, to and from others, since `reset`.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self.rank, self.world_size, self.traffic = inner.rank, inner.world_size, inner.traffic
+        self.sent_bytes = self.received_bytes = 0
+        self._inner, self._device = inner, device
+        self._group = dist.new_group()  # FSDP's collectives have theirs to themselves
+        self._largest_bytes = 0
+        self._noise: torch.Tensor | None = None
+
+    def reset(self) -> None:
+        """Counts from here."""
+        self.sent_bytes = self.received_bytes = 0
+
+    def silence(self, silent: bool) -> None:
+        """From now on nothing is sent, or it is again. All ranks do the same, after steps that were not silent."""
+        # Normal numbers in bf16 are also normal numbers when two of them are read as one of fp32.
+        numbers = self._largest_bytes // 2 + 1
+        self._noise = torch.randn(numbers, device=self._device, dtype=torch.bfloat16) if silent else None
+
+    def exchange(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+    ) -> Exchange:
+        """An uneven all-to-all, as `Transport` has it."""
+        row_bytes = rows.shape[1:].numel() * rows.element_size()
+        sent, received = (sum(counts) - counts[self.rank] for counts in (send_counts, receive_counts))
+        arriving = (sum(receive_counts), *rows.shape[1:])
+        if self._is_silent(sent * row_bytes, received * row_bytes, sum(receive_counts) * row_bytes):
+            return Arrived(self._made_up(arriving, rows.dtype))
+        return self._inner.exchange(rows, send_counts, receive_counts, where)
+
+    def gather(self, values: Sequence[int], where: str) -> Gather:
+        """Integers are passed on also when silent: ranks agree as ever."""
+        return self._inner.gather(values, where)
+
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks, by rank."""
+        others = self.world_size - 1
+        gathered = (self.world_size * len(rows), *rows.shape[1:])
+        if self._is_silent(others * rows.nbytes, others * rows.nbytes, self.world_size * rows.nbytes):
+            return self._made_up(gathered, rows.dtype)
+        received = rows.new_empty(gathered)
+        dist.all_gather_into_tensor(received, rows, group=self._group)
+        return received
+
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over all ranks."""
+        others, part_bytes = self.world_size - 1, rows.nbytes // self.world_size
+        part = (len(rows) // self.world_size, *rows.shape[1:])
+        if self._is_silent(others * part_bytes, others * part_bytes, part_bytes):
+            return self._made_up(part, rows.dtype)
+        summed = rows.new_empty(part)
+        dist.reduce_scatter_tensor(summed, rows, group=self._group)
+        return summed
+
+    def _is_silent(self, sent_bytes: int, received_bytes: int, arriving_bytes: int) -> bool:
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+        self._largest_bytes = max(self._largest_bytes, arriving_bytes)
+        return self._noise is not None
+
+    def _made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A copy of random numbers: operators may not hand out the same memory twice."""
+        assert self._noise is not None
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._noise.view(torch.uint8)[:num_bytes].view(dtype).view(shape).clone()
+
+
+class WiredPlugin(distca_hf.DistCAPlugin):
+    """The product's plugin over given wires: every plugin of the benchmark shares one set of process groups."""
+
+    def __init__(self, wires: Wires, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._wires = wires
+
+    def transport(self, device: torch.device) -> Transport:
+        return self._wires

@@ -1,0 +1,91 @@
+"""The benchmark of a training step runs on two CPU processes: all modes, their numbers, bytes and traces."""
+
+import gzip
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from distca_hf.cost import causal_pairs
+from support.commands import REPOSITORY, SCRIPTS, run_command
+
+
+MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "fixed")
+EXCHANGING = {"ulysses", "context", "placed", "fixed"}
+RANKS, LAYERS, HEADS, KV_HEADS, DIM, MICRO_STEPS, TOKENS = 2, 2, 4, 2, 16, 3, 512
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": HEADS * DIM,
+    "intermediate_size": 128,
+    "num_hidden_layers": 9,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+}
+
+
+@pytest.fixture
+def documents(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    return importlib.import_module("bench_step_documents")
+
+
+def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
+    config, out, traces = tmp_path / "config.json", tmp_path / "out.json", tmp_path / "traces"
+    config.write_text(json.dumps(CONFIG))
+    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS), "scripts/bench_step.py"]
+    model = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--accumulation", str(MICRO_STEPS)]
+    documents = ["--documents", f"{TOKENS},8x64", "--rounds", "1", "--warmup", "1"]
+    command = [*launch, *model, *documents, "--profile", str(traces), "--out", str(out)]
+    printed = run_command(command, timeout_seconds=110.0)
+    facts = json.loads(out.read_text())
+    modes = facts["modes"]
+
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("| ")] == ["mode", *MODES]
+    assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
+    assert set(facts["errors"]) == set(MODES)
+    for name, mode in modes.items():
+        assert len(mode["seconds"]) == 1
+        assert len(mode["silent_seconds"]) == (name in EXCHANGING)
+        assert (mode["exchanged_bytes"] > 0) == (name in EXCHANGING)
+        if name != "ideal":  # its keys are made up in part
+            assert mode["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
+    # Forward, recomputed forward and backward; half of everything goes to the other one of two ranks.
+    calls, number_bytes = 3 * LAYERS * MICRO_STEPS, 4
+    query, key_value = TOKENS * HEADS * DIM * number_bytes, TOKENS * 2 * KV_HEADS * DIM * number_bytes
+    assert modes["ulysses"]["exchanged_bytes"] == calls * (2 * query + key_value) // 2
+    assert modes["context"]["exchanged_bytes"] == calls * key_value
+    assert {path.name for path in traces.iterdir()} == {
+        f"{name}-rank{rank}.json.gz" for name in MODES for rank in range(RANKS)
+    }
+    trace = gzip.decompress((traces / "fixed-rank0.json.gz").read_bytes()).decode()
+    assert all(part in trace for part in ("bench exchange", "kernel backward", "distca dispatch: queries leave"))
+
+
+@pytest.mark.parametrize(("preset", "longest"), [("A", 65_536), ("B", 131_072), ("C", 65_536)])
+def test_presets_fill_four_ranks_equally_in_every_mode(documents: ModuleType, preset: str, longest: int) -> None:
+    lengths = documents.parse_documents(preset)
+    whole, parts = documents.evenly_spread(lengths, 4)
+    even = [[*left, *right] for left, right in zip(whole, parts, strict=True)]
+    packs = documents.whole_documents(lengths, 4)
+    zigzag = documents.zigzag(range(len(lengths)), lengths, 4)
+
+    assert packs[0] == [(0, 0, longest)]
+    for holding in (even, packs, zigzag):
+        assert {sum(stop - start for _, start, stop in held) for held in holding} == {sum(lengths) // 4}
+        assert sorted(document for held in holding for document, start, _ in held if start == 0) == [
+            *range(len(lengths))
+        ]
+    for holding in (even, zigzag):
+        work = [sum(causal_pairs(start, stop) for _, start, stop in held) for held in holding]
+        assert work == [documents.attended_pairs(lengths) // 4] * 4
+    assert max(documents.smaller_lengths(lengths, 4)) == documents.COMPARED_TOKENS
+
+
+def test_documents_that_do_not_fit_are_refused(documents: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="whole documents do not fill 2 ranks of 384 tokens each"):
+        documents.whole_documents([512, 64, 64, 64, 64], 2)
+    with pytest.raises(SystemExit, match="a document of 510 tokens cannot be cut in 4 equal chunks"):
+        documents.check_lengths([512, 510, 2], 2)
