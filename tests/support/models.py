@@ -1,6 +1,5 @@
 """Models small enough to train fifty steps in a second or two."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +30,3 @@ def tiny_model(kind: str = "llama", implementation: str = "distca", **changes: A
 
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation=implementation)
-
-
-def save_tiny_model(kind: str, folder: Path) -> Path:
-    """Writes a tiny model's initial weights; every run of a comparison begins from them."""
-    tiny_model(kind, "sdpa").save_pretrained(folder)
-    return folder
