@@ -90,7 +90,7 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
         "Placed, flat: total bytes ÷ counting bound (limit: 2.0)",
         *("mix", "ranks", "tokens/rank", "placed GB", "bound GB", "ratio, mean over seeds"),
     )
-    for mix in FILE_MIXES:
+    for mix in (*FILE_MIXES, "lognormal"):
         for num_ranks in (count for count in ranks if count <= 64):
             for tokens_per_rank in (64 * K, 128 * K):
                 ours, bounds, ratios = [], [], []
