@@ -33,9 +33,10 @@ RANKS_OFF = 3e-3
 # Documents up to these lengths are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
 # between nodes, and 32 MB inside one.
 SHORT_FOR_NODES = 4096
-# Inside a node the first of these, and where documents are few enough to take the time, whichever moves least; with
-# None there are no long documents, and the accordion alone deals.
+# Inside a node the first of these, and where documents and ranks are few enough to take the time, whichever moves
+# least; with None there are no long documents, and the accordion alone deals.
 SHORT_FOR_RANKS = (8192, 2048, 32768, None)
+SHORT_FOR_MANY_RANKS = (8192, None)
 FEW_DOCUMENTS_PER_RANK = 12
 SOME_DOCUMENTS_PER_RANK = 25
 FEW_NODES = 7
@@ -94,7 +95,7 @@ def place(
     stripes: list[Stripe] = []
     for node, held in enumerate(held_by_node):
         on_ranks, of_node = _place_on_node(
-            joined(held), nodes[node], tokens_of[node], shares_of[node], rule, ranks_off
+            joined(held), nodes[node], tokens_of[node], shares_of[node], rule, ranks_off, num_ranks <= FEW_RANKS
         )
         segments += on_ranks
         stripes += of_node
@@ -126,7 +127,13 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
 
 
 def _place_on_node(
-    segments: list[Segment], ranks: range, tokens: list[int], shares: list[float], rule: StripeRule, off: float
+    segments: list[Segment],
+    ranks: range,
+    tokens: list[int],
+    shares: list[float],
+    rule: StripeRule,
+    off: float,
+    small_world: bool,
 ) -> tuple[list[list[Segment]], list[Stripe]]:
     """Segments of each rank of a node, and the stripes among them."""
     if len(ranks) == 1:
@@ -144,14 +151,18 @@ def _place_on_node(
     ]
     stays = [not striped for striped in is_striped]
     rest, rest_works = list(compress(segments, stays)), list(compress(works, stays))
+    documents_per_rank = len(rest) / len(ranks)
     if len(ranks) > FEW_RANKS:
-        dealt = deal(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, off=RANKS_OFF)
+        ways = [
+            deal(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, peel, RANKS_OFF)
+            for peel in ((True, False) if documents_per_rank <= FEW_DOCUMENTS_PER_RANK else (True,))
+        ]
     else:
         ways = [
             _dealt(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off)
-            for short_tokens in _short_for_ranks(len(rest) / len(ranks))
+            for short_tokens in _short_for_ranks(documents_per_rank, small_world)
         ]
-        dealt = min(ways, key=_key_tokens) if len(ways) > 1 else ways[0]
+    dealt = min(ways, key=_key_tokens) if len(ways) > 1 else ways[0]
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
 
 
@@ -161,8 +172,10 @@ def _dealt(line: Line, goals: list[Goal], short_tokens: int | None, off: float) 
     return deal_whole(line, goals, short_tokens, off, ALIKE_RANKS)
 
 
-def _short_for_ranks(documents_per_rank: float) -> Sequence[int | None]:
+def _short_for_ranks(documents_per_rank: float, small_world: bool) -> Sequence[int | None]:
     """Lengths up to which documents are to count as short; few documents are placed with each of them in turn."""
+    if not small_world:
+        return SHORT_FOR_MANY_RANKS[: 2 if documents_per_rank <= FEW_DOCUMENTS_PER_RANK else 1]
     if documents_per_rank <= FEW_DOCUMENTS_PER_RANK:
         return SHORT_FOR_RANKS
     return SHORT_FOR_RANKS[: 2 if documents_per_rank <= SOME_DOCUMENTS_PER_RANK else 1]
