@@ -8,6 +8,8 @@ What belongs to a micro-batch travels as `bench_work` in the model's keywords.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ from torch import nn
 from transformers import AttentionInterface
 
 
-def attend_whole(
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Work], torch.Tensor]
+
+
+def attend(
+    way: Way,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -27,69 +33,43 @@ def attend_whole(
     bench_work: Work,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """What Transformers calls: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return way(q, k, v, scale, bench_work).unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
     """All keys are this rank's own, or made up."""
-    q, k, v = (_rows(x) for x in (query, key, value))
-    out, _ = flash_attn(q, k, v, _scale(query, scaling), bench_work.handle)
-    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    return flash_attn(q, k, v, scale, work.handle)[0]
 
 
-def attend_by_heads(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    *,
-    bench_work: Work,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+def attend_by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
     """Ulysses: some heads of all ranks' tokens. If ranks do not divide KV heads, these are repeated until they do."""
-    q, k, v = (_rows(x) for x in (query, key, value))
-    ranks, work = bench_work.ranks, bench_work.handle
-    copies = ranks // math.gcd(k.shape[1], ranks)
+    copies = work.ranks // math.gcd(k.shape[1], work.ranks)
     if q.shape[1] % (copies * k.shape[1]):
-        raise SystemExit(f"ulysses: {ranks} ranks cannot divide {q.shape[1]} query and {k.shape[1]} KV heads")
+        raise SystemExit(f"ulysses: {work.ranks} ranks cannot divide {q.shape[1]} query and {k.shape[1]} KV heads")
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
-    q, k, v = (tokens_to_heads(x, ranks, work) for x in (q, k, v))
-    out, _ = flash_attn(q, k, v, _scale(query, scaling), work)
-    return heads_to_tokens(out, ranks, work).unflatten(0, (query.shape[0], query.shape[2])), None
+    q, k, v = (tokens_to_heads(x, work.ranks, work.handle) for x in (q, k, v))
+    return heads_to_tokens(attend_whole(q, k, v, scale, work), work.ranks, work.handle)
 
 
-def attend_gathered(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    *,
-    bench_work: Work,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+def attend_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
     """Context parallelism: own queries, keys of all ranks."""
-    q, k, v = (_rows(x) for x in (query, key, value))
-    ranks, work = bench_work.ranks, bench_work.handle
-    k, v = gather_tokens(k, ranks, work), gather_tokens(v, ranks, work)
-    out, _ = flash_attn(q, k, v, _scale(query, scaling), work)
-    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    k, v = (gather_tokens(x, work.ranks, work.handle) for x in (k, v))
+    return attend_whole(q, k, v, scale, work)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[B, N, T, D]` as `[B * T, N, D]`, contiguous."""
-    return x.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _scale(query: torch.Tensor, scaling: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-WAYS = {"bench_whole": attend_whole, "bench_heads": attend_by_heads, "bench_gathered": attend_gathered}
+WAYS: dict[str, Way] = {
+    "bench_whole": attend_whole,
+    "bench_heads": attend_by_heads,
+    "bench_gathered": attend_gathered,
+}
 
 
 def register_ways() -> None:
     """Makes them known to Transformers. There is no mask of these names, so that none is made: calls say which
     documents there are."""
-    for name, function in WAYS.items():
-        AttentionInterface.register(name, function)
+    for name, way in WAYS.items():
+        AttentionInterface.register(name, partial(attend, way))

@@ -15,7 +15,7 @@ from bench_step_wires import Wires
 
 from distca_hf.config import KernelName
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Kernel, accumulation_dtype
+from distca_hf.kernels.interface import Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
 
 
 class Work:
@@ -44,7 +44,7 @@ def flash_attn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention output and log-sum-exp of all calls."""
     kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV)
-    out, lse = _outputs(q_TNH, v_SGV)
+    out, lse = empty_outputs(q_TNH, v_SGV)
     for call in _works[work].calls:
         rows = call.queries
         k, v = call.keys.take(k_SGH, v_SGV)
@@ -53,61 +53,38 @@ def flash_attn(
 
 
 @flash_attn.register_fake
-def _(
-    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _outputs(q_TNH, v_SGV)
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_outputs(q, v)
 
 
 @torch.library.custom_op("bench_step::flash_attn_backward", mutates_args=())
 def flash_attn_backward(
-    dout_TNV: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
-    scale: float,
-    work: int,
+    dout_TNV: torch.Tensor, saved: Sequence[torch.Tensor], scale: float, work: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
-    kernel, calls = _works[work].kernel_of(q_TNH, k_SGH, v_SGV), _works[work].calls
-    dq = torch.empty_like(q_TNH)
+    """Gradients of q, k and v; `saved` are these, output and log-sum-exp."""
+    q, k, v, out, lse = saved
+    kernel, calls = _works[work].kernel_of(q, k, v), _works[work].calls
+    dq = torch.empty_like(q)
     adds = any(call.keys.adds for call in calls)
-    dk, dv = (
-        torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) if adds else torch.empty_like(x) for x in (k_SGH, v_SGV)
-    )
+    dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) if adds else torch.empty_like(x) for x in (k, v))
     for call in calls:
         rows, keys = call.queries, call.keys
-        k, v = keys.take(k_SGH, v_SGV)
-        call_dk, call_dv = keys.gradient(k, dk), keys.gradient(v, dv)
+        call_k, call_v = keys.take(k, v)
+        call_dk, call_dv = keys.gradient(call_k, dk), keys.gradient(call_v, dv)
         kernel.backward(
-            *(dout_TNV[rows], q_TNH[rows], k, v, out_TNV[rows], lse_NT[:, rows]),
+            *(dout_TNV[rows], q[rows], call_k, call_v, out[rows], lse[:, rows]),
             *(call.spans, scale, False, dq[rows], call_dk, call_dv),
         )
         keys.settle(call_dk, dk)
         keys.settle(call_dv, dv)
-    return dq, dk.to(k_SGH.dtype), dv.to(v_SGV.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 @flash_attn_backward.register_fake
 def _(
-    dout_TNV: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
-    scale: float,
-    work: int,
+    dout: torch.Tensor, saved: Sequence[torch.Tensor], *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
-
-
-def _outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, heads = q_TNH.shape[:2]
-    lse = q_TNH.new_empty((heads, rows), dtype=accumulation_dtype(q_TNH.dtype))
-    return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse
+    return empty_gradients(dout, *saved)
 
 
 @torch.library.custom_op("bench_step::tokens_to_heads", mutates_args=())
@@ -171,7 +148,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 
 def _flash_attn_gradients(ctx: Any, dout: torch.Tensor, dlse: None) -> tuple[torch.Tensor | None, ...]:
-    return *flash_attn_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.work), None, None
+    return *flash_attn_backward(dout.contiguous(), list(ctx.saved_tensors), ctx.scale, ctx.work), None, None
 
 
 def _remember_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ Tensor names end in their shape:
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -138,6 +138,20 @@ class Job:
             head_dim=q_TNH.shape[2],
             value_dim=v_SGV.shape[2],
         )
+
+
+def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Kernel.forward` writes: `[T, N, V]` output and `[N, T]` log-sum-exp."""
+    rows, heads = q_TNH.shape[:2]
+    lse_NT = q_TNH.new_empty((heads, rows), dtype=accumulation_dtype(q_TNH.dtype))
+    return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
+
+
+def empty_gradients(
+    dout_TNV: torch.Tensor, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `Kernel.backward` writes: shapes of the gradients, whatever else an operator takes."""
+    return torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,9 +18,10 @@ import numpy as np
 from distca_hf.cost import CAUSAL, DocumentCost, IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens
-from distca_hf.packing.accordion import OFF, Goal, deal
+from distca_hf.packing.accordion import Goal
 from distca_hf.packing.line import Line, Segment, joined
 from distca_hf.packing.stripes import StripeRule, spread, stripes_of
+from distca_hf.packing.ways import deal_in_best_way, ways_to_try
 from distca_hf.packing.whole import deal_whole
 from distca_hf.topology import Topology
 
@@ -30,21 +31,12 @@ from distca_hf.topology import Topology
 NODES_OFF = 6e-3
 FEW_NODES_OFF = 1.5e-3
 RANKS_OFF = 3e-3
-# Documents up to these lengths are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
-# between nodes, and 32 MB inside one.
+# Documents up to this length are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
+# between nodes; `ways` has the lengths inside one. With so many nodes or fewer both may miss less.
 SHORT_FOR_NODES = 4096
-# Inside a node the first of these, and where documents and ranks are few enough to take the time, whichever moves
-# least; with None there are no long documents, and the accordion alone deals.
-SHORT_FOR_RANKS = (8192, 2048, 32768, None)
-SHORT_FOR_MANY_RANKS = (8192, None)
-FEW_DOCUMENTS_PER_RANK = 12
-SOME_DOCUMENTS_PER_RANK = 25
 FEW_NODES = 7
 # How much needs for short documents may differ: a miss of one rank is less than one of a node.
 ALIKE_NODES = 0.5
-ALIKE_RANKS = 1.0
-# A rank of more than this many on one node is less than long documents are: these are cut anyway.
-FEW_RANKS = 16
 
 
 def place(
@@ -95,7 +87,7 @@ def place(
     stripes: list[Stripe] = []
     for node, held in enumerate(held_by_node):
         on_ranks, of_node = _place_on_node(
-            joined(held), nodes[node], tokens_of[node], shares_of[node], rule, ranks_off, num_ranks <= FEW_RANKS
+            joined(held), nodes[node], tokens_of[node], shares_of[node], rule, ranks_off, num_ranks
         )
         segments += on_ranks
         stripes += of_node
@@ -133,7 +125,7 @@ def _place_on_node(
     shares: list[float],
     rule: StripeRule,
     off: float,
-    small_world: bool,
+    num_ranks: int,
 ) -> tuple[list[list[Segment]], list[Stripe]]:
     """Segments of each rank of a node, and the stripes among them."""
     if len(ranks) == 1:
@@ -151,45 +143,13 @@ def _place_on_node(
     ]
     stays = [not striped for striped in is_striped]
     rest, rest_works = list(compress(segments, stays)), list(compress(works, stays))
-    documents_per_rank = len(rest) / len(ranks)
-    if len(ranks) > FEW_RANKS:
-        ways = [
-            deal(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, peel, RANKS_OFF)
-            for peel in ((True, False) if documents_per_rank <= FEW_DOCUMENTS_PER_RANK else (True,))
-        ]
-    else:
-        ways = [
-            _dealt(Line.of_segments(rest, rule.work, rest_works), goals_of_rest, short_tokens, off)
-            for short_tokens in _short_for_ranks(documents_per_rank, small_world)
-        ]
-    dealt = min(ways, key=_key_tokens) if len(ways) > 1 else ways[0]
+    dealt = deal_in_best_way(
+        lambda: Line.of_segments(rest, rule.work, rest_works),
+        goals_of_rest,
+        off,
+        ways_to_try(len(rest), len(ranks), num_ranks),
+    )
     return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
-
-
-def _dealt(line: Line, goals: list[Goal], short_tokens: int | None, off: float) -> list[list[Segment]]:
-    if short_tokens is None:
-        return deal(line, goals, peel=False, off=min(off, OFF))
-    return deal_whole(line, goals, short_tokens, off, ALIKE_RANKS)
-
-
-def _short_for_ranks(documents_per_rank: float, small_world: bool) -> Sequence[int | None]:
-    """Lengths up to which documents are to count as short; few documents are placed with each of them in turn."""
-    if not small_world:
-        return SHORT_FOR_MANY_RANKS[: 2 if documents_per_rank <= FEW_DOCUMENTS_PER_RANK else 1]
-    if documents_per_rank <= FEW_DOCUMENTS_PER_RANK:
-        return SHORT_FOR_RANKS
-    return SHORT_FOR_RANKS[: 2 if documents_per_rank <= SOME_DOCUMENTS_PER_RANK else 1]
-
-
-def _key_tokens(shares: list[list[Segment]]) -> int:
-    """Tokens whose keys the shares need: of each document all before a share's last."""
-    needed = 0
-    for segments in shares:
-        last: dict[int, int] = {}
-        for document, _, stop in segments:
-            last[document] = max(stop, last.get(document, 0))
-        needed += sum(last.values())
-    return needed
 
 
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:

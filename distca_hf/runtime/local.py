@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Spans, accumulation_dtype
+from distca_hf.kernels.interface import Job, Spans, empty_gradients, empty_outputs
 
 
 @torch.library.custom_op("distca::flash_attn_local", mutates_args=())
@@ -26,7 +26,7 @@ def flash_attn_local(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention output and log-sum-exp of varlen causal attention, aligned bottom-right."""
-    out, lse = _outputs(q_TNH, v_SGV)
+    out, lse = empty_outputs(q_TNH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     choose_kernel("auto", Job.of(q_TNH, k_SGH, v_SGV)).forward(q_TNH, k_SGH, v_SGV, spans, scale, out, lse)
     return out, lse
@@ -43,7 +43,7 @@ def _(
     max_seqlen_k: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _outputs(q_TNH, v_SGV)
+    return empty_outputs(q_TNH, v_SGV)
 
 
 @torch.library.custom_op("distca::flash_attn_local_backward", mutates_args=())
@@ -61,7 +61,7 @@ def flash_attn_local_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    dq, dk, dv = torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
+    dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     kernel = choose_kernel("auto", Job.of(q_TNH, k_SGH, v_SGV))
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -69,26 +69,7 @@ def flash_attn_local_backward(
     return dq, dk, dv
 
 
-@flash_attn_local_backward.register_fake
-def _(
-    dout_TNV: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
-
-
-def _outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out = q_TNH.new_empty((*q_TNH.shape[:2], v_SGV.shape[2]))
-    return out, q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0]), dtype=accumulation_dtype(q_TNH.dtype))
+flash_attn_local_backward.register_fake(empty_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.plans import LivePlan, find_plan
 
@@ -63,20 +63,7 @@ def flash_attn_backward(
         raise
 
 
-@flash_attn_backward.register_fake
-def _(
-    dout_TNV: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    v_TGV: torch.Tensor,
-    out_TNV: torch.Tensor,
-    lse_TN: torch.Tensor,
-    received: torch.Tensor,
-    scale: float,
-    plan: int,
-    keep_received: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q_TNH), torch.empty_like(k_TGH), torch.empty_like(v_TGV)
+flash_attn_backward.register_fake(empty_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
