@@ -94,9 +94,7 @@ class Line:
             self._sum_up(end)
         last = bisect_right(tokens_before, end, first) - 1
         rest, whole = end - tokens_before[last], work_before[last] - work_before[first]
-        if rest == 0:
-            return whole
-        if last == len(self._pieces):
+        if rest == 0 or last == len(self._pieces):
             return whole
         piece = self._pieces[last]
         return whole + self.work(piece[1], piece[2], piece[2] + rest)
