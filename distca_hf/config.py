@@ -28,7 +28,7 @@ SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times"}
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
-ReceivedKV = Literal["refetch", "keep"]
+Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "recompute"]
 
@@ -71,11 +71,17 @@ class DistCAConfig:
     kernel: KernelName = _setting(
         "kernel", "auto", "Attention kernel; auto takes the fastest one that can do the job."
     )
-    received_kv: ReceivedKV = _setting(
-        "received_kv",
-        "refetch",
-        "Keys and values received from other ranks: fetch them again in backward (refetch) or keep them in memory "
-        "(keep).",
+    kv_residency: Residency = _setting(
+        "kv_residency",
+        "auto",
+        "Keys and values received from other ranks: keep them in memory until backward (keep), fetch them again "
+        "(refetch), or keep them while they fit kv_budget_gib (auto).",
+    )
+    kv_budget_gib: float = _setting(
+        "kv_budget_gib",
+        4.0,
+        "With kv_residency=auto: memory for what all layers keep, on the rank that receives most. Where attention is "
+        "recomputed only one layer counts.",
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",
@@ -173,6 +179,9 @@ class DistCAConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")
             setattr(self, name, float(getattr(self, name)))
+        if not self.kv_budget_gib >= 0:
+            raise ConfigError(f"kv_budget_gib={self.kv_budget_gib} must be at least 0")
+        self.kv_budget_gib = float(self.kv_budget_gib)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -200,7 +209,7 @@ class DistCAConfig:
             if choices:
                 shared[f"{name} ({'|'.join(choices)})"] = choices.index(value)
             elif isinstance(value, float):
-                shared[f"{name} in ms"] = round(1e3 * value)
+                shared[f"{name} x 1000"] = round(1e3 * value)
             else:
                 shared[name] = int(value)
         return shared

@@ -88,8 +88,7 @@ def distca_attention(
             )
         _check_window(module, sliding_window, distca_plan.facts.longest_document_tokens)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
-        keep_received = distca_plan.config.received_kv == "keep"
-        out_TNV, _, _ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, keep_received)
+        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
     if padded is not None:

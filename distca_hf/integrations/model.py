@@ -127,6 +127,7 @@ class ForwardWatch:
                 "attention layers": self._attention_layers,
                 "checksum of their names and heads": self._attention_checksum,
             },
+            layers_kept=1 if self._recomputes_attention(module) else self._attention_layers,
         )
         return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
 
@@ -154,12 +155,22 @@ class ForwardWatch:
             self.packs = PackPlanner(self._plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
 
-    def _save_attention(self, module: nn.Module) -> None:
+    def _recomputes_attention(self, module: nn.Module) -> bool:
+        """Whether backward computes attention again, one layer after the other."""
+        modules = self._checkpointed_modules(module)
+        return self._plugin.checkpointed_attention == "recompute" and any(
+            getattr(checkpointed, "gradient_checkpointing", True) for checkpointed in modules
+        )
+
+    def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Wrappers may come, and checkpointing may be switched on, until the first forward pass."""
+        if self._checkpointed is None:
+            self._checkpointed = checkpointed_modules(module)
+        return self._checkpointed
+
+    def _save_attention(self, module: nn.Module) -> None:
         first = self._checkpointed is None
-        modules = checkpointed_modules(module) if self._checkpointed is None else self._checkpointed
-        self._checkpointed = modules
-        if not save_attention(modules) and first:
+        if not save_attention(self._checkpointed_modules(module)) and first:
             log.warning(
                 "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
                 "their outputs instead"

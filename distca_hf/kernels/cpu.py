@@ -1,5 +1,5 @@
-"""Fast attention on the CPU: torch's own flash kernel, once per task, or twice for a task whose prefix is longer than
-its queries.
+"""Fast attention on the CPU: torch's own flash kernel, once per task, or twice for a causal task with more keys than
+queries.
 
     keys    0 ........ prefix ....... end      The kernel's causal mask is aligned top-left, so it is only used where
     queries | no mask  | square, causal |      queries and keys are equally many; the prefix is attended without mask,
@@ -33,11 +33,13 @@ class CpuKernel:
             if rows.stop == rows.start:
                 continue
             q = _batch(q_TNH[rows])
-            out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, True, scale=scale)
+            out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, spans.causal, scale=scale)
             if prefix.stop > prefix.start:
                 far_out, far_lse = attend(q, _batch(k_SGH[prefix]), _batch(v_SGV[prefix]), 0.0, False, scale=scale)
-                out, lse = _merge(out, lse, far_out, far_lse)
-            out_TNV[rows] = out[0].transpose(0, 1)
+                total = torch.logaddexp(lse, far_lse)
+                share, far_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse, far_lse))
+                out, lse = share * out + far_share * far_out, total
+            out_TNV[rows] = out[0].transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse[0]
 
     def backward(
@@ -63,7 +65,7 @@ class CpuKernel:
             # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
             dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])
             lse = lse_NT[:, rows].unsqueeze(0).contiguous()
-            parts = ((square, True), (prefix, False)) if prefix.stop > prefix.start else ((square, True),)
+            parts = ((square, spans.causal), *([(prefix, False)] if prefix.stop > prefix.start else []))
             dq_parts = []
             for keys, causal in parts:
                 dq, dk, dv = derive(
@@ -76,23 +78,14 @@ class CpuKernel:
 
 
 def _tasks(spans: Spans) -> Iterator[tuple[slice, slice, slice]]:
-    """Query rows, key rows before the causal square, and key rows of the square."""
+    """Query rows, key rows before the causal square, and key rows of the square: all of them without a mask."""
     for task in range(len(spans.queries) - 1):
         start, stop = spans.queries[task], spans.queries[task + 1]
         key_start, key_stop = spans.keys[task], spans.keys[task + 1]
-        border = key_stop - (stop - start)
+        border = key_stop - (stop - start) if spans.causal else key_start
         yield slice(start, stop), slice(key_start, border), slice(border, key_stop)
 
 
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:
     """`[T, N, D]` as `[1, N, T, D]`, without a copy."""
     return x_TND.transpose(0, 1).unsqueeze(0)
-
-
-def _merge(
-    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys from attention over each, in the precision of the log-sum-exps."""
-    total = torch.logaddexp(lse, other_lse)
-    share, other_share = (lse - total).exp().unsqueeze(-1), (other_lse - total).exp().unsqueeze(-1)
-    return (share * out + other_share * other_out).to(out.dtype), total

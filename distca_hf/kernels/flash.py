@@ -42,7 +42,7 @@ class Flash4Kernel:
             max_seqlen_q=spans.max_seqlen_q,
             max_seqlen_k=spans.max_seqlen_k,
             softmax_scale=scale,
-            causal=True,
+            causal=spans.causal,
             return_lse=True,
             out=out_TNV,
         )
@@ -71,7 +71,7 @@ class Flash4Kernel:
             dout_TNV,
             lse_NT.contiguous(),
             softmax_scale=scale,
-            causal=True,
+            causal=spans.causal,
             cu_seqlens_q=spans.cu_seqlens_q,
             cu_seqlens_k=spans.cu_seqlens_k,
             max_seqlen_q=spans.max_seqlen_q,
@@ -109,7 +109,7 @@ class Flash3Kernel:
             max_seqlen_q=spans.max_seqlen_q,
             max_seqlen_k=spans.max_seqlen_k,
             softmax_scale=scale,
-            causal=True,
+            causal=spans.causal,
         )
         out_TNV.copy_(out)
         lse_NT.copy_(lse)
@@ -129,7 +129,7 @@ class Flash3Kernel:
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
     ) -> None:
-        used_q, used_k, causal = None, None, True
+        used_q, used_k = None, None
         self._backward(
             dout_TNV,
             q_TNH,
@@ -147,7 +147,7 @@ class Flash3Kernel:
             dk_SGH,
             dv_SGV,
             scale,
-            causal,
+            spans.causal,
             deterministic=deterministic,
         )
 
@@ -179,7 +179,7 @@ class Flash2Kernel:
             spans.max_seqlen_k,
             dropout_p=0.0,
             softmax_scale=scale,
-            causal=True,
+            causal=spans.causal,
         )
         out_TNV.copy_(out)
         lse_NT.copy_(lse)
@@ -215,7 +215,7 @@ class Flash2Kernel:
             spans.max_seqlen_k,
             dropout_p=0.0,
             softmax_scale=scale,
-            causal=True,
+            causal=spans.causal,
             window_size_left=-1,
             window_size_right=-1,
             softcap=0.0,

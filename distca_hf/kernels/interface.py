@@ -16,18 +16,20 @@ import torch
 class Spans:
     """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
 
-    Masks are causal and aligned bottom-right: the last query attends to all keys of its task, and each query before it
-    to one key less.
+    Causal masks are aligned bottom-right: the last query attends to all keys of its task, and each query before it to
+    one key less.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.
         max_seqlen_q, max_seqlen_k: rows of the longest task.
+        causal: without it every query attends to all keys of its task, of which there is at least one.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    causal: bool = True
 
     @cached_property
     def queries(self) -> list[int]:

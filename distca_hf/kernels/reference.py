@@ -67,12 +67,15 @@ class ReferenceKernel:
 
 
 def _blocks(spans: Spans) -> Iterator[tuple[slice, slice, int]]:
-    """Query rows, key rows, and how many of the keys the block's first query sees."""
+    """Query rows, key rows, and how many of the keys the block's first query sees; the next one sees one more."""
     for task in range(len(spans.queries) - 1):
         query_start, query_stop = spans.queries[task], spans.queries[task + 1]
         key_start, key_stop = spans.keys[task], spans.keys[task + 1]
         for start in range(query_start, query_stop, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, query_stop)
+            if not spans.causal:
+                yield slice(start, stop), slice(key_start, key_stop), key_stop - key_start
+                continue
             last_key = key_stop - (query_stop - stop)
             yield slice(start, stop), slice(key_start, last_key), last_key - key_start - (stop - start) + 1
 

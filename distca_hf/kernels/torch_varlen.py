@@ -29,7 +29,7 @@ class TorchVarlenKernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
     ) -> None:
-        dropout, causal, debug_mask = 0.0, True, False
+        dropout, debug_mask = 0.0, False
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q_TNH,
             k_SGH,
@@ -39,7 +39,7 @@ class TorchVarlenKernel:
             spans.max_seqlen_q,
             spans.max_seqlen_k,
             dropout,
-            causal,
+            spans.causal,
             debug_mask,
             scale=scale,
         )
@@ -61,7 +61,7 @@ class TorchVarlenKernel:
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
     ) -> None:
-        dropout, causal = 0.0, True
+        dropout = 0.0
         rng_state = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)  # of dropout: there is none
         unused = rng_state.new_empty(0)
         with _deterministic_algorithms(deterministic):
@@ -77,7 +77,7 @@ class TorchVarlenKernel:
                 spans.max_seqlen_q,
                 spans.max_seqlen_k,
                 dropout,
-                causal,
+                spans.causal,
                 rng_state,
                 unused,
                 scale=scale,

@@ -13,7 +13,7 @@ from distca_hf.planning.task import Tasks
 
 
 # Part of every fingerprint: two versions that would route the same tasks differently must not agree.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,16 @@ class Plan:
         return bool(self.pieces.moved.any())
 
     @cached_property
-    def reads_store(self) -> np.ndarray:
-        """`[tasks]` whether the keys of a task are gathered first: not all of them are its own rows."""
-        moved = np.zeros(len(self.tasks), dtype=bool)
-        moved[self.pieces.task[self.pieces.moved]] = True
-        return moved | (self.tasks.start > 0)
+    def is_guest(self) -> np.ndarray:
+        """`[tasks]` whether queries of a task come from another rank."""
+        guest = np.zeros(len(self.tasks), dtype=bool)
+        guest[self.pieces.task[self.pieces.moved]] = True
+        return guest
+
+    @property
+    def reads_others(self) -> np.ndarray:
+        """`[tasks]` whether a task may need keys that its server does not hold."""
+        return self.is_guest | (self.tasks.start > 0)
 
     @cached_property
     def fingerprint(self) -> int:

@@ -73,6 +73,17 @@ class Runs:
         closes = np.append(opens[1:], True)[: len(starts)]
         return Runs.of(starts[opens], reach[closes] - starts[opens])
 
+    def cut_at(self, borders: IntArray) -> "Runs":
+        """The same numbers in runs that do not go on across any border; borders are ascending, strides are 1."""
+        stops = self.starts + self.lengths
+        first = np.searchsorted(borders, self.starts, side="right")
+        parts = np.maximum(np.searchsorted(borders, stops, side="left") - first, 0) + 1
+        run = np.repeat(np.arange(len(parts)), parts)
+        border = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
+        bounds = np.concatenate([[np.iinfo(np.int64).min], borders, [np.iinfo(np.int64).max]])
+        starts = np.maximum(self.starts[run], bounds[border])
+        return Runs.of(starts, np.minimum(stops[run], bounds[border + 1]) - starts)
+
     def places_in(self, whole: "Runs") -> "Runs":
         """Place of every number in `whole`, which is ascending and holds them all; both have stride 1 everywhere."""
         run = np.searchsorted(whole.starts, self.starts, side="right") - 1

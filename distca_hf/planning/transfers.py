@@ -27,7 +27,7 @@ class KeyTransfers(Ranges):
 def key_transfers(plan: Plan) -> KeyTransfers:
     """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server."""
     tasks, groups = plan.tasks, plan.tasks.head_groups
-    reads = plan.reads_store
+    reads = plan.reads_others
     server, prefix = tasks.server[reads], tasks.stop[reads]
     line = line_keys(tasks.document[reads], tasks.head[reads], groups)
     order = np.lexsort((prefix, line, server))

@@ -8,7 +8,8 @@ import torch
 
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
-from distca_hf.planning.routing import KernelCall, QueryMoves, Routing
+from distca_hf.planning.calls import KernelCall
+from distca_hf.planning.routing import QueryMoves, Routing
 from distca_hf.planning.runs import Runs
 
 
@@ -19,7 +20,8 @@ class DeviceCall:
     queries: slice
     keys: slice
     spans: Spans
-    rows_per_token: int
+    heads: tuple[int, int] | None
+    stored_rows_per_token: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +31,11 @@ class QueryMaps:
     num_rows: int
     send_counts: list[int]
     receive_counts: list[int]
-    local_rows: torch.Tensor
-    local_to_query: torch.Tensor
+    come_in_order: bool
     send_rows: torch.Tensor
-    received_to_query: torch.Tensor
+    received_to_guest: torch.Tensor
+    own_rows: torch.Tensor
+    own_to_guest: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +43,7 @@ class Maps:
     """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
 
     Attributes:
-        canonical_of: `[rows]` canonical row of each layout row: the inverse of `row_order`.
-        send_in_shared, own_in_shared: where `send_rows` and `own_rows` are in `shared_rows`.
-        task_rows: query rows that are in a task; those behind are padding.
-        own_calls, store_calls: kernel calls whose keys are own rows, and those whose keys are in the store.
-        own_rows_stop: query rows of the former.
+        own, far, guests: kernel calls; `early` and `late` are the own ones in two halves.
         queries: queries that move, or None if on no rank any does.
         returned_parts: rows of each server among those that it returns gradients for.
         store_sums: several calls read the same stored keys, so their gradients must be added.
@@ -52,16 +51,15 @@ class Maps:
 
     num_rows: int
     held: IntArray
+    num_tokens: int
     rows_per_token: int
-    task_rows: int
     store_rows: int
+    come_in_order: bool
     exchanges: bool
     store_sums: bool
     returned_parts: tuple[slice, ...]
     send_counts: list[int]
     receive_counts: list[int]
-    row_order: torch.Tensor | None
-    canonical_of: torch.Tensor | None
     send_rows: torch.Tensor
     received_to_store: torch.Tensor
     own_rows: torch.Tensor
@@ -69,9 +67,11 @@ class Maps:
     shared_rows: torch.Tensor
     send_in_shared: torch.Tensor
     own_in_shared: torch.Tensor
-    own_calls: tuple[DeviceCall, ...]
-    store_calls: tuple[DeviceCall, ...]
-    own_rows_stop: int
+    own: tuple[DeviceCall, ...]
+    early: tuple[DeviceCall, ...]
+    late: tuple[DeviceCall, ...]
+    far: tuple[DeviceCall, ...]
+    guests: tuple[DeviceCall, ...]
     queries: QueryMaps | None
 
     def name_of(self, row: int) -> str:
@@ -88,6 +88,7 @@ class HostMaps:
     """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy."""
 
     routing: Routing
+    calls: tuple[tuple[KernelCall, ...], ...]
     runs: tuple[Runs, ...]
     table: torch.Tensor
     offsets: torch.Tensor
@@ -95,22 +96,23 @@ class HostMaps:
     @classmethod
     def prepare(cls, routing: Routing, pin: bool = False) -> "HostMaps":
         """Gathers a routing's integers; safe in a background thread."""
-        shared, moves = routing.shared_rows, routing.queries
+        moves = routing.queries
         runs = [
             routing.send_rows,
             routing.received_to_store,
             routing.own_rows,
             routing.own_to_store,
-            shared,
-            routing.send_rows.places_in(shared),
-            routing.own_rows.places_in(shared),
-            Runs.range(0, 0) if routing.row_order is None else routing.row_order,
+            routing.shared_rows,
+            routing.send_in_shared,
+            routing.own_in_shared,
         ]
         if moves is not None:
-            runs += [moves.local_rows, moves.local_to_query, moves.send_rows, moves.received_to_query]
-        offsets = [offset for call in routing.calls for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
+            runs += [moves.send_rows, moves.received_to_guest, moves.own_rows, moves.own_to_guest]
+        calls = routing.own, *routing.own_halves, routing.far, routing.guests
+        offsets = [offset for kind in calls for call in kind for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
         return cls(
             routing=routing,
+            calls=calls,
             runs=tuple(runs),
             table=_pinned(_table(Runs.join(runs)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
@@ -120,27 +122,24 @@ class HostMaps:
         """Maps on the device: two copies that the host does not wait for."""
         routing = self.routing
         table = self.table.to(device, non_blocking=True).split([len(runs.starts) for runs in self.runs], dim=1)
-        send, received, own, own_to, shared, send_in, own_in, order, *moves = (
+        send, received, own, own_to, shared, send_in, own_in, *moves = (
             _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
         )
         offsets = self.offsets.to(device, non_blocking=True)
-        reordered = routing.row_order is not None
-        calls = _device_calls(routing.calls, offsets)
-        num_own = sum(not call.from_store for call in routing.calls)  # they come first
+        own_calls, early, late, far, guests = _device_calls(self.calls, offsets)
         return Maps(
             num_rows=routing.num_rows,
             held=routing.held,
+            num_tokens=routing.num_tokens,
             rows_per_token=routing.rows_per_token,
-            task_rows=max((call.query_stop for call in routing.calls), default=0),
             store_rows=routing.store_rows,
+            come_in_order=routing.come_in_order,
             exchanges=routing.exchanges,
-            store_sums=sum(call.key_stop - call.key_start for call in routing.calls if call.from_store)
+            store_sums=sum(call.key_stop - call.key_start for call in (*routing.far, *routing.guests))
             > routing.store_rows,
             returned_parts=_parts(routing.send_counts),
             send_counts=routing.send_counts.tolist(),
             receive_counts=routing.receive_counts.tolist(),
-            row_order=order if reordered else None,
-            canonical_of=_inverse(order) if reordered else None,
             send_rows=send,
             received_to_store=received,
             own_rows=own,
@@ -148,9 +147,11 @@ class HostMaps:
             shared_rows=shared,
             send_in_shared=send_in,
             own_in_shared=own_in,
-            own_calls=calls[:num_own],
-            store_calls=calls[num_own:],
-            own_rows_stop=max((call.query_stop for call in routing.calls if not call.from_store), default=0),
+            own=own_calls,
+            early=early,
+            late=late,
+            far=far,
+            guests=guests,
             queries=_query_maps(routing.queries, moves),
         )
 
@@ -169,13 +170,6 @@ def _written_out(table: torch.Tensor, total: int) -> torch.Tensor:
     return starts[run] + within * strides[run]
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes `order`."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
-
-
 def _parts(counts: IntArray) -> tuple[slice, ...]:
     """Rows of each group that is not empty."""
     stops = np.cumsum(counts)
@@ -185,28 +179,27 @@ def _parts(counts: IntArray) -> tuple[slice, ...]:
 def _query_maps(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryMaps | None:
     if moves is None:
         return None
-    return QueryMaps(moves.num_rows, moves.send_counts.tolist(), moves.receive_counts.tolist(), *index)
+    counts = moves.send_counts.tolist(), moves.receive_counts.tolist()
+    return QueryMaps(moves.num_rows, *counts, moves.come_in_order, *index)
 
 
-def _device_calls(calls: tuple[KernelCall, ...], offsets: torch.Tensor) -> tuple[DeviceCall, ...]:
+def _device_calls(kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor) -> tuple[tuple[DeviceCall, ...], ...]:
     made, at = [], 0
-    for call in calls:
-        entries = len(call.cu_seqlens_q)
-        spans = Spans(
-            cu_seqlens_q=offsets[at : at + entries],
-            cu_seqlens_k=offsets[at + entries : at + 2 * entries],
-            max_seqlen_q=_longest(call.cu_seqlens_q),
-            max_seqlen_k=_longest(call.cu_seqlens_k),
-        )
-        at += 2 * entries
-        made.append(
-            DeviceCall(
-                queries=slice(call.query_start, call.query_stop),
-                keys=slice(call.key_start, call.key_stop),
-                spans=spans,
-                rows_per_token=call.rows_per_token,
+    for calls in kinds:
+        of_kind = []
+        for call in calls:
+            entries = len(call.cu_seqlens_q)
+            spans = Spans(
+                cu_seqlens_q=offsets[at : at + entries],
+                cu_seqlens_k=offsets[at + entries : at + 2 * entries],
+                max_seqlen_q=_longest(call.cu_seqlens_q),
+                max_seqlen_k=_longest(call.cu_seqlens_k),
+                causal=call.causal,
             )
-        )
+            at += 2 * entries
+            queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
+            of_kind.append(DeviceCall(queries, keys, spans, call.heads, call.stored_rows_per_token))
+        made.append(tuple(of_kind))
     return tuple(made)
 
 

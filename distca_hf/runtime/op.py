@@ -14,29 +14,37 @@ import torch
 from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.plans import LivePlan, find_plan
+from distca_hf.runtime.residency import Kept
+
+
+# Output, log-sum-exp, and what is kept of other ranks: keys and values, guests' queries, outputs, log-sum-exps.
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.custom_op("distca::flash_attn", mutates_args=())
 def flash_attn(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, keep_received: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention output, log-sum-exp `[T, N]` and, if they are to be kept for backward, what was received."""
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
     live = find_plan(plan)
     try:
-        out, lse, received = attend(q_TNH, k_TGH, v_TGV, scale, live)
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live)
     except Exception as error:
         _add_place(error, live, live.forward_calls, "forward")
         raise
-    return out, lse, received if keep_received else received.new_empty(0)
+    return out, lse, kept.keys, *kept.guests
 
 
 @flash_attn.register_fake
-def _(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, keep_received: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int) -> Outputs:
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
-    return out, lse, k_TGH.new_empty(torch.library.get_ctx().new_dynamic_size() if keep_received else 0)
+    new_size = torch.library.get_ctx().new_dynamic_size
+
+    def some(like: torch.Tensor, dimensions: int) -> torch.Tensor:
+        return like.new_empty([new_size() for _ in range(dimensions)])
+
+    return out, lse, some(k_TGH, 2), some(q_TNH, 3), some(q_TNH, 3), some(lse, 2)
 
 
 @torch.library.custom_op("distca::flash_attn_backward", mutates_args=())
@@ -47,17 +55,18 @@ def flash_attn_backward(
     v_TGV: torch.Tensor,
     out_TNV: torch.Tensor,
     lse_TN: torch.Tensor,
-    received: torch.Tensor,
+    kept_keys: torch.Tensor,
+    kept_q: torch.Tensor,
+    kept_out: torch.Tensor,
+    kept_lse: torch.Tensor,
     scale: float,
     plan: int,
-    keep_received: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     live = find_plan(plan)
+    kept = Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
-        return attend_backward(
-            dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, received if keep_received else None, scale, live
-        )
+        return attend_backward(dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, kept, scale, live)
     except Exception as error:
         _add_place(error, live, live.backward_calls, "backward")
         raise
@@ -67,22 +76,19 @@ flash_attn_backward.register_fake(empty_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, scale, plan, keep_received = inputs
+    q, k, v, scale, plan = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
-    ctx.scale, ctx.plan, ctx.keep_received = scale, plan, keep_received
+    ctx.scale, ctx.plan = scale, plan
     ctx.live = (
         find_plan(plan) if isinstance(plan, int) else None
     )  # kept alive until backward; a traced plan is a symbol
 
 
-def _backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dreceived: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, received = ctx.saved_tensors
+def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, *others_saved = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_backward(dout, q, k, v, out, lse, received, ctx.scale, ctx.plan, ctx.keep_received)
-    return *gradients, None, None, None
+    return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.scale, ctx.plan), None, None
 
 
 flash_attn.register_autograd(_backward, setup_context=_setup_context)

@@ -36,6 +36,7 @@ class PlanFacts:
         work_before: the same, had the documents been packed one after the other.
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends; their outputs come back.
+        key_rows_received, query_rows_received: rows that each rank receives.
         rows_per_token: 1, or the groups that the plan divides heads in.
     """
 
@@ -45,6 +46,8 @@ class PlanFacts:
     work_before: tuple[int, ...]
     key_rows_sent: tuple[int, ...]
     query_rows_sent: tuple[int, ...] = ()
+    key_rows_received: tuple[int, ...] = ()
+    query_rows_received: tuple[int, ...] = ()
     rows_per_token: int = 1
     num_tokens: int = 0
 
@@ -52,14 +55,20 @@ class PlanFacts:
     def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
         """Facts of a plan, whose key transfers are computed already."""
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
-        queries_sent = np.bincount(moved.home, weights=moved.rows, minlength=layout.num_ranks).astype(np.int64)
+        num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
+        queries_sent, queries_received = (
+            np.bincount(ranks, weights=moved.rows, minlength=num_ranks).astype(np.int64)
+            for ranks in (moved.home, moved.server)
+        )
         return cls(
             num_documents=layout.num_documents,
             longest_document_tokens=layout.longest_document_tokens,
             work=tuple(plan.work.tolist()),
             work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
-            key_rows_sent=tuple(transfers.rows_between(layout.num_ranks).sum(axis=1).tolist()),
+            key_rows_sent=tuple(keys.sum(axis=1).tolist()),
             query_rows_sent=tuple(queries_sent.tolist()),
+            key_rows_received=tuple(keys.sum(axis=0).tolist()),
+            query_rows_received=tuple(queries_received.tolist()),
             rows_per_token=plan.tasks.head_groups,
             num_tokens=int(layout.document_tokens.sum()),
         )
@@ -90,6 +99,8 @@ class LivePlan:
         told: what every rank told in the agreement.
         num_layers: attention calls of one forward pass, once known.
         forward_calls, backward_calls: calls of the operator so far.
+        layers_kept: layers whose attention is saved for backward at the same time.
+        keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
         handle: number by which the operator finds the plan.
     """
 
@@ -115,6 +126,8 @@ class LivePlan:
         self.num_layers: int | None = None
         self.forward_calls = 0
         self.backward_calls = 0
+        self.layers_kept = 1
+        self.keeps_received: bool | None = None
         self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:
@@ -133,15 +146,17 @@ class LivePlan:
         self.agree()
         return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
 
-    def begin_forward_pass(self, num_layers: int | None, facts: Mapping[str, int]) -> None:
+    def begin_forward_pass(self, num_layers: int | None, facts: Mapping[str, int], layers_kept: int = 1) -> None:
         """A model begins its forward pass with this plan; all ranks are shown the facts of this one.
 
         Args:
             num_layers: attention calls of the pass, if known.
             facts: what must be the same on all ranks.
+            layers_kept: layers whose attention is saved for backward at the same time.
         """
         self.agree()
         self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
+        self.layers_kept = layers_kept
         facts = {**facts, "fingerprint": self.fingerprint}
         self.agreement = Agreement.start(self.transport, Occasion.FORWARD, self.micro_batch, facts, {})
 

@@ -33,15 +33,20 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     """Bytes of one layer's backward: gradients, rows under way, and stored keys and values with their gradients.
 
     Args:
-        q, k, v: `[rows, heads, dim]`.
+        q, k, v: `[T, heads, dim]`.
     """
-    elements = k[:1].numel() + v[:1].numel() if len(k) else 0
-    row_bytes = elements * k.element_size()
+    groups = maps.rows_per_token
+    elements = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
     summed = accumulation_dtype(k.dtype).itemsize if maps.store_sums else k.element_size()
     stored = maps.store_rows * elements * (k.element_size() + summed)
-    under_way = (len(maps.send_rows) + len(maps.received_to_store)) * row_bytes
+    under_way = (len(maps.send_rows) + len(maps.received_to_store)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
-    return stored + under_way + gradients
+    far = sum((call.queries.stop - call.queries.start) * q.shape[1] * q.shape[2] for call in maps.far)
+    guests = 0
+    if maps.queries is not None:  # queries, outputs and both gradients, here and under way
+        rows = maps.queries.num_rows + len(maps.queries.send_rows)
+        guests = rows * 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * q.element_size()
+    return (stored + under_way + guests) // groups + gradients + far * q.element_size()
 
 
 def free_bytes(device: torch.device) -> int | None:

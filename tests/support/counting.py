@@ -26,6 +26,8 @@ class CountingKernel:
 
 
 def attended_pairs(spans: Spans) -> int:
-    """Attended pairs of a call, one KV head: query i of n sees all keys of its task but the last n - 1 - i."""
+    """Attended pairs of a call, one KV head: query i of n sees all keys of its task, under a causal mask but the last
+    n - 1 - i."""
     tasks = zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True)
-    return sum(keys - (queries - 1 - at) for queries, keys in tasks for at in range(queries))
+    hidden = 1 if spans.causal else 0
+    return sum(keys - hidden * (queries - 1 - at) for queries, keys in tasks for at in range(queries))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig, KernelName, ReceivedKV
+from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
@@ -31,7 +31,7 @@ class Case:
     layout: Layout
     heads: tuple[int, int, int, int]
     kernel: KernelName
-    received_kv: ReceivedKV
+    kv_residency: Residency
     seed: int
     plan: Plan
 
@@ -42,7 +42,7 @@ class Case:
             layout,
             rng.choice([heads for heads in HEADS if plan is None or heads[1] % plan.tasks.head_groups == 0]),
             rng.choice(["reference", "auto"]),
-            rng.choice(["refetch", "keep"]),
+            rng.choice(["refetch", "keep", "auto"]),
             seed,
             plan_in_place(layout) if plan is None else plan,
         )
@@ -92,7 +92,7 @@ def live_plan(
 ) -> LivePlan:
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
-    facts = PlanFacts(layout.num_documents, layout.longest_document_tokens, (1,), (1,), (0,))
+    facts = PlanFacts.of(plan, key_transfers(plan), layout.rank_work)
     maps = HostMaps.prepare(route(plan, transport.rank)).to(torch.device(device))
     return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
 
@@ -105,7 +105,7 @@ def compare(case: Case, transport: Transport) -> Difference:
     expected_gradients = torch.autograd.grad(expected, whole, dout)
 
     rank, layout = transport.rank, case.layout
-    config = DistCAConfig(kernel=case.kernel, received_kv=case.received_kv)
+    config = DistCAConfig(kernel=case.kernel, kv_residency=case.kv_residency)
     live = live_plan(layout, transport, config, plan=case.plan)
     rows = rows_of_rank(layout, rank)
     padding = int(layout.padding_rows[rank])
@@ -117,18 +117,20 @@ def compare(case: Case, transport: Transport) -> Difference:
     kernel = CountingKernel(live.kernel(*local))
     live.kernel = lambda q, k, v: kernel  # type: ignore[method-assign]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
-    out, _, _ = flash_attn(*local, SCALE, live.handle, case.received_kv == "keep")
+    out, *_ = flash_attn(*local, SCALE, live.handle)
     gradients = torch.autograd.grad(out, local, held(dout, 1e9))
 
     assert not out[len(rows) :].any(), "padding rows must be zero"
     assert not any(gradient[len(rows) :].any() for gradient in gradients), "padding rows must have no gradient"
-    fetches = 1 if case.received_kv == "keep" else 2
+    keeps = case.kv_residency != "refetch"  # the budget of auto is large enough
+    fetches = 1 if keeps else 2
     sent = key_transfers(case.plan).rows_between(layout.num_ranks)
     heads, kv_heads, dim, value_dim = case.heads
     row_bytes = kv_heads // case.plan.tasks.head_groups * (dim + value_dim) * 8
     moved = case.plan.pieces.select(case.plan.pieces.moved)
     left, came = (int(moved.rows[by == rank].sum()) for by in (moved.home, moved.server))
-    query_bytes = left * (2 * dim + 2 * value_dim + 1) + came * (dim + value_dim + 1)
+    again = 0 if keeps else dim + value_dim + 1  # queries, outputs, log-sum-exps
+    query_bytes = left * (dim + value_dim + again) + came * (dim + value_dim + 1)
     return Difference(
         out=_largest(out[: len(rows)], expected[rows]),
         dq=_largest(gradients[0][: len(rows)], expected_gradients[0][rows]),

@@ -1,0 +1,68 @@
+"""Residency: whether what came from other ranks stays in memory until backward, or is fetched again.
+
+Kept are keys and values, and queries of guests with their outputs. The decision is the same on all ranks and in all
+layers of a micro-batch: fetching is an exchange.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.runtime.plans import LivePlan
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What is kept of one layer; empty tensors for what is not.
+
+    Attributes:
+        keys: `[rows, G * H + G * V]` received keys and values.
+        guest_q, guest_out, guest_lse: `[guest rows, ...]`.
+    """
+
+    keys: torch.Tensor
+    guest_q: torch.Tensor
+    guest_out: torch.Tensor
+    guest_lse: torch.Tensor
+
+    @classmethod
+    def nothing(cls, k: torch.Tensor) -> "Kept":
+        return cls.keys_alone(k.new_empty((0, 0)))
+
+    @classmethod
+    def keys_alone(cls, keys: torch.Tensor) -> "Kept":
+        no_rows = keys.new_empty((0, 0, 0))
+        return cls(keys, no_rows, no_rows.clone(), no_rows.new_empty((0, 0), dtype=accumulation_dtype(keys.dtype)))
+
+    @property
+    def guests(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, outputs and log-sum-exps."""
+        return self.guest_q, self.guest_out, self.guest_lse
+
+
+def keeps_received(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
+    """Whether this micro-batch keeps what it receives; decided by its first layer.
+
+    With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on the
+    rank that receives most. Where attention itself is recomputed, that is one layer.
+    """
+    if plan.keeps_received is None:
+        setting = plan.config.kv_residency
+        if setting == "auto":
+            budget = plan.config.kv_budget_gib * 2**30
+            plan.keeps_received = kept_bytes(plan, q_TNH, k_TGH, v_TGV) * plan.layers_kept <= budget
+        else:
+            plan.keeps_received = setting == "keep"
+    return plan.keeps_received
+
+
+def kept_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Bytes of one layer on the rank that receives most."""
+    facts, (heads, dim), (kv_heads, value_dim) = plan.facts, q_TNH.shape[1:], v_TGV.shape[1:]
+    key_bytes = kv_heads * (k_TGH.shape[2] + value_dim) * k_TGH.element_size()
+    lse_bytes = accumulation_dtype(q_TNH.dtype).itemsize
+    query_bytes = heads * ((dim + value_dim) * q_TNH.element_size() + lse_bytes)
+    received = zip(facts.key_rows_received, facts.query_rows_received, strict=True)
+    most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)
+    return most // facts.rows_per_token
