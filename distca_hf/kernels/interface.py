@@ -156,6 +156,12 @@ def empty_gradients(
     return torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
 
 
+def has_fused_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels of ours, in Triton, which comes with torch for GPUs, compute for such tensors; they sum in
+    fp32."""
+    return x.is_cuda and x.dtype.itemsize <= 4
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """max(fp32, dtype): what log-sum-exps and gradient sums are kept in."""
     return torch.promote_types(torch.float32, dtype)

@@ -5,12 +5,14 @@ Shape legend in `kernels.interface`.
 
 import torch
 
+from distca_hf.kernels.interface import has_fused_kernels
+
 
 def merge(out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_TNV: torch.Tensor, far_lse_TN: torch.Tensor) -> None:
     """Adds to attention over some keys (`out` and `lse`, in place) that over other ones, in the dtype of the
     log-sum-exps: max(fp32, dtype). Rows may lie apart; heads and values of a row follow each other."""
-    if out_TNV.is_cuda:
-        from distca_hf.kernels.merge_triton import merge_rows  # Triton comes with torch for GPUs
+    if has_fused_kernels(out_TNV):
+        from distca_hf.kernels.merge_triton import merge_rows
 
         merge_rows(out_TNV, lse_TN, far_out_TNV, far_lse_TN)
         return

@@ -176,7 +176,7 @@ class _Numbered:
         self._held = held
         self._by_row = np.argsort(held.row, kind="stable")
         rows = held.rows[self._by_row]
-        self._firsts = np.cumsum(rows) - rows
+        self._firsts: IntArray = np.cumsum(rows) - rows
         self.first = np.empty_like(self._firsts)
         self.first[self._by_row] = self._firsts
         self._keys = position_keys(held.document, held.head, held.start, held.head_groups)

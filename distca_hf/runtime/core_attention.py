@@ -22,8 +22,8 @@ import torch
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import Kernel, accumulation_dtype
 from distca_hf.kernels.merge import merge
-from distca_hf.runtime.combine import StoreGradients, sum_at_home
-from distca_hf.runtime.dispatch import apart, fill_store, is_store, row_width, start_keys
+from distca_hf.runtime.combine import start_gradients_home, sum_at_home
+from distca_hf.runtime.dispatch import start_keys
 from distca_hf.runtime.finite import check_finite
 from distca_hf.runtime.guests import send_home, send_out
 from distca_hf.runtime.maps import DeviceCall, Maps
@@ -31,6 +31,7 @@ from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.residency import Kept, keeps_received
 from distca_hf.runtime.room import check_room
 from distca_hf.runtime.rows import as_rows, keys_part, queries_part
+from distca_hf.runtime.store import Store, StoreGradients, row_width
 
 
 def attend(
@@ -62,29 +63,26 @@ def attend(
     queries = send_out([as_rows(q_TNH, groups)], maps.queries, transport, where) if maps.queries is not None else None
 
     out, lse = _empty_outputs(q_TNH, v_TGV)
-    out[maps.num_tokens :] = 0
-    lse[maps.num_tokens :] = 0
+    _clear_padding(maps, out, lse)
     own = _Forward(kernel, q_TNH, out, lse, scale, groups)
     own.attend(maps.own if queries is None else maps.early, k_TGH, v_TGV)
     received = keys.wait() if keys is not None else k.new_empty((0, row_width(k, v)))
-    kept = Kept.nothing(k)
     if maps.store_rows:
-        stores = fill_store(k, v, received, maps)
-        own.attend_far(maps.far, *stores)
+        store = Store.fill(k, v, received, maps)
+        own.attend_far(maps.far, store.k, store.v)
     if queries is not None and maps.queries is not None:
         (guest_q,) = queries.arrive()
         guest_out, guest_lse = _empty_outputs(guest_q, v)
         if maps.guests:
-            _Forward(kernel, guest_q, guest_out, guest_lse, scale, groups).attend(maps.guests, *stores)
+            _Forward(kernel, guest_q, guest_out, guest_lse, scale, groups).attend(maps.guests, store.k, store.v)
         home = send_home([guest_out, guest_lse], maps.queries, transport, where)
         own.attend(maps.late, k_TGH, v_TGV)
         own.merge_far()
         home.land([as_rows(out, groups), as_rows(lse, groups)])
-        if keeps:
-            kept = Kept(received, guest_q, guest_out, guest_lse)
+        kept = Kept(received, guest_q, guest_out, guest_lse) if keeps else Kept.nothing(k)
     else:
         own.merge_far()
-        kept = Kept.keys_alone(received) if keeps else kept
+        kept = Kept.keys_alone(received) if keeps else Kept.nothing(k)
     check_finite(plan, where, output=out)
     return out, lse, kept
 
@@ -117,18 +115,18 @@ def attend_backward(
     for call in maps.early if flying else ():
         own.derive(call, k_TGH, v_TGV, dk, dv)
     received = keys.wait() if keys is not None else kept.keys.view(-1, row_width(k, v))
-    gradients = StoreGradients(k, v, maps, is_store(received, k, maps))
+    gradients = StoreGradients(k, v, maps)
     if maps.store_rows:
-        stores = fill_store(k, v, received, maps)
-        own.derive_far(maps.far, *stores, gradients)
+        store = Store.fill(k, v, received, maps)
+        own.derive_far(maps.far, store, gradients)
     dguest_q = None
     if queries is not None:
         dout, q, out, lse = queries.arrive() if not keeps else (*queries.arrive(), *kept.guests)
         dguest_q = torch.empty_like(q)
         guests = _Backward(kernel, dout, q, out, lse, dguest_q, scale, plan.config.deterministic, groups)
         for call in maps.guests:
-            guests.derive_stored(call, *stores, gradients)
-    home = gradients.start_home(plan, where) if maps.exchanges else None
+            guests.derive_stored(call, store, gradients)
+    home = start_gradients_home(gradients, plan, where) if maps.exchanges else None
     queries_home = None
     if dguest_q is not None and maps.queries is not None:
         queries_home = send_home([dguest_q], maps.queries, transport, where)
@@ -136,8 +134,7 @@ def attend_backward(
         own.derive(call, k_TGH, v_TGV, dk, dv)
     own.add_far()
     returned = home.wait() if home is not None else k.new_empty((0, row_width(k, v)))
-    for gradient, dstore, part in zip((dk, dv), gradients.both, apart(returned, k, v), strict=True):
-        sum_at_home(as_rows(gradient, groups), dstore, part, maps)
+    sum_at_home(as_rows(dk, groups), as_rows(dv, groups), gradients, returned, maps)
     if queries_home is not None:
         queries_home.land([as_rows(dq, groups)])
     return dq, dk, dv
@@ -213,18 +210,16 @@ class _Backward:
         k, v, dk, dv = (keys_part(x, call, self._groups) for x in (k, v, dk, dv))
         self._run(call, k, v, dk, dv, queries_part(self._dq, call, self._groups))
 
-    def derive_stored(self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor, gradients: StoreGradients) -> None:
+    def derive_stored(self, call: DeviceCall, store: Store, gradients: StoreGradients) -> None:
         """The same with keys in the store."""
-        self._run_stored(call, k, v, gradients, queries_part(self._dq, call, self._groups))
+        self._run_stored(call, store, gradients, queries_part(self._dq, call, self._groups))
 
-    def derive_far(
-        self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor, gradients: StoreGradients
-    ) -> None:
+    def derive_far(self, calls: Iterable[DeviceCall], store: Store, gradients: StoreGradients) -> None:
         """The part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient; that of
         queries is added by `add_far`, once own calls have written theirs."""
         for call in calls:
             dq = torch.empty_like(queries_part(self._dq, call, self._groups), memory_format=torch.contiguous_format)
-            self._run_stored(call, k, v, gradients, dq)
+            self._run_stored(call, store, gradients, dq)
             self._far.append((call, dq))
 
     def add_far(self) -> None:
@@ -232,12 +227,10 @@ class _Backward:
         for call, dq in self._far:
             queries_part(self._dq, call, self._groups).add_(dq)
 
-    def _run_stored(
-        self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor, gradients: StoreGradients, dq: torch.Tensor
-    ) -> None:
-        k, v = keys_part(k, call, self._groups), keys_part(v, call, self._groups)
-        dk, dv = (keys_part(x, call, self._groups) for x in gradients.both)
-        call_dk, call_dv = gradients.target(dk, k), gradients.target(dv, v)
+    def _run_stored(self, call: DeviceCall, store: Store, gradients: StoreGradients, dq: torch.Tensor) -> None:
+        total = gradients.total
+        k, v, dk, dv = (keys_part(x, call, self._groups) for x in (store.k, store.v, total.k, total.v))
+        call_dk, call_dv = gradients.target(dk), gradients.target(dv)
         self._run(call, k, v, call_dk, call_dv, dq)
         gradients.settle(call_dk, dk)
         gradients.settle(call_dv, dv)
@@ -270,9 +263,15 @@ def _empty_gradients(
     dq = torch.empty_like(q_TNH)
     make = torch.empty_like if maps.queries is None else torch.zeros_like
     dk, dv = make(k_TGH), make(v_TGV)
-    for gradient in (dq, dk, dv):
-        gradient[maps.num_tokens :] = 0
+    _clear_padding(maps, dq, dk, dv)
     return dq, dk, dv
+
+
+def _clear_padding(maps: Maps, *tensors_T: torch.Tensor) -> None:
+    """Rows behind the last token become zero."""
+    if maps.num_tokens * maps.rows_per_token < maps.num_rows:
+        for x in tensors_T:
+            x[maps.num_tokens :] = 0
 
 
 def _check_fit(x: torch.Tensor, plan: LivePlan, where: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
+from distca_hf.kernels.sum_rows import RowSums
 from distca_hf.planning.calls import KernelCall
 from distca_hf.planning.routing import QueryMoves, Routing
 from distca_hf.planning.runs import Runs
@@ -45,7 +46,7 @@ class Maps:
     Attributes:
         own, far, guests: kernel calls; `early` and `late` are the own ones in two halves.
         queries: queries that move, or None if on no rank any does.
-        returned_parts: rows of each server among those that it returns gradients for.
+        sums: where gradients of sent keys, and of own rows of the store, are added.
         store_sums: several calls read the same stored keys, so their gradients must be added.
     """
 
@@ -57,16 +58,13 @@ class Maps:
     come_in_order: bool
     exchanges: bool
     store_sums: bool
-    returned_parts: tuple[slice, ...]
     send_counts: list[int]
     receive_counts: list[int]
     send_rows: torch.Tensor
     received_to_store: torch.Tensor
     own_rows: torch.Tensor
     own_to_store: torch.Tensor
-    shared_rows: torch.Tensor
-    send_in_shared: torch.Tensor
-    own_in_shared: torch.Tensor
+    sums: RowSums
     own: tuple[DeviceCall, ...]
     early: tuple[DeviceCall, ...]
     late: tuple[DeviceCall, ...]
@@ -137,16 +135,13 @@ class HostMaps:
             exchanges=routing.exchanges,
             store_sums=sum(call.key_stop - call.key_start for call in (*routing.far, *routing.guests))
             > routing.store_rows,
-            returned_parts=_parts(routing.send_counts),
             send_counts=routing.send_counts.tolist(),
             receive_counts=routing.receive_counts.tolist(),
             send_rows=send,
             received_to_store=received,
             own_rows=own,
             own_to_store=own_to,
-            shared_rows=shared,
-            send_in_shared=send_in,
-            own_in_shared=own_in,
+            sums=RowSums(shared, own_to, own_in, send_in, _parts(routing.send_counts)),
             own=own_calls,
             early=early,
             late=late,

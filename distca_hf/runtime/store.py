@@ -1,0 +1,111 @@
+"""Store: keys and values of the prefixes that are read here, in document order, and their gradients.
+
+Keys and values of a row lie side by side, `[G * H | G * V]`, as they travel: what came in order is the store, and its
+gradients leave as they were written. Only where groups of heads that belong to one token must lie side by side, too,
+they lie apart.
+
+Shape legend in `kernels.interface`; rows are those of `planning.ranges`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.runtime.maps import Maps
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """`[store rows, G, H]` and `[store rows, G, V]`; `beside` holds both if they lie side by side."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    beside: torch.Tensor | None = None
+
+    @classmethod
+    def fill(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, maps: Maps) -> "Store":
+        """The store from received rows, and own ones among `k` and `v`."""
+        if maps.come_in_order and _side_by_side(k, maps):
+            return cls(*apart(received, k, v), beside=received)
+        store = cls.empty(k, v, maps, k.dtype)
+        if store.beside is not None:
+            store.beside.index_copy_(0, maps.received_to_store, received)
+        else:
+            for target, come in zip((store.k, store.v), apart(received, k, v), strict=True):
+                target.index_copy_(0, maps.received_to_store, come)
+        if len(maps.own_rows):
+            for target, own in ((store.k, k), (store.v, v)):
+                target.index_copy_(0, maps.own_to_store, own.index_select(0, maps.own_rows))
+        return store
+
+    @classmethod
+    def empty(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps, dtype: torch.dtype) -> "Store":
+        """Room for all stored rows."""
+        if _side_by_side(k, maps):
+            beside = k.new_empty((maps.store_rows, row_width(k, v)), dtype=dtype)
+            return cls(*apart(beside, k, v), beside=beside)
+        k, v = (x.new_empty((maps.store_rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
+        return cls(k, v)
+
+    def travelling(self, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows, or all, as they travel."""
+        if self.beside is None:
+            return side_by_side(self.k, self.v, rows).to(dtype)
+        return (self.beside if rows is None else self.beside.index_select(0, rows)).to(dtype)
+
+
+class StoreGradients:
+    """Gradients of a store. Where several calls read the same rows they add to them, in max(fp32, dtype)."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> None:
+        self._maps, self._dtype = maps, k.dtype
+        self.total = Store.empty(k, v, maps, accumulation_dtype(k.dtype) if maps.store_sums else k.dtype)
+        if maps.store_sums:
+            self.total.k.zero_()
+            self.total.v.zero_()
+
+    def target(self, total: torch.Tensor) -> torch.Tensor:
+        """Where a call writes its part of some rows of the gradients."""
+        return torch.empty(total.shape, dtype=self._dtype, device=total.device) if self._maps.store_sums else total
+
+    def settle(self, part: torch.Tensor, total: torch.Tensor) -> None:
+        """Adds what a call wrote."""
+        if self._maps.store_sums:
+            total += part
+
+    def travelling(self) -> torch.Tensor:
+        """Gradients of received rows, in their order."""
+        maps = self._maps
+        return self.total.travelling(None if maps.come_in_order else maps.received_to_store, self._dtype)
+
+
+def _side_by_side(k: torch.Tensor, maps: Maps) -> bool:
+    """Whether calls can read keys that lie beside their values: heads of all groups of a token need one stride."""
+    return maps.rows_per_token == 1 or k.shape[1] == 1
+
+
+def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Some rows of `[rows, G, H]` and `[rows, G, V]`, or all, as `[chosen, G * H + G * V]`."""
+    if rows is None:
+        return torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+    both = k.new_empty((len(rows), row_width(k, v)))
+    for part, x in zip(apart(both, k, v), (k, v), strict=True):
+        torch.index_select(x, 0, rows, out=part)
+    return both
+
+
+def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
+    (groups, dim), value_dim = k.shape[1:], v.shape[2]
+    width, count = groups * dim, len(rows)
+    stride = rows.stride(0)
+    return (
+        rows.as_strided((count, groups, dim), (stride, dim, 1)),
+        rows.as_strided((count, groups, value_dim), (stride, value_dim, 1), rows.storage_offset() + width),
+    )
+
+
+def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Elements of one row of keys and values side by side."""
+    return k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
