@@ -23,6 +23,7 @@ ENVIRONMENT_PREFIX = "DISTCA_"
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 
+LEGS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times"})
 
@@ -82,6 +83,12 @@ class DistCAConfig:
         4.0,
         "With kv_residency=auto: memory for what all layers keep, on the rank that receives most. Where attention is "
         "recomputed only one layer counts.",
+    )
+    exchange_legs: int = _setting(
+        "exchange_legs",
+        0,
+        "In how many parts rows travel to and from other ranks, so that the first are computed while others fly: more "
+        "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",
@@ -168,6 +175,7 @@ class DistCAConfig:
             "tokens_per_rank": 1,
             "pad_to_multiple_of": 1,
             "ranks_per_node": 0,
+            "exchange_legs": 0,
             "check_weights_every_steps": 0,
             "prefetch": 1,
             "plans_in_flight": 1,
@@ -197,6 +205,11 @@ class DistCAConfig:
         """Which ranks share a node."""
         launched = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         return Topology(num_ranks, self.ranks_per_node or launched)
+
+    def num_legs(self, num_ranks: int) -> int:
+        """Legs of every exchange (`exchange_legs`)."""
+        topology = self.topology(num_ranks)
+        return self.exchange_legs or (1 if topology.ranks_per_node >= num_ranks else LEGS_BETWEEN_NODES)
 
     def shared_settings(self) -> dict[str, int]:
         """Settings that ranks must share, as integers: numbers in their smallest unit, choices by their place."""

@@ -53,7 +53,7 @@ def balance(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int
         layout = place(tokens, num_ranks)
         plan = plan_in_place(layout)
         transfers = key_transfers(plan)
-        work = [sum(call.pairs for call in route(plan, rank, transfers).calls) for rank in range(num_ranks)]
+        work = [route(plan, rank, transfers).pairs for rank in range(num_ranks)]
         before.append(imbalance(fill_in_order(tokens, num_ranks).rank_work))
         placed.append(imbalance(work))
         spread = max(spread, int(np.ptp(layout.rank_tokens)))

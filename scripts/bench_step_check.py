@@ -66,7 +66,7 @@ def _errors(
     """Largest error of this rank's rows, of output and gradients, as a part of what is allowed."""
     mode = build_mode(name, place, [numbered_tokens(lengths)])
     mode.begin()
-    batch = mode.batches[0]
+    [batch] = mode.batches
     rows = batch["input_ids"][0]
     q, k, v, dout = (x[rows] for x in whole)
     results = _attend(mode, place, batch, q, k, v, dout)

@@ -1,18 +1,16 @@
-"""The model of a benchmark step: any Transformers decoder without its head, checkpointed and sharded.
-
-The loss is a weighted mean of squared hidden states: no head, no labels, and yet a gradient for every weight. (A
-plain mean would have hardly any behind the last norm, which makes it 1.)
-"""
+"""The model of a benchmark step: any Transformers decoder, checkpointed and sharded."""
 
 import argparse
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_step_liger import use_liger_layers
 from bench_step_operators import SAVED_OPERATORS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,13 +37,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    }
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+    },
 }
 PROBE_TOKENS = 64
 
 
-class Backbone(nn.Module):
-    """A causal language model without its head, whose output is the loss.
+class LossModel(nn.Module):
+    """A causal language model whose output is a loss.
 
     Calling it runs the product's hooks, as any enabled model does; `forward` runs the model alone. The product finds
     the Transformers model inside as it does in a PEFT model.
@@ -54,20 +65,44 @@ class Backbone(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        hidden_size = causal_lm.config.get_text_config().hidden_size
-        self.register_buffer("weight", torch.linspace(0, 2, hidden_size, device=causal_lm.device), persistent=False)
 
     def get_base_model(self) -> PreTrainedModel:
         return self.causal_lm
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        return self.causal_lm(**batch).loss
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Decoder layers."""
+        return [module for module in self.causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that is sharded as a whole, but for its layers."""
+        return self.causal_lm
+
+
+class Backbone(LossModel):
+    """A causal language model without its head.
+
+    The loss is a weighted mean of squared hidden states: no head, no labels, and yet a gradient for every weight. (A
+    plain mean would have hardly any behind the last norm, which makes it 1.)
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__(causal_lm)
+        causal_lm.set_output_embeddings(nn.Identity())
+        hidden_size = causal_lm.config.get_text_config().hidden_size
+        self.register_buffer("weight", torch.linspace(0, 2, hidden_size, device=causal_lm.device), persistent=False)
 
     def forward(self, **batch: Any) -> torch.Tensor:
         hidden = self.causal_lm.base_model(**{"use_cache": False, **batch}).last_hidden_state
         return (hidden.float().square() @ self.weight).mean()
 
     @property
-    def layers(self) -> list[nn.Module]:
-        """Decoder layers."""
-        return [module for module in self.causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    def root(self) -> nn.Module:
+        return self.causal_lm.base_model
 
 
 @dataclass(frozen=True)
@@ -111,58 +146,66 @@ def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedC
     return AutoConfig.for_model(**values)
 
 
-def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> Backbone:
+def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> PreTrainedModel:
     """The model with random weights, the same on all ranks; with FSDP and bf16 they are fp32, as when training."""
     torch.manual_seed(0)
     dtype = torch.float32 if options.fsdp else options.dtype
     with device:
         causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation="distca", dtype=dtype)
-    causal_lm.set_output_embeddings(nn.Identity())
     if options.liger:
-        _use_liger(causal_lm)
-    return Backbone(causal_lm.train())
+        use_liger_layers(causal_lm)
+    return causal_lm.train()
 
 
-def _use_liger(causal_lm: PreTrainedModel) -> None:
-    from liger_kernel.transformers import monkey_patch as liger  # type: ignore[import-untyped]
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer asked of attention."""
 
-    if causal_lm.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise SystemExit(f"--liger: liger_kernel does not know {causal_lm.config.model_type}")
-    liger._apply_liger_kernel_to_instance(causal_lm, cross_entropy=False, fused_linear_cross_entropy=False)
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
 
 
-def probe(model: Backbone) -> Shape:
-    """Runs a few tokens through the model without attention: counts the rest and looks at what attention is given."""
-    calls: list[tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
+@contextmanager
+def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall]]:
+    """The model with attention that answers zeros, whatever the dtype, and what was asked of it."""
+    calls: list[AttentionCall] = []
 
     def look(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **given: Any
     ) -> tuple[torch.Tensor, None]:
         scale = given.get("scaling")
-        calls.append((module, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale))
+        calls.append(AttentionCall(module, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale))
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
 
     AttentionInterface.register("bench_probe", look)
-    model.causal_lm.set_attn_implementation("bench_probe")
+    causal_lm.set_attn_implementation("bench_probe")
+    yield calls
+    causal_lm.set_attn_implementation("distca")
+
+
+def probe(model: LossModel) -> Shape:
+    """Runs a few tokens through the model without attention: counts the rest and looks at what attention is given."""
     positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
+    with without_attention(model.causal_lm) as calls, torch.no_grad(), counter:
         model.forward(input_ids=torch.zeros_like(positions), position_ids=positions)
-    model.causal_lm.set_attn_implementation("distca")
-    module, query, key, value, scale = calls[0]
+    call = calls[0]
     return Shape(
         linear_flops=counter.get_total_flops() / PROBE_TOKENS,
         layers=len(calls),
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
-        scale=scale,
-        module=module,
+        heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
+        head_dim=call.query.shape[3],
+        value_dim=call.value.shape[3],
+        scale=call.scale,
+        module=call.module,
     )
 
 
-def prepare(model: Backbone, options: argparse.Namespace, device: torch.device) -> None:
+def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:
     """Checkpointing, FSDP2 of every decoder layer, compilation of every decoder layer; in place."""
     if options.checkpointing != "none":
         keywords: dict[str, Any] = {"use_reentrant": False}
@@ -170,7 +213,7 @@ def prepare(model: Backbone, options: argparse.Namespace, device: torch.device) 
             keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
     if options.fsdp:
-        _shard(model.layers, model.causal_lm.base_model, options.dtype, device)
+        _shard(model.layers, model.root, options.dtype, device)
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one variant for each way to attend
         for layer in model.layers:
@@ -187,10 +230,10 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _shard(layers: Sequence[nn.Module], backbone: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def _shard(layers: Sequence[nn.Module], root: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Weights and gradient sums in fp32, everything in between in `dtype`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(backbone, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)

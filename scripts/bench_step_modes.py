@@ -13,10 +13,10 @@ placed    the product: batches of `plugin.dataloader`
 fixed     the product: the packs of local, its tasks move
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,9 +46,18 @@ Window = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-s
 Batch = dict[str, Any]
 
 
+class Batches(Protocol):
+    """Keywords of the model for each micro-step, anew for every step."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
 @dataclass(frozen=True)
 class Place:
-    """What modes are built from: this rank, its wires, and the model that plans are made for."""
+    """What modes are built from: this rank, its wires, and the model that plans are made for; `recomputes` if
+    checkpointing recomputes attention, too."""
 
     wires: Wires
     device: torch.device
@@ -56,11 +65,13 @@ class Place:
     dtype: torch.dtype
     model: nn.Module
     shape: Shape
+    recomputes: bool = False
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
         """The product, with further settings from the environment (`DISTCA_<FIELD>`). What is checkpointed is decided
         for all modes alike (`bench_step_model`)."""
-        settings = {"kernel": self.kernel, "checkpointed_attention": "recompute"}
+        checkpointed = "recompute" if self.recomputes else "save"
+        settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
         return WiredPlugin(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
@@ -73,7 +84,7 @@ class Mode:
 
     Attributes:
         implementation: name of the attention function.
-        batches: keywords of the model for each micro-step.
+        batches: of a step.
         watched: the model is called with the product's hooks around it.
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are those of attention on the documents; false for `ideal` alone.
@@ -82,7 +93,7 @@ class Mode:
 
     name: str
     implementation: str
-    batches: list[Batch]
+    batches: Batches
     watched: bool = False
     exchanges: bool = False
     exact: bool = True

@@ -23,13 +23,11 @@ from distca_hf.runtime import core_attention
 # What the runtime calls its steps, and what they are called here. One that the runtime no longer has is not named.
 STEPS = {
     "start_keys": "dispatch: keys leave",
-    "send_queries": "dispatch: queries leave",
-    "fill_store": "dispatch: keys into the store",
-    "_attend_calls": "kernel calls: own, then store",
-    "_store_gradients": "kernel calls: store, backward",
-    "send_home": "combine: gradients go home",
+    "send_out": "dispatch: queries leave",
+    "merge": "prefixes are merged",
+    "start_gradients_home": "combine: gradients leave",
     "sum_at_home": "combine: gradients are summed",
-    "bring_home": "combine: outputs come home",
+    "send_home": "combine: results leave",
 }
 
 

@@ -1,12 +1,14 @@
 """Rounds of a benchmark step: every mode in turn, again and again, each step timed alone."""
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from bench_step_model import Backbone
+from bench_step_model import LossModel
 from bench_step_modes import Mode
 from bench_step_rates import synchronize
 from bench_step_report import Measured
@@ -31,7 +33,7 @@ class Tally:
 class Runner:
     """Runs steps of one model; all ranks run the same ones in the same order."""
 
-    def __init__(self, model: Backbone, wires: Wires, device: torch.device) -> None:
+    def __init__(self, model: LossModel, wires: Wires, device: torch.device) -> None:
         self._model, self._wires, self._device = model, wires, device
 
     def run(self, modes: Sequence[Mode], warmup: int, rounds: int, exposed: bool) -> dict[str, Measured]:
@@ -39,13 +41,19 @@ class Runner:
         tallies = {mode.name: Tally() for mode in modes}
         for _ in range(warmup + rounds):
             for mode in modes:
-                self._run(mode, tallies[mode.name], exposed and mode.exchanges)
+                with self.ready(mode) as step:
+                    self._run(step, tallies[mode.name], exposed and mode.exchanges)
         return {name: self._over_ranks(tally, warmup) for name, tally in tallies.items()}
 
-    def select(self, mode: Mode) -> None:
-        """Makes the model attend in this way; not part of a step."""
+    @contextmanager
+    def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
+        """Steps of this mode. Around them, which is not part of a step, the model is made to attend in this way, and
+        gradients and what only this mode needs are let go."""
         self._model.causal_lm.set_attn_implementation(mode.implementation)
         mode.begin()
+        yield functools.partial(self.step, mode)
+        self._model.zero_grad(set_to_none=True)
+        mode.end()
 
     def step(self, mode: Mode) -> torch.Tensor:
         """Forward and backward of all micro-steps; the loss of this rank's tokens."""
@@ -57,17 +65,11 @@ class Runner:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def leave(self, mode: Mode) -> None:
-        """Lets go of gradients and of what only this mode needs."""
-        self._model.zero_grad(set_to_none=True)
-        mode.end()
-
-    def _run(self, mode: Mode, tally: Tally, silent_too: bool) -> None:
-        self.select(mode)
+    def _run(self, step: Callable[[], torch.Tensor], tally: Tally, silent_too: bool) -> None:
         self._wires.reset()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        seconds, tally.loss = self._timed(mode)
+        seconds, tally.loss = self._timed(step)
         tally.seconds.append(seconds)
         tally.exchanged_bytes = max(self._wires.sent_bytes, self._wires.received_bytes)
         if self._device.type == "cuda":
@@ -75,15 +77,14 @@ class Runner:
         if silent_too:
             self._model.zero_grad(set_to_none=True)
             self._wires.silence(True)
-            tally.silent_seconds.append(self._timed(mode)[0])
+            tally.silent_seconds.append(self._timed(step)[0])
             self._wires.silence(False)
-        self.leave(mode)
 
-    def _timed(self, mode: Mode) -> tuple[float, torch.Tensor]:
+    def _timed(self, step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
         dist.barrier()
         synchronize(self._device)
         began = time.perf_counter()
-        loss = self.step(mode)
+        loss = step()
         synchronize(self._device)
         return time.perf_counter() - began, loss
 

@@ -42,15 +42,21 @@ class Wires:
         self._noise = torch.randn(numbers, device=self._device, dtype=torch.bfloat16) if silent else None
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> Exchange:
         """An uneven all-to-all, as `Transport` has it."""
         row_bytes = rows.shape[1:].numel() * rows.element_size()
         sent, received = (sum(counts) - counts[self.rank] for counts in (send_counts, receive_counts))
         arriving = (sum(receive_counts), *rows.shape[1:])
         if self._is_silent(sent * row_bytes, received * row_bytes, sum(receive_counts) * row_bytes):
-            return Arrived(self._made_up(arriving, rows.dtype))
-        return self._inner.exchange(rows, send_counts, receive_counts, where)
+            made_up = self._made_up(arriving, rows.dtype)
+            return Arrived(made_up if into is None else into.copy_(made_up))
+        return self._inner.exchange(rows, send_counts, receive_counts, where, into)
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Integers are passed on also when silent: ranks agree as ever."""

@@ -27,7 +27,12 @@ class CheckedTransport:
         self._number = 0
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> Exchange:
         """Starts an exchange that all ranks mean.
 
@@ -54,7 +59,7 @@ class CheckedTransport:
                         f"{here}, {where}: rank {source} sends {sent[source][target]} rows to rank {target}, which "
                         f"expects {expected}; nothing was sent"
                     )
-        return self._inner.exchange(rows, send_counts, receive_counts, where)
+        return self._inner.exchange(rows, send_counts, receive_counts, where, into)
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Passes integers on unchecked: agreements check themselves."""

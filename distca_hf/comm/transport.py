@@ -90,7 +90,12 @@ class Transport(Protocol):
     traffic: Traffic
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> Exchange:
         """Starts an uneven all-to-all.
 
@@ -98,6 +103,7 @@ class Transport(Protocol):
             rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
             send_counts, receive_counts: `[ranks]` rows to and from each rank.
             where: step, layer and phase, for messages.
+            into: `[sum(receive_counts), ...]` contiguous, where received rows are put; new memory if it is not given.
         """
         ...
 
@@ -133,10 +139,15 @@ class LocalTransport:
         self.rank, self.world_size, self.traffic = 0, 1, Traffic()
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> Arrived:
         self.traffic.count(rows, send_counts, self.rank, where)
-        return Arrived(rows)
+        return Arrived(rows if into is None else into.copy_(rows))
 
     def gather(self, values: Sequence[int], where: str) -> Gathered:
         return Gathered([list(values)])
@@ -160,9 +171,14 @@ class TorchTransport:
         self._rollcall = rollcall
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> "TorchExchange":
-        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:])) if into is None else into
         self.traffic.count(rows, send_counts, self.rank, where)
         try:
             work = dist.all_to_all_single(

@@ -1,7 +1,6 @@
 """Kernel calls: tasks that one varlen attention call computes together."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -53,21 +52,6 @@ class KernelCall:
         """Attended pairs x groups of heads of the call."""
         return int(self.pairs_of_tasks.sum())
 
-    def part(self, first: int, stop: int) -> "KernelCall":
-        """Some of the tasks. Queries and keys are the same own rows."""
-        offsets = self.cu_seqlens_q[first : stop + 1]
-        begin, end = self.query_start + int(offsets[0]), self.query_start + int(offsets[-1])
-        offsets = offsets - offsets[0]
-        return replace(
-            self,
-            query_start=begin,
-            query_stop=end,
-            key_start=begin,
-            key_stop=end,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-        )
-
 
 def own_calls(own: OwnParts) -> tuple[KernelCall, ...]:
     """Squares of own rows: one call for all neighbours of which the same heads are computed."""
@@ -84,21 +68,22 @@ def own_calls(own: OwnParts) -> tuple[KernelCall, ...]:
     return tuple(calls)
 
 
-def far_calls(own: OwnParts, store: Store) -> tuple[KernelCall, ...]:
-    """Own parts against their stored prefixes, without a mask."""
+def far_calls(own: OwnParts, store: Store, leg: int) -> tuple[KernelCall, ...]:
+    """Own parts against what one leg brings of their prefixes, without a mask."""
     groups, chosen = own.head_groups, own.continued
-    chosen = chosen[np.argsort(own.head[chosen] != ALL_HEADS, kind="stable")]
-    document, head, prefix = own.document[chosen], own.head[chosen], own.start[chosen]
-    row, tokens, per_token = own.token_row[chosen], own.tokens[chosen], rows_per_token(head, groups)
-    first_key = store.row(document, head, np.zeros_like(prefix))
-    apart = np.ones(len(chosen), dtype=bool)
-    apart[1:] = (row[1:] - row[:-1] != tokens[:-1]) | (head[1:] != head[:-1])
-    opens = apart | _opens(line_keys(document, head, groups), per_token, prefix, store)
+    line = store.index_of(own.prefix_lines)
+    first, stop = store.starts[line, leg], np.minimum(store.stops[line, leg], own.prefixes)
+    some = np.flatnonzero(first < stop)
+    some = some[np.argsort(own.head[chosen[some]] != ALL_HEADS, kind="stable")]
+    chosen, line, first, stop = chosen[some], line[some], first[some], stop[some]
+    head, row, tokens = own.head[chosen], own.token_row[chosen], own.tokens[chosen]
+    per_token, first_key = rows_per_token(head, groups), store.offset[line, leg]
+    opens = _opens(line, per_token, stop, store, leg)
+    opens[1:] |= (row[1:] - row[:-1] != tokens[:-1]) | (head[1:] != head[:-1])
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
-        queries, keys = _offsets(tokens[begin:end]), _offsets(prefix[begin:end])
-        query, key, rows = int(row[begin]), int(first_key[begin]), int(per_token[begin])
-        group = int(head[begin])
+        queries, keys = _offsets(tokens[begin:end]), _offsets((stop - first)[begin:end])
+        query, key, rows, group = (int(x[begin]) for x in (row, first_key, per_token, head))
         calls.append(
             KernelCall(
                 query,
@@ -115,35 +100,21 @@ def far_calls(own: OwnParts, store: Store) -> tuple[KernelCall, ...]:
     return tuple(calls)
 
 
-def guest_calls(tasks: Tasks, guests: IntArray, guest_row: IntArray, store: Store) -> tuple[KernelCall, ...]:
-    """Tasks with queries of other ranks, in the order of their guest rows, against their stored causal prefixes."""
+def guest_calls(tasks: Tasks, guests: IntArray, guest_row: IntArray, store: Store, leg: int) -> tuple[KernelCall, ...]:
+    """Tasks of one leg with queries of other ranks, in the order of their guest rows, against their stored causal
+    prefixes."""
     groups = tasks.head_groups
     document, head, start, stop = (x[guests] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
-    per_token = rows_per_token(head, groups)
-    first_key = store.row(document, head, np.zeros_like(start))
-    opens = _opens(line_keys(document, head, groups), per_token, stop, store)
+    line, per_token = store.index_of(line_keys(document, head, groups)), rows_per_token(head, groups)
+    first_key = store.offset[line, leg]
+    opens = _opens(line, per_token, stop, store, leg)
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(guests)]):
         queries, keys = _offsets((stop - start)[begin:end]), _offsets(stop[begin:end])
-        query, key, rows = int(guest_row[begin]), int(first_key[begin]), int(per_token[begin])
+        query, key, rows = (int(x[begin]) for x in (guest_row, first_key, per_token))
         query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
         calls.append(KernelCall(query, query_stop, key, key_stop, queries, keys, stored_rows_per_token=rows))
     return tuple(calls)
-
-
-def halves(calls: Sequence[KernelCall]) -> tuple[tuple[KernelCall, ...], tuple[KernelCall, ...]]:
-    """Own calls in two parts of about equal work; a task stays whole."""
-    total, done = sum(call.pairs for call in calls), 0
-    for number, call in enumerate(calls):
-        upto = done + np.concatenate([[0], np.cumsum(call.pairs_of_tasks)])
-        done = int(upto[-1])
-        if 2 * done < total:
-            continue
-        cut = int(np.argmin(np.abs(2 * upto - total)))
-        early = [*calls[:number], *([call.part(0, cut)] if cut else [])]
-        late = [*([call.part(cut, len(upto) - 1)] if cut < len(upto) - 1 else []), *calls[number + 1 :]]
-        return tuple(early), tuple(late)
-    return (), tuple(calls)
 
 
 def _heads_joined(own: OwnParts) -> tuple[IntArray, ...]:
@@ -160,21 +131,16 @@ def _heads_joined(own: OwnParts) -> tuple[IntArray, ...]:
     return row[opens], tokens[opens], first, last
 
 
-def _opens(line: IntArray, per_token: IntArray, prefix: IntArray, store: Store) -> np.ndarray:
-    """Which readers of stored prefixes need a new call: keys of a call follow each other, so all but its last task
-    read whole stored prefixes, each of another document. An earlier reader of a document that has several gets a call
-    of its own, on the beginning of the same prefix."""
+def _opens(line: IntArray, per_token: IntArray, stop: IntArray, store: Store, leg: int) -> np.ndarray:
+    """Which readers of a leg need a new call: keys of a call follow each other, so all but its last task read all that
+    the leg brings, each of another line. An earlier reader of a line that has several gets a call of its own, on the
+    beginning of the same keys."""
+    reads_all = stop == store.stops[line, leg]
+    after = store.offset[line, leg] + (store.stops - store.starts)[line, leg] * per_token
+    follows = store.offset[line, leg][1:] == after[:-1]
     opens = np.ones(len(line), dtype=bool)
-    whole = prefix == store.prefix_of(line)
-    opens[1:] = (per_token[1:] != per_token[:-1]) | ~whole[:-1] | (line[1:] == line[:-1]) | ~_follows(line, store)
+    opens[1:] = (per_token[1:] != per_token[:-1]) | ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
     return opens
-
-
-def _follows(line: IntArray, store: Store) -> np.ndarray:
-    """Whether the stored prefix of each line but the first begins where that of the one before ends."""
-    at = np.searchsorted(store.lines, line)
-    rows = store.prefix[at] * rows_per_token(line % (store.head_groups + 1) + ALL_HEADS, store.head_groups)
-    return store.offset[at][1:] == store.offset[at][:-1] + rows[:-1]
 
 
 def _offsets(lengths: IntArray) -> IntArray:

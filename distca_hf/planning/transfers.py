@@ -1,10 +1,11 @@
-"""Transfers: which keys and values every server is missing, and who sends them."""
+"""Transfers: which keys and values every server is missing, who sends them, and in which leg."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca_hf.cost import IntArray
+from distca_hf.planning.legs import Legs
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.ranges import Ranges, line_keys
 from distca_hf.planning.runs import Runs
@@ -12,10 +13,15 @@ from distca_hf.planning.runs import Runs
 
 @dataclass(frozen=True, eq=False)
 class KeyTransfers(Ranges):
-    """Keys and values that travel, sorted by (source, destination, document, head, start)."""
+    """Keys and values that travel, sorted by (source, leg, destination, document, head, start).
+
+    Attributes:
+        leg: see `Legs`.
+    """
 
     source: IntArray
     destination: IntArray
+    leg: IntArray
 
     def rows_between(self, num_ranks: int) -> IntArray:
         """`[source, destination]` rows of keys and values that travel."""
@@ -24,8 +30,9 @@ class KeyTransfers(Ranges):
         return rows
 
 
-def key_transfers(plan: Plan) -> KeyTransfers:
-    """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server."""
+def key_transfers(plan: Plan, legs: Legs | None = None) -> KeyTransfers:
+    """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server. All
+    travel in one leg unless others are given."""
     tasks, groups = plan.tasks, plan.tasks.head_groups
     reads = plan.reads_others
     server, prefix = tasks.server[reads], tasks.stop[reads]
@@ -46,13 +53,29 @@ def key_transfers(plan: Plan) -> KeyTransfers:
     source, destination = pieces.home[piece], server[need]
     start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
     travels = np.flatnonzero((source != destination) & (start < stop))
-    travels = travels[np.lexsort((start[travels], line[need[travels]], destination[travels], source[travels]))]
+    source, destination, need, piece = source[travels], destination[travels], need[travels], piece[travels]
+    part, leg, start, stop = _cut(start[travels], stop[travels], destination, line[need], legs)
+    source, destination, need, piece = source[part], destination[part], need[part], piece[part]
+    order = np.lexsort((start, line[need], destination, leg, source))
     return KeyTransfers(
-        source=source[travels],
-        destination=destination[travels],
-        document=pieces.document[piece[travels]],
-        head=pieces.head[piece[travels]],
-        start=start[travels],
-        stop=stop[travels],
+        source=source[order],
+        destination=destination[order],
+        leg=leg[order],
+        document=pieces.document[piece[order]],
+        head=pieces.head[piece[order]],
+        start=start[order],
+        stop=stop[order],
         head_groups=groups,
     )
+
+
+def _cut(
+    start: IntArray, stop: IntArray, server: IntArray, line: IntArray, legs: Legs | None
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Ranges cut where legs end: index of the range, leg, start and stop of each part."""
+    if legs is None or legs.count == 1:
+        return np.arange(len(start)), np.zeros(len(start), dtype=np.int64), start, stop
+    borders = legs.borders_of(server, line)
+    starts, stops = np.maximum(start[:, None], borders[:, :-1]), np.minimum(stop[:, None], borders[:, 1:])
+    part, leg = np.nonzero(starts < stops)
+    return part, leg, starts[part, leg], stops[part, leg]

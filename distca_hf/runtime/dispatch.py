@@ -1,13 +1,51 @@
-"""Dispatch: keys and values travel to the servers that need them."""
+"""Dispatch and combine: keys and values travel to the servers that need them, their gradients travel home and are
+summed there, in max(fp32, their dtype) and in a fixed order: own calls, own rows of the store, then leg by leg the
+servers by rank.
+
+Shape legend in `kernels.interface`; all tensors are `[rows, ...]`, rows as in `planning.ranges`.
+"""
 
 import torch
 
-from distca_hf.comm.transport import Exchange
-from distca_hf.runtime.plans import LivePlan
-from distca_hf.runtime.store import side_by_side
+from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.kernels.sum_rows import add_rows
+from distca_hf.runtime.maps import Maps, Way
+from distca_hf.runtime.store import StoreGradients, apart, row_width, side_by_side
 
 
-def start_keys(k: torch.Tensor, v: torch.Tensor, plan: LivePlan, where: str) -> Exchange:
-    """Starts sending the rows that other ranks need, of `[rows, G, H]` and `[rows, G, V]`."""
-    maps = plan.maps
-    return plan.transport.exchange(side_by_side(k, v, maps.send_rows), maps.send_counts, maps.receive_counts, where)
+class KeyFlight:
+    """Keys and values on their way to the servers.
+
+    Attributes:
+        received: `[received rows, G * H + G * V]`; a leg's rows are there once it has arrived.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> None:
+        self._sent = side_by_side(k, v, maps.send_rows)
+        self.received = self._sent.new_empty((len(maps.received_to_store), row_width(k, v)))
+
+    def start(self, way: Way, transport: Transport, where: str) -> Exchange:
+        """Starts one leg."""
+        into = self.received[way.receive]
+        return transport.exchange(self._sent[way.send], way.send_counts, way.receive_counts, where, into)
+
+
+class GradientFlight:
+    """Gradients of received keys and values on their way home."""
+
+    def __init__(self, gradients: StoreGradients, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> None:
+        self._gradients, self._maps, self._flights = gradients, maps, list[Exchange]()
+        self._returned = k.new_empty((len(maps.send_rows), row_width(k, v)))
+
+    def start(self, way: Way, transport: Transport, where: str) -> None:
+        """Starts one leg, whose gradients are complete."""
+        rows, into = self._gradients.travelling(way.receive), self._returned[way.send]
+        self._flights.append(transport.exchange(rows, way.receive_counts, way.send_counts, where, into))
+
+    def land(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Waits for all legs, and adds to the gradients of own rows what the store and other servers contributed."""
+        for flight in self._flights:
+            flight.wait()
+        total = self._gradients.total
+        for gradient, own, part in zip((dk, dv), (total.k, total.v), apart(self._returned, dk, dv), strict=True):
+            add_rows(gradient.flatten(1), own.flatten(1), part.flatten(1), self._maps.sums)

@@ -1,7 +1,9 @@
 """Maps: a routing as tensors on the device, made once per micro-batch and used by every layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,27 @@ class DeviceCall:
     spans: Spans
     heads: tuple[int, int] | None
     stored_rows_per_token: int
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """What of the rows that leave, and of those that come, travels in one leg."""
+
+    send: slice
+    receive: slice
+    send_counts: list[int]
+    receive_counts: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class LegMaps:
+    """One leg: rows of keys and of queries that travel together, and the calls that they are for."""
+
+    keys: Way
+    queries: Way | None
+    far: tuple[DeviceCall, ...]
+    guests: tuple[DeviceCall, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +53,6 @@ class QueryMaps:
     """Index tensors (int64) of queries that move; names as in `QueryMoves`."""
 
     num_rows: int
-    send_counts: list[int]
-    receive_counts: list[int]
     come_in_order: bool
     send_rows: torch.Tensor
     received_to_guest: torch.Tensor
@@ -44,8 +65,9 @@ class Maps:
     """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
 
     Attributes:
-        own, far, guests: kernel calls; `early` and `late` are the own ones in two halves.
+        own: kernel calls that need no leg.
         queries: queries that move, or None if on no rank any does.
+        calls_of_heads: what `runtime.heads` made of the calls, by layer.
         sums: where gradients of sent keys, and of own rows of the store, are added.
         store_sums: several calls read the same stored keys, so their gradients must be added.
     """
@@ -58,19 +80,21 @@ class Maps:
     come_in_order: bool
     exchanges: bool
     store_sums: bool
-    send_counts: list[int]
-    receive_counts: list[int]
     send_rows: torch.Tensor
     received_to_store: torch.Tensor
     own_rows: torch.Tensor
     own_to_store: torch.Tensor
     sums: RowSums
     own: tuple[DeviceCall, ...]
-    early: tuple[DeviceCall, ...]
-    late: tuple[DeviceCall, ...]
-    far: tuple[DeviceCall, ...]
-    guests: tuple[DeviceCall, ...]
+    legs: tuple[LegMaps, ...]
+    late_share: float
     queries: QueryMaps | None
+    calls_of_heads: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
+
+    @property
+    def num_received_queries(self) -> int:
+        """Guest rows that come from other ranks."""
+        return 0 if self.queries is None else len(self.queries.received_to_guest)
 
     def name_of(self, row: int) -> str:
         """Document and token that a row of this rank holds; rows here are tokens."""
@@ -106,7 +130,7 @@ class HostMaps:
         ]
         if moves is not None:
             runs += [moves.send_rows, moves.received_to_guest, moves.own_rows, moves.own_to_guest]
-        calls = routing.own, *routing.own_halves, routing.far, routing.guests
+        calls = routing.own, *routing.far_of_leg, *routing.guests_of_leg
         offsets = [offset for kind in calls for call in kind for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
         return cls(
             routing=routing,
@@ -124,7 +148,7 @@ class HostMaps:
             _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
         )
         offsets = self.offsets.to(device, non_blocking=True)
-        own_calls, early, late, far, guests = _device_calls(self.calls, offsets)
+        own_calls, *others = _device_calls(self.calls, offsets)
         return Maps(
             num_rows=routing.num_rows,
             held=routing.held,
@@ -135,18 +159,14 @@ class HostMaps:
             exchanges=routing.exchanges,
             store_sums=sum(call.key_stop - call.key_start for call in (*routing.far, *routing.guests))
             > routing.store_rows,
-            send_counts=routing.send_counts.tolist(),
-            receive_counts=routing.receive_counts.tolist(),
             send_rows=send,
             received_to_store=received,
             own_rows=own,
             own_to_store=own_to,
-            sums=RowSums(shared, own_to, own_in, send_in, _parts(routing.send_counts)),
+            sums=RowSums(shared, own_to, own_in, send_in, _parts(routing.leg_send_counts.ravel())),
             own=own_calls,
-            early=early,
-            late=late,
-            far=far,
-            guests=guests,
+            legs=_legs(routing, others),
+            late_share=routing.late_share,
             queries=_query_maps(routing.queries, moves),
         )
 
@@ -174,8 +194,27 @@ def _parts(counts: IntArray) -> tuple[slice, ...]:
 def _query_maps(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryMaps | None:
     if moves is None:
         return None
-    counts = moves.send_counts.tolist(), moves.receive_counts.tolist()
-    return QueryMaps(moves.num_rows, *counts, moves.come_in_order, *index)
+    return QueryMaps(moves.num_rows, moves.come_in_order, *index)
+
+
+def _legs(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[LegMaps, ...]:
+    """All legs; calls are the far ones of each leg, then the guests of each."""
+    count, moves = len(routing.far_of_leg), routing.queries
+    keys = _ways(routing.leg_send_counts, routing.leg_receive_counts)
+    queries: list[Way | None] = [None] * count
+    if moves is not None:
+        queries = [*_ways(moves.leg_send_counts, moves.leg_receive_counts)]
+    return tuple(LegMaps(keys[leg], queries[leg], calls[leg], calls[count + leg]) for leg in range(count))
+
+
+def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[Way]:
+    """One for each leg, from `[legs, ranks]` rows."""
+    sends, receives = (
+        [slice(*bounds) for bounds in pairwise([0, *np.cumsum(counts.sum(axis=1)).tolist()])]
+        for counts in (send_counts, receive_counts)
+    )
+    ways = zip(sends, receives, send_counts.tolist(), receive_counts.tolist(), strict=True)
+    return [Way(*way) for way in ways]
 
 
 def _device_calls(kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor) -> tuple[tuple[DeviceCall, ...], ...]:
@@ -193,7 +232,7 @@ def _device_calls(kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor) 
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
-            of_kind.append(DeviceCall(queries, keys, spans, call.heads, call.stored_rows_per_token))
+            of_kind.append(DeviceCall(queries, keys, spans, call.heads, call.stored_rows_per_token, call.pairs))
         made.append(tuple(of_kind))
     return tuple(made)
 

@@ -41,7 +41,7 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     stored = maps.store_rows * elements * (k.element_size() + summed)
     under_way = (len(maps.send_rows) + len(maps.received_to_store)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
-    far = sum((call.queries.stop - call.queries.start) * q.shape[1] * q.shape[2] for call in maps.far)
+    far = sum((call.queries.stop - call.queries.start) * q.shape[1] * q.shape[2] for call in maps.legs[0].far)
     guests = 0
     if maps.queries is not None:  # queries, outputs and both gradients, here and under way
         rows = maps.queries.num_rows + len(maps.queries.send_rows)

@@ -24,20 +24,26 @@ class Store:
     beside: torch.Tensor | None = None
 
     @classmethod
-    def fill(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, maps: Maps) -> "Store":
-        """The store from received rows, and own ones among `k` and `v`."""
+    def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, maps: Maps) -> "Store":
+        """A store with this rank's own rows among `k` and `v`; `received` rows are there once they have arrived."""
         if maps.come_in_order and _side_by_side(k, maps):
             return cls(*apart(received, k, v), beside=received)
         store = cls.empty(k, v, maps, k.dtype)
-        if store.beside is not None:
-            store.beside.index_copy_(0, maps.received_to_store, received)
-        else:
-            for target, come in zip((store.k, store.v), apart(received, k, v), strict=True):
-                target.index_copy_(0, maps.received_to_store, come)
         if len(maps.own_rows):
             for target, own in ((store.k, k), (store.v, v)):
                 target.index_copy_(0, maps.own_to_store, own.index_select(0, maps.own_rows))
         return store
+
+    def arrive(self, received: torch.Tensor, rows: slice, maps: Maps) -> None:
+        """Puts some received rows where they are read."""
+        if self.beside is received:
+            return
+        places = maps.received_to_store[rows]
+        if self.beside is not None:
+            self.beside.index_copy_(0, places, received[rows])
+            return
+        for target, come in zip((self.k, self.v), apart(received[rows], self.k, self.v), strict=True):
+            target.index_copy_(0, places, come)
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps, dtype: torch.dtype) -> "Store":
@@ -48,11 +54,11 @@ class Store:
         k, v = (x.new_empty((maps.store_rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
         return cls(k, v)
 
-    def travelling(self, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows, or all, as they travel."""
+    def travelling(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows as they travel."""
         if self.beside is None:
             return side_by_side(self.k, self.v, rows).to(dtype)
-        return (self.beside if rows is None else self.beside.index_select(0, rows)).to(dtype)
+        return (self.beside[rows] if isinstance(rows, slice) else self.beside.index_select(0, rows)).to(dtype)
 
 
 class StoreGradients:
@@ -74,10 +80,12 @@ class StoreGradients:
         if self._maps.store_sums:
             total += part
 
-    def travelling(self) -> torch.Tensor:
-        """Gradients of received rows, in their order."""
+    def travelling(self, rows: slice) -> torch.Tensor:
+        """Gradients of some received rows, in their order."""
         maps = self._maps
-        return self.total.travelling(None if maps.come_in_order else maps.received_to_store, self._dtype)
+        if maps.come_in_order:
+            return self.total.travelling(rows, self._dtype)
+        return self.total.travelling(maps.received_to_store[rows], self._dtype)
 
 
 def _side_by_side(k: torch.Tensor, maps: Maps) -> bool:
@@ -85,10 +93,10 @@ def _side_by_side(k: torch.Tensor, maps: Maps) -> bool:
     return maps.rows_per_token == 1 or k.shape[1] == 1
 
 
-def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Some rows of `[rows, G, H]` and `[rows, G, V]`, or all, as `[chosen, G * H + G * V]`."""
-    if rows is None:
-        return torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Some rows of `[rows, G, H]` and `[rows, G, V]` as `[chosen, G * H + G * V]`."""
+    if isinstance(rows, slice):
+        return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
     both = k.new_empty((len(rows), row_width(k, v)))
     for part, x in zip(apart(both, k, v), (k, v), strict=True):
         torch.index_select(x, 0, rows, out=part)

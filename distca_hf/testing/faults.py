@@ -84,9 +84,14 @@ class FaultTransport:
         return self._inner.traffic
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> Exchange:
-        begin = partial(self._inner.exchange, rows, send_counts, receive_counts, where)
+        begin = partial(self._inner.exchange, rows, send_counts, receive_counts, where, into)
         if self._run_planned("exchange"):
             self._overtaken = Overtaken(begin)
             return self._overtaken

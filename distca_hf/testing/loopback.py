@@ -66,7 +66,12 @@ class LoopbackTransport:
         self._world = world
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        where: str,
+        into: torch.Tensor | None = None,
     ) -> _Meeting:
         self.traffic.count(rows, send_counts, self.rank, where)
 
@@ -78,7 +83,8 @@ class LoopbackTransport:
                 raise AssertionError(
                     f"rank {self.rank}, {where}: received {counts} rows, expected {list(receive_counts)}"
                 )
-            return torch.cat(arrived)
+            received = torch.cat(arrived)
+            return received if into is None else into.copy_(received)
 
         return _Meeting(hold)
 

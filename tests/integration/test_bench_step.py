@@ -50,6 +50,12 @@ def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
         assert len(mode["seconds"]) == 1
         assert len(mode["silent_seconds"]) == (name in EXCHANGING)
         assert (mode["exchanged_bytes"] > 0) == (name in EXCHANGING)
+        for kernels in mode["kernels"].values():
+            seconds = kernels["seconds"]
+            assert len(seconds) == RANKS
+            assert min(seconds) > 0
+            assert kernels["mean_seconds"] == pytest.approx(sum(seconds) / RANKS)
+            assert kernels["max_over_mean"] == pytest.approx(max(seconds) * RANKS / sum(seconds))
         if name != "ideal":  # its keys are made up in part
             assert mode["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
     # Forward, recomputed forward and backward; half of everything goes to the other one of two ranks.

@@ -8,6 +8,7 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.layout import Layout
+from distca_hf.planning.legs import Legs
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import route
@@ -34,6 +35,7 @@ class Case:
     kv_residency: Residency
     seed: int
     plan: Plan
+    num_legs: int = 1
 
     @classmethod
     def draw(cls, seed: int, layout: Layout, plan: Plan | None = None) -> "Case":
@@ -45,6 +47,7 @@ class Case:
             rng.choice(["refetch", "keep", "auto"]),
             seed,
             plan_in_place(layout) if plan is None else plan,
+            rng.choice([1, 1, 2, 3]),
         )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,11 +92,12 @@ def live_plan(
     config: DistCAConfig,
     device: torch.device | str = "cpu",
     plan: Plan | None = None,
+    num_legs: int = 1,
 ) -> LivePlan:
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
     facts = PlanFacts.of(plan, key_transfers(plan), layout.rank_work)
-    maps = HostMaps.prepare(route(plan, transport.rank)).to(torch.device(device))
+    maps = HostMaps.prepare(route(plan, transport.rank, legs=Legs.cut(plan, num_legs))).to(torch.device(device))
     return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
 
 
@@ -106,7 +110,7 @@ def compare(case: Case, transport: Transport) -> Difference:
 
     rank, layout = transport.rank, case.layout
     config = DistCAConfig(kernel=case.kernel, kv_residency=case.kv_residency)
-    live = live_plan(layout, transport, config, plan=case.plan)
+    live = live_plan(layout, transport, config, plan=case.plan, num_legs=case.num_legs)
     rows = rows_of_rank(layout, rank)
     padding = int(layout.padding_rows[rank])
 
@@ -137,7 +141,7 @@ def compare(case: Case, transport: Transport) -> Difference:
         dk=_largest(gradients[1][: len(rows)], expected_gradients[1][rows]),
         dv=_largest(gradients[2][: len(rows)], expected_gradients[2][rows]),
         exchanges=transport.traffic.exchanges - before[0],
-        exchanges_expected=((fetches + 1) if sent.any() else 0) + (4 if len(moved.tokens) else 0),
+        exchanges_expected=case.num_legs * (((fetches + 1) if sent.any() else 0) + (4 if len(moved.tokens) else 0)),
         bytes_sent=transport.traffic.bytes_sent - before[1],
         bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes
         + 8 * heads // case.plan.tasks.head_groups * query_bytes,

@@ -1,0 +1,73 @@
+"""Options that benchmarks of steps share: which model, on which device, trained in which way."""
+
+import argparse
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_step_documents import PRESETS as DOCUMENTS
+from bench_step_documents import parse_documents
+from bench_step_model import PRESETS as MODELS
+
+from distca_hf.config import DistCAConfig
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def shared_options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with these options; a script adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = argparse.BooleanOptionalAction
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--config", type=Path, help="config.json of a Transformers model")
+    model.add_argument("--preset", choices=[*MODELS], default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
+    parser.add_argument(
+        "--documents", default="A", help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}"
+    )
+    parser.add_argument("--modes", help="comma-separated; by default all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
+    parser.add_argument("--checkpointing", choices=["full", "saved", "none"], default="full")
+    parser.add_argument("--fsdp", action=flag, default=True, help="without it gradients are not exchanged")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--kernel", default=DistCAConfig().kernel)
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers")
+    parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    parser.set_defaults(accumulation=1)
+    return parser
+
+
+def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
+    """What was asked for, with lengths of documents and the dtype; `modes` is a list, or None if nothing was said."""
+    options = parser.parse_args()
+    options.lengths = parse_documents(options.documents)
+    options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
+    options.modes = options.modes and options.modes.split(",")
+    unknown = [name for name in options.modes or () if name not in known_modes]
+    if unknown:
+        parser.error(f"mode {unknown[0]!r} is none of {', '.join(known_modes)}")
+    return options
+
+
+def open_group(device_type: str) -> torch.device:
+    """The process group, and this rank's device."""
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def close_group() -> None:
+    """Ends what `open_group` began, on all ranks together."""
+    dist.barrier()  # gloo may hang if a group is destroyed while its last operation is being freed
+    dist.destroy_process_group()
