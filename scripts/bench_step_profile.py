@@ -17,18 +17,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distca_hf.comm import transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import core_attention
+from distca_hf.runtime import core_attention, dispatch, guests
 
 
-# What the runtime calls its steps, and what they are called here. One that the runtime no longer has is not named.
-STEPS = {
-    "start_keys": "dispatch: keys leave",
-    "send_out": "dispatch: queries leave",
-    "merge": "prefixes are merged",
-    "start_gradients_home": "combine: gradients leave",
-    "sum_at_home": "combine: gradients are summed",
-    "send_home": "combine: results leave",
-}
+# Steps of the product's runtime, and what they are called here. One that it no longer has is not named.
+STEPS: tuple[tuple[Any, str, str], ...] = (
+    (dispatch.KeyFlight, "start", "distca dispatch: keys leave"),
+    (guests.Outward, "start", "distca dispatch: queries leave"),
+    (core_attention, "merge", "distca prefixes are merged"),
+    (dispatch.GradientFlight, "start", "distca combine: gradients leave"),
+    (dispatch.GradientFlight, "land", "distca combine: gradients are summed"),
+    (guests.Homeward, "start", "distca combine: results leave"),
+    (guests.Homeward, "land", "distca combine: results land"),
+)
 
 
 def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device, path: Path) -> None:
@@ -45,7 +46,7 @@ def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device,
 def named_parts(kernel: Kernel) -> Iterator[None]:
     """Ranges around exchanges, waits, kernels and the steps of the product's runtime."""
     parts: list[tuple[Any, str, str]] = [
-        *((core_attention, name, f"distca {label}") for name, label in STEPS.items()),
+        *STEPS,
         *((Wires, name, f"bench {name}") for name in ("exchange", "all_gather", "reduce_scatter")),
         (transport.TorchExchange, "wait", "bench wait for an exchange"),
         *((type(kernel), name, f"kernel {name}") for name in ("forward", "backward")),

@@ -38,7 +38,7 @@ def open_transport(
     if dist.get_world_size() == 1:
         return LocalTransport()
     timeout = timedelta(seconds=timeout_seconds)
-    data_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    data_group = _nccl_group(timeout) if device.type == "cuda" else dist.new_group(backend="gloo", timeout=timeout)
     patience = timedelta(seconds=agreement_timeout_seconds or timeout_seconds)
     control_group = dist.new_group(backend="gloo", timeout=patience)
     store = (
@@ -47,6 +47,13 @@ def open_transport(
     rollcall = RollCall(store, dist.get_rank(), dist.get_world_size())
     rollcall.announce_uncaught_errors()
     return TorchTransport(data_group, control_group, rollcall)
+
+
+def _nccl_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group whose exchanges overtake kernels: one that waits for a free multiprocessor behind all blocks of an
+    attention kernel would overlap with nothing."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
 
 
 def default_device() -> torch.device:

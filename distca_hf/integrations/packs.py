@@ -20,11 +20,9 @@ from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.mask import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
-from distca_hf.planning.legs import Legs
 from distca_hf.planning.moving import plan_by_moving
-from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
-from distca_hf.runtime.maps import HostMaps
+from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 from distca_hf.version import __version__
@@ -67,9 +65,8 @@ class PackPlanner:
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
-        legs = Legs.cut(plan, self._config.num_legs(self._transport.world_size))
-        transfers = key_transfers(plan, legs)
-        maps = HostMaps.prepare(route(plan, self._transport.rank, transfers, legs), tokens.is_cuda)
+        transfers, num_legs = key_transfers(plan), self._config.num_legs(self._transport.world_size)
+        maps = HostPlanMaps.prepare(plan, self._transport.rank, num_legs, transfers, tokens.is_cuda)
         facts = PlanFacts.of(plan, transfers, layout.rank_work)
         self.history.append(facts)
         self.times.plan_seconds += time.perf_counter() - began

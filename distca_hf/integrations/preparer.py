@@ -19,11 +19,9 @@ from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.packing.seconds import KernelTimes, place_by_seconds
 from distca_hf.packing.source import DocumentSource
 from distca_hf.packing.steps import MicroBatches
-from distca_hf.planning.legs import Legs
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
-from distca_hf.runtime.maps import HostMaps
+from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.plans import PlanFacts
 
 
@@ -52,7 +50,7 @@ class Prepared:
     position_ids: torch.Tensor
     labels: torch.Tensor
     shift_labels: torch.Tensor
-    maps: HostMaps
+    maps: HostPlanMaps
     facts: PlanFacts
     fingerprint: int
     label_tokens: int
@@ -102,10 +100,9 @@ class Preparer:
         document_tokens = self.source.document_tokens[documents]
         layout = pad_rows(self._place(document_tokens), self.config.pad_to_multiple_of, self.config.tokens_per_rank)
         plan = plan_in_place(layout, self.head_groups)
-        legs = Legs.cut(plan, self.config.num_legs(self.num_ranks))
-        transfers = key_transfers(plan, legs)
+        transfers = key_transfers(plan)
         pin = self.device.type == "cuda"
-        maps = HostMaps.prepare(route(plan, self.rank, transfers, legs), pin)
+        maps = HostPlanMaps.prepare(plan, self.rank, self.config.num_legs(self.num_ranks), transfers, pin)
         facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, self.num_ranks).rank_work)
         rows = collate(layout, self.rank, documents, self.source)
         input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)

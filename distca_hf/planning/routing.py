@@ -89,6 +89,7 @@ class Routing:
         send_rows: `[sent]` layout rows of keys to send, grouped by leg and destination.
         leg_send_counts, leg_receive_counts: `[legs, ranks]` rows sent to and received from each rank.
         received_to_store: `[received]` store row of each received row.
+        kept_to_store: the same of rows that were received before, perhaps in other legs, and kept.
         own_rows, own_to_store: `[own]` layout rows that are copied into the store, and where to.
         shared_rows: layout rows whose key gradients have parts from elsewhere or from the store.
         send_in_shared, own_in_shared: where `send_rows` and `own_rows` are in `shared_rows`.
@@ -109,6 +110,7 @@ class Routing:
     leg_send_counts: IntArray
     leg_receive_counts: IntArray
     received_to_store: Runs
+    kept_to_store: Runs
     own_rows: Runs
     own_to_store: Runs
     shared_rows: Runs
@@ -148,13 +150,30 @@ class Routing:
         return self.own_rows.total == 0 and self.received_to_store.counts_up
 
     @property
+    def kept_in_order(self) -> bool:
+        """Whether kept keys, as they are, are the store."""
+        return self.own_rows.total == 0 and self.kept_to_store.counts_up
+
+    @property
     def pairs(self) -> int:
         """Attended pairs x groups of heads that the rank computes."""
         return sum(call.pairs for call in (*self.own, *self.far, *self.guests))
 
 
-def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None, legs: Legs | None = None) -> Routing:
-    """The routing of `rank`. `transfers` may be given if they were computed already, with the same legs."""
+def route(
+    plan: Plan,
+    rank: int,
+    transfers: KeyTransfers | None = None,
+    legs: Legs | None = None,
+    kept: KeyTransfers | None = None,
+) -> Routing:
+    """The routing of `rank`.
+
+    Args:
+        transfers: if they were computed already, with the same legs.
+        legs: by default one.
+        kept: transfers by which kept keys came, if these were others.
+    """
     layout, tasks, groups = plan.layout, plan.tasks, plan.tasks.head_groups
     legs = Legs.cut(plan, 1) if legs is None else legs
     transfers = key_transfers(plan, legs) if transfers is None else transfers
@@ -176,11 +195,11 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None, legs: Le
 
     numbered = _Numbered(held)
     sent = transfers.select(transfers.source == rank)
-    received = transfers.select(transfers.destination == rank)
-    received = received.select(np.argsort(received.leg, kind="stable"))  # by source in each leg
+    received = _received(transfers, rank)
+    kept_before = received if kept is None else _received(kept, rank)
     send = Runs.of(numbered.of(sent.document, sent.head, sent.start), sent.rows)
-    kept, start, stop = store.kept(held)
-    document, head = held.document[kept], held.head[kept]
+    part, start, stop = store.parts_of(held)
+    document, head = held.document[part], held.head[part]
     copied = Runs.of(numbered.of(document, head, start), (stop - start) * rows_per_token(head, groups))
     shared = send.union(copied)
     return Routing(
@@ -192,6 +211,7 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None, legs: Le
         leg_send_counts=_counts(sent.leg, sent.destination, sent.rows, legs.count, layout.num_ranks),
         leg_receive_counts=_counts(received.leg, received.source, received.rows, legs.count, layout.num_ranks),
         received_to_store=Runs.of(store.row(received.document, received.head, received.start), received.rows),
+        kept_to_store=Runs.of(store.row(kept_before.document, kept_before.head, kept_before.start), kept_before.rows),
         own_rows=numbered.layout_rows(copied),
         own_to_store=Runs.of(store.row(document, head, start), copied.lengths),
         shared_rows=numbered.layout_rows(shared),
@@ -208,6 +228,12 @@ def route(plan: Plan, rank: int, transfers: KeyTransfers | None = None, legs: Le
         exchanges=len(transfers) > 0,
         queries=_query_moves(plan, rank, guest_row, legs) if plan.moves_queries else None,
     )
+
+
+def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
+    """What comes to a rank, in the order in which it comes."""
+    received = transfers.select(transfers.destination == rank)
+    return received.select(np.argsort(received.leg, kind="stable"))  # by source in each leg
 
 
 class _Numbered:

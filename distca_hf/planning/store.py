@@ -56,7 +56,7 @@ class Store:
         """Index of lines that are here."""
         return np.searchsorted(self.lines, lines)
 
-    def kept(self, held: Pieces) -> tuple[IntArray, IntArray, IntArray]:
+    def parts_of(self, held: Pieces) -> tuple[IntArray, IntArray, IntArray]:
         """Parts of held pieces that are in the store: index of the piece, start and stop of each part; none goes on
         from one leg to the next."""
         lines = line_keys(held.document, held.head, self.head_groups)

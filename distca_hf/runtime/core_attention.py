@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distca_hf.comm.transport import Exchange
+from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import Kernel, accumulation_dtype
 from distca_hf.kernels.merge import merge
@@ -65,7 +65,7 @@ def attend(
     guests = home = None
     if maps.queries is not None:
         guests = Outward([as_rows(q_TNH, groups)], maps.queries, maps.num_received_queries)
-    flights = _Flights.start(plan, where, keys, guests)
+    flights = _Flights.start(maps, transport, where, keys, guests)
 
     out, lse = _empty_outputs(q_TNH, v_TGV)
     _clear_padding(maps, out, lse)
@@ -109,7 +109,7 @@ def attend_backward(
     plan: LivePlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v from those of the output; what was not kept is fetched again."""
-    where, maps, transport = plan.begin_backward(), plan.maps, plan.transport
+    where, maps, transport = plan.begin_backward(), plan.backward_maps, plan.transport
     kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV), plan.keeps_received is True, maps.rows_per_token
     deterministic, kv_heads = plan.config.deterministic, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
@@ -119,17 +119,20 @@ def attend_backward(
     if maps.queries is not None:
         fetched = [dout_TNV] if keeps else [dout_TNV, q_TNH, out_TNV, lse_TN]
         guests = Outward([as_rows(x, groups) for x in fetched], maps.queries, maps.num_received_queries)
-    flights = _Flights.start(plan, where, keys, guests)
+    flights = _Flights.start(maps, transport, where, keys, guests)
 
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, maps)
     own = _Backward(kernel, dout_TNV, q_TNH, out_TNV, lse_TN, dq, scale, deterministic, kv_heads)
     comes = keys is not None or guests is not None
     calls = calls_of_heads(maps, kv_heads, comes=comes, leaves=maps.exchanges)
     own.derive(calls.early, k_TGH, v_TGV, dk, dv)
-    received = kept.keys.view(-1, row_width(k, v)) if keys is None else keys.received
-    store, gradients = Store.open(k, v, received, maps), StoreGradients(k, v, maps)
     if keeps:
-        store.arrive(received, slice(0, len(received)), maps)
+        received = kept.keys
+        store = Store.of_kept(k, v, received, maps)
+    else:
+        received = k.new_empty((0, row_width(k, v))) if keys is None else keys.received
+        store = Store.open(k, v, received, maps)
+    gradients = StoreGradients(k, v, maps)
     keys_home = GradientFlight(gradients, k, v, maps)
     if guests is not None and maps.queries is not None:
         dout, q, out, lse = (*guests.guests, *kept.guests) if keeps else guests.guests
@@ -162,14 +165,16 @@ class _Flights:
     queries: list[Exchange]
 
     @classmethod
-    def start(cls, plan: LivePlan, where: str, keys: KeyFlight | None, guests: Outward | None) -> "_Flights":
+    def start(
+        cls, maps: Maps, transport: Transport, where: str, keys: KeyFlight | None, guests: Outward | None
+    ) -> "_Flights":
         """Starts all legs, one behind the other."""
-        flights = cls(plan.maps, [], [])
-        for leg in plan.maps.legs:
+        flights = cls(maps, [], [])
+        for leg in maps.legs:
             if keys is not None:
-                flights.keys.append(keys.start(leg.keys, plan.transport, where))
+                flights.keys.append(keys.start(leg.keys, transport, where))
             if guests is not None and leg.queries is not None:
-                flights.queries.append(guests.start(leg.queries, plan.transport, where))
+                flights.queries.append(guests.start(leg.queries, transport, where))
         return flights
 
     def arrive(self, leg: LegMaps, store: Store | None, received: torch.Tensor, guests: Outward | None) -> None:

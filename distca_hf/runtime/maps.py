@@ -12,8 +12,11 @@ from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.sum_rows import RowSums
 from distca_hf.planning.calls import KernelCall
-from distca_hf.planning.routing import QueryMoves, Routing
+from distca_hf.planning.legs import Legs
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.runs import Runs
+from distca_hf.planning.transfers import KeyTransfers, key_transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +81,12 @@ class Maps:
     rows_per_token: int
     store_rows: int
     come_in_order: bool
+    kept_in_order: bool
     exchanges: bool
     store_sums: bool
     send_rows: torch.Tensor
     received_to_store: torch.Tensor
+    kept_to_store: torch.Tensor
     own_rows: torch.Tensor
     own_to_store: torch.Tensor
     sums: RowSums
@@ -122,6 +127,7 @@ class HostMaps:
         runs = [
             routing.send_rows,
             routing.received_to_store,
+            routing.kept_to_store,
             routing.own_rows,
             routing.own_to_store,
             routing.shared_rows,
@@ -144,7 +150,7 @@ class HostMaps:
         """Maps on the device: two copies that the host does not wait for."""
         routing = self.routing
         table = self.table.to(device, non_blocking=True).split([len(runs.starts) for runs in self.runs], dim=1)
-        send, received, own, own_to, shared, send_in, own_in, *moves = (
+        send, received, kept, own, own_to, shared, send_in, own_in, *moves = (
             _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
         )
         offsets = self.offsets.to(device, non_blocking=True)
@@ -156,11 +162,13 @@ class HostMaps:
             rows_per_token=routing.rows_per_token,
             store_rows=routing.store_rows,
             come_in_order=routing.come_in_order,
+            kept_in_order=routing.kept_in_order,
             exchanges=routing.exchanges,
             store_sums=sum(call.key_stop - call.key_start for call in (*routing.far, *routing.guests))
             > routing.store_rows,
             send_rows=send,
             received_to_store=received,
+            kept_to_store=kept,
             own_rows=own,
             own_to_store=own_to,
             sums=RowSums(shared, own_to, own_in, send_in, _parts(routing.leg_send_counts.ravel())),
@@ -169,6 +177,40 @@ class HostMaps:
             late_share=routing.late_share,
             queries=_query_maps(routing.queries, moves),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class PlanMaps:
+    """Maps of forward and of backward: rows may come in several legs, and all that was kept is there at once."""
+
+    forward: Maps
+    backward: Maps
+
+
+@dataclass(frozen=True, eq=False)
+class HostPlanMaps:
+    """The same before they are copied."""
+
+    forward: HostMaps
+    backward: HostMaps
+
+    @classmethod
+    def prepare(
+        cls, plan: Plan, rank: int, num_legs: int = 1, transfers: KeyTransfers | None = None, pin: bool = False
+    ) -> "HostPlanMaps":
+        """Maps of `rank`; `transfers` of one leg may be given if they were computed already."""
+        if num_legs == 1:
+            maps = HostMaps.prepare(route(plan, rank, transfers), pin)
+            return cls(maps, maps)
+        legs = Legs.cut(plan, num_legs)
+        in_legs = key_transfers(plan, legs)
+        forward = HostMaps.prepare(route(plan, rank, in_legs, legs), pin)
+        return cls(forward, HostMaps.prepare(route(plan, rank, transfers, kept=in_legs), pin))
+
+    def to(self, device: torch.device) -> PlanMaps:
+        """Maps on the device; the host does not wait."""
+        forward = self.forward.to(device)
+        return PlanMaps(forward, forward if self.backward is self.forward else self.backward.to(device))
 
 
 def _table(runs: Runs) -> np.ndarray:

@@ -23,7 +23,7 @@ from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import KeyTransfers
-from distca_hf.runtime.maps import Maps
+from distca_hf.runtime.maps import PlanMaps
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class LivePlan:
     def __init__(
         self,
         micro_batch: int,
-        maps: Maps,
+        maps: PlanMaps,
         facts: PlanFacts,
         transport: Transport,
         config: DistCAConfig,
@@ -115,7 +115,7 @@ class LivePlan:
         fingerprint: int = 0,
     ) -> None:
         self.micro_batch = micro_batch
-        self.maps = maps
+        self.maps, self.backward_maps = maps.forward, maps.backward
         self.facts = facts
         self.transport = transport
         self.config = config

@@ -28,6 +28,19 @@ class Store:
         """A store with this rank's own rows among `k` and `v`; `received` rows are there once they have arrived."""
         if maps.come_in_order and _side_by_side(k, maps):
             return cls(*apart(received, k, v), beside=received)
+        return cls._with_own(k, v, maps)
+
+    @classmethod
+    def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, maps: Maps) -> "Store":
+        """The whole store from rows that were received before."""
+        if maps.kept_in_order and _side_by_side(k, maps):
+            return cls(*apart(kept, k, v), beside=kept)
+        store = cls._with_own(k, v, maps)
+        store._put(maps.kept_to_store, kept)
+        return store
+
+    @classmethod
+    def _with_own(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> "Store":
         store = cls.empty(k, v, maps, k.dtype)
         if len(maps.own_rows):
             for target, own in ((store.k, k), (store.v, v)):
@@ -36,13 +49,14 @@ class Store:
 
     def arrive(self, received: torch.Tensor, rows: slice, maps: Maps) -> None:
         """Puts some received rows where they are read."""
-        if self.beside is received:
-            return
-        places = maps.received_to_store[rows]
+        if self.beside is not received:
+            self._put(maps.received_to_store[rows], received[rows])
+
+    def _put(self, places: torch.Tensor, received: torch.Tensor) -> None:
         if self.beside is not None:
-            self.beside.index_copy_(0, places, received[rows])
+            self.beside.index_copy_(0, places, received)
             return
-        for target, come in zip((self.k, self.v), apart(received[rows], self.k, self.v), strict=True):
+        for target, come in zip((self.k, self.v), apart(received, self.k, self.v), strict=True):
             target.index_copy_(0, places, come)
 
     @classmethod

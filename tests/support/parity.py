@@ -8,12 +8,10 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.layout import Layout
-from distca_hf.planning.legs import Legs
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
-from distca_hf.runtime.maps import HostMaps
+from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.testing.reference import attend_documents, rows_of_rank
@@ -97,7 +95,7 @@ def live_plan(
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
     facts = PlanFacts.of(plan, key_transfers(plan), layout.rank_work)
-    maps = HostMaps.prepare(route(plan, transport.rank, legs=Legs.cut(plan, num_legs))).to(torch.device(device))
+    maps = HostPlanMaps.prepare(plan, transport.rank, num_legs).to(torch.device(device))
     return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
 
 
@@ -141,7 +139,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         dk=_largest(gradients[1][: len(rows)], expected_gradients[1][rows]),
         dv=_largest(gradients[2][: len(rows)], expected_gradients[2][rows]),
         exchanges=transport.traffic.exchanges - before[0],
-        exchanges_expected=case.num_legs * (((fetches + 1) if sent.any() else 0) + (4 if len(moved.tokens) else 0)),
+        exchanges_expected=(case.num_legs + fetches if sent.any() else 0)
+        + (2 * case.num_legs + 2 if len(moved.tokens) else 0),
         bytes_sent=transport.traffic.bytes_sent - before[1],
         bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes
         + 8 * heads // case.plan.tasks.head_groups * query_bytes,
