@@ -68,6 +68,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """
     datasets.disable_progress_bars()
     num_ranks, lengths = dist.get_world_size(), options.lengths
+    if len(options.sets) > 1:
+        raise SystemExit(f"{len(options.sets)} sets of documents; a model is timed on one")
     if sum(lengths) % num_ranks:
         raise SystemExit(f"{sum(lengths)} tokens of all documents cannot be divided evenly by {num_ranks} ranks")
     tokens_per_rank = sum(lengths) // num_ranks

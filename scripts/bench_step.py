@@ -1,7 +1,7 @@
 """Times a training step of any Transformers decoder on a list of documents, in every way to share their attention.
 
     torchrun --nproc-per-node 4 scripts/bench_step.py --layers 4 --documents A --out a.json
-    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/bench_step.py --layers 2 --documents B --modes ideal,placed
+    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/bench_step.py --documents 'A;B' --modes ideal,placed
     torchrun --nproc-per-node 2 scripts/bench_step.py --device cpu --config tiny.json --documents 512,8x64
 
 A step is forward and backward of the model without its head, and FSDP's collectives; there is no optimizer. All modes
@@ -33,6 +33,7 @@ Batches and plans of `placed` are made before: in training a loader's thread mak
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
@@ -52,6 +53,7 @@ from bench_step_rounds import Runner, equal_losses
 from bench_step_wires import Wires
 
 import distca_hf
+from distca_hf.kernels.interface import Kernel
 
 
 def main() -> None:
@@ -75,29 +77,40 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds, checks, times, and reports on rank 0.
+    """Builds the model once, and measures on one set of documents after the other.
 
     Raises:
         SystemExit: documents that cannot be divided, or numbers that were wrong.
     """
     datasets.disable_progress_bars()
-    num_ranks, lengths = dist.get_world_size(), options.lengths
-    check_lengths(lengths, num_ranks)
+    num_ranks, longest = dist.get_world_size(), max(max(lengths) for lengths in options.sets.values())
+    for lengths in options.sets.values():
+        check_lengths(lengths, num_ranks)
     register_ways()
-    config = read_config(options, max(lengths))
+    config = read_config(options, longest)
     model = Backbone(build_model(config, options, device))
     shape = probe(model)
     kernel = kernel_for(shape, options.kernel, device, options.dtype)
     wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
     place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing == "full")
-    distca_hf.enable(model, place.plugin(sum(lengths) // num_ranks), max(lengths))
+    most_tokens = max(sum(lengths) for lengths in options.sets.values())
+    distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)
+    rates = measure_rates(shape, kernel, longest, device, options.dtype)
+    for number, (name, lengths) in enumerate(options.sets.items()):
+        of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
+        if options.out and number:
+            of_set.out = options.out.with_suffix(f".{number}.json")
+        measure_documents(of_set, config, place, Runner(model, wires, device), kernel, rates)
 
-    smaller = smaller_lengths(lengths, num_ranks)
-    errors = check_modes(options.modes, place, smaller) if options.check else {}
-    rates = measure_rates(shape, kernel, max(lengths), device, options.dtype)
+
+def measure_documents(
+    options: argparse.Namespace, config: Any, place: Place, runner: Runner, kernel: Kernel, rates: Rates
+) -> None:
+    """Checks, times, and reports on rank 0."""
+    lengths, device, num_ranks = options.lengths, place.device, place.wires.world_size
+    errors = check_modes(options.modes, place, smaller_lengths(lengths, num_ranks)) if options.check else {}
     window = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
-    runner = Runner(model, wires, device)
     modes = [build_mode(name, place, window) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
     kernels = {}
@@ -107,9 +120,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     if options.profile:
         for mode in modes:
             with runner.ready(mode) as step:
-                trace_step(step, kernel, device, options.profile / f"{mode.name}-rank{wires.rank}.json.gz")
+                trace_step(step, kernel, device, options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz")
     if dist.get_rank() == 0:
-        load = load_of(options, shape, num_ranks, device)
+        load = load_of(options, place.shape, num_ranks, device)
         figures = figures_of(measured, kernels, rates, load)
         header = "; ".join([*facts_of(options, config, load.tokens, device), rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)

@@ -26,7 +26,10 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     model.add_argument("--preset", choices=[*MODELS], default="llama3-8b")
     parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
     parser.add_argument(
-        "--documents", default="A", help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}"
+        "--documents",
+        default="A",
+        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}; several sets with ; between them, "
+        "measured one after the other: figures of the second go to OUT.1.json",
     )
     parser.add_argument("--modes", help="comma-separated; by default all")
     parser.add_argument("--rounds", type=int, default=5)
@@ -45,9 +48,10 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
-    """What was asked for, with lengths of documents and the dtype; `modes` is a list, or None if nothing was said."""
+    """What was asked for, with lengths of documents (`sets` by name; `lengths` of the first) and the dtype; `modes` is a list, or None if nothing was said."""
     options = parser.parse_args()
-    options.lengths = parse_documents(options.documents)
+    options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
+    options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.modes = options.modes and options.modes.split(",")
     unknown = [name for name in options.modes or () if name not in known_modes]

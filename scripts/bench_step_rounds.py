@@ -1,6 +1,7 @@
 """Rounds of a benchmark step: every mode in turn, again and again, each step timed alone."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ class Runner:
             self._wires.silence(False)
 
     def _timed(self, step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+        gc.collect()  # or a rank may do so in the midst of a step
         dist.barrier()
         synchronize(self._device)
         began = time.perf_counter()
