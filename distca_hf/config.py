@@ -31,7 +31,7 @@ OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
-CheckpointedAttention = Literal["save", "recompute"]
+CheckpointedAttention = Literal["save", "offload", "recompute"]
 
 
 def _setting(name: str, default: Any, help: str) -> Any:
@@ -94,7 +94,7 @@ class DistCAConfig:
         "checkpointed_attention",
         "save",
         "With activation checkpointing: save attention outputs, so that neither attention nor its exchange runs twice "
-        "(save), or recompute them, too (recompute).",
+        "(save), in host memory (offload), or recompute them, too (recompute).",
     )
     evaluate: Evaluation = _setting(
         "evaluate",

@@ -16,7 +16,7 @@ from torch import nn
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import ENABLED
-from distca_hf.integrations.checkpointing import checkpointed_modules, save_attention
+from distca_hf.integrations.checkpointing import checkpointed_modules, recomputes_attention, save_attention
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.model_check import (
     attention_layers,
@@ -116,7 +116,7 @@ class ForwardWatch:
                 "unchanged"
             )
         self._check_length(plan)
-        if self._plugin.checkpointed_attention == "save":
+        if self._plugin.checkpointed_attention != "recompute":
             self._save_attention(module)
         plan.begin_forward_pass(
             self._calls,
@@ -157,10 +157,7 @@ class ForwardWatch:
 
     def _recomputes_attention(self, module: nn.Module) -> bool:
         """Whether backward computes attention again, one layer after the other."""
-        modules = self._checkpointed_modules(module)
-        return self._plugin.checkpointed_attention == "recompute" and any(
-            getattr(checkpointed, "gradient_checkpointing", True) for checkpointed in modules
-        )
+        return recomputes_attention(self._checkpointed_modules(module))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Wrappers may come, and checkpointing may be switched on, until the first forward pass."""
@@ -170,7 +167,8 @@ class ForwardWatch:
 
     def _save_attention(self, module: nn.Module) -> None:
         first = self._checkpointed is None
-        if not save_attention(self._checkpointed_modules(module)) and first:
+        on_host = self._plugin.checkpointed_attention == "offload"
+        if not save_attention(self._checkpointed_modules(module), on_host) and first:
             log.warning(
                 "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
                 "their outputs instead"

@@ -1,0 +1,160 @@
+"""Attention outputs that wait on the host: the same numbers, attention runs once, nothing stays behind."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import distca_hf
+from distca_hf.errors import ConfigError
+from distca_hf.integrations import offload
+from distca_hf.integrations.offload import OffloadedAttention
+from distca_hf.runtime.local import flash_attn_local
+from support.data import random_dataset
+from support.models import tiny_model
+
+
+NUM_LAYERS, TOKENS = 3, 192
+
+
+def _steps(attention: str, checkpointing: bool = True) -> tuple[list[tuple[float, float]], list[tuple[int, int]]]:
+    """Losses with gradient norms, and calls of attention, of three steps."""
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention=attention)
+    distca_hf.enable(model, plugin)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    numbers, calls = [], []
+    for _, batch in zip(range(3), plugin.dataloader(random_dataset()), strict=False):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        numbers.append((loss.item(), norm.item()))
+        calls.append((batch["distca_plan"].forward_calls, batch["distca_plan"].backward_calls))
+    return numbers, calls
+
+
+def test_numbers_are_equal_and_attention_runs_once() -> None:
+    numbers, calls = _steps("offload")
+
+    assert numbers == _steps("save", checkpointing=False)[0]
+    assert calls == [(NUM_LAYERS, NUM_LAYERS)] * 3
+
+
+def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention="offload")
+    distca_hf.enable(model, plugin)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.layers[1].compile(backend="aot_eager")
+
+    with pytest.raises(ConfigError, match="checkpointed_attention='offload' cannot be compiled"):
+        model(**next(iter(plugin.dataloader(random_dataset()))))
+
+
+class Regions:
+    """Regions of two attention calls each, one behind the other."""
+
+    def __init__(self, number: int) -> None:
+        self.contexts, self.number = OffloadedAttention(), number
+        self.x = torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(self) -> torch.Tensor:
+        x = self.x
+        for _ in range(self.number):
+            x = checkpoint(self._twice, x, use_reentrant=False, context_fn=self.contexts)
+        return x.square().sum()
+
+    @staticmethod
+    def _twice(x: torch.Tensor) -> torch.Tensor:
+        offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+        for _ in range(2):
+            out, _ = flash_attn_local(x, x, x, offsets, offsets, 4, 4, 0.5)
+            x = x + torch.tanh(out)
+        return x
+
+    def expected(self) -> torch.Tensor:
+        x = self.x
+        for _ in range(self.number):
+            x = self._twice(x)
+        return torch.autograd.grad(x.square().sum(), self.x)[0]
+
+
+def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region once, the last one first, and the one before as soon as a region has taken all it needs."""
+    events: list[tuple[str, int]] = []
+    numbers: dict[int, int] = {}
+    for name in ("save", "fetch", "take"):
+        method = getattr(offload._Region, name)
+
+        def told(region: object, *args: object, name: str = name, method: object = method) -> object:
+            waiting = name != "fetch" or region._fetched is None
+            number = numbers.setdefault(id(region), len(numbers))
+            if waiting:
+                events.append((name, number))
+            return method(region, *args)
+
+        monkeypatch.setattr(offload._Region, name, told)
+    regions = Regions(3)
+    (gradient,) = torch.autograd.grad(regions.run(), regions.x)
+
+    assert torch.equal(gradient, regions.expected())
+    assert events[:6] == [("save", region) for region in (0, 0, 1, 1, 2, 2)]
+    assert events[6:] == [
+        ("fetch", 2),
+        *[("take", 2), ("take", 2), ("fetch", 1)],
+        *[("take", 1), ("take", 1), ("fetch", 0)],
+        *[("take", 0), ("take", 0)],
+    ]
+
+
+def test_backward_may_run_twice() -> None:
+    regions = Regions(2)
+    loss = regions.run()
+    first, second = (torch.autograd.grad(loss, regions.x, retain_graph=True)[0] for _ in range(2))
+
+    assert torch.equal(first, second)
+    assert torch.equal(first, regions.expected())
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    method = offload._Region._to_host
+
+    def kept(region: object, x: torch.Tensor) -> torch.Tensor:
+        host = method(region, x)
+        copies.append(weakref.ref(host))
+        return host
+
+    monkeypatch.setattr(offload._Region, "_to_host", kept)
+    regions = Regions(2)
+    loss = regions.run()
+    assert all(copy() is not None for copy in copies)
+    del loss
+    gc.collect()
+
+    assert len(copies) == 2 * 2 * 2  # regions, calls, outputs
+    assert all(copy() is None for copy in copies)
+
+
+def test_more_attention_calls_than_before_are_an_error() -> None:
+    calls = iter([1, 2])
+
+    def differs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        offsets = torch.tensor([0, len(x)], dtype=torch.int32)
+        for _ in range(next(calls)):
+            x = torch.tanh(flash_attn_local(x, x, x, offsets, offsets, len(x), len(x), 0.5)[0])
+        return layer(x)
+
+    x = torch.randn(4, 1, 4, requires_grad=True)
+    loss = checkpoint(
+        functools.partial(differs, nn.Linear(4, 4)), x, use_reentrant=False, context_fn=OffloadedAttention()
+    ).sum()
+
+    with pytest.raises(RuntimeError, match="more than the 1 attention calls of its forward pass"):
+        loss.backward()
