@@ -9,25 +9,36 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.sum_rows import add_rows
-from distca_hf.runtime.maps import Maps, Way
-from distca_hf.runtime.store import StoreGradients, apart, row_width, side_by_side
+from distca_hf.runtime.maps import LegMaps, Maps
+from distca_hf.runtime.store import Store, StoreGradients, apart, row_width, side_by_side
 
 
 class KeyFlight:
     """Keys and values on their way to the servers.
 
     Attributes:
+        travels: whether they do; otherwise nothing is sent, on all ranks alike.
         received: `[received rows, G * H + G * V]`; a leg's rows are there once it has arrived.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> None:
-        self._sent = side_by_side(k, v, maps.send_rows)
-        self.received = self._sent.new_empty((len(maps.received_to_store), row_width(k, v)))
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, maps: Maps, *, travels: bool) -> None:
+        self.travels, self._maps, self._flights = travels, maps, list[Exchange]()
+        self.received = k.new_empty((len(maps.received_to_store) if travels else 0, row_width(k, v)))
+        if travels:
+            self._sent = side_by_side(k, v, maps.send_rows)
 
-    def start(self, way: Way, transport: Transport, where: str) -> Exchange:
+    def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg."""
-        into = self.received[way.receive]
-        return transport.exchange(self._sent[way.send], way.send_counts, way.receive_counts, where, into)
+        if self.travels:
+            way, into = leg.keys, self.received[leg.keys.receive]
+            rows = self._sent[way.send]
+            self._flights.append(transport.exchange(rows, way.send_counts, way.receive_counts, where, into))
+
+    def arrive(self, leg: LegMaps, store: Store) -> None:
+        """Waits for the next leg, and puts its rows where they are read."""
+        if self.travels:
+            self._flights.pop(0).wait()
+            store.arrive(self.received, leg.keys.receive, self._maps)
 
 
 class GradientFlight:
@@ -37,10 +48,12 @@ class GradientFlight:
         self._gradients, self._maps, self._flights = gradients, maps, list[Exchange]()
         self._returned = k.new_empty((len(maps.send_rows), row_width(k, v)))
 
-    def start(self, way: Way, transport: Transport, where: str) -> None:
+    def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg, whose gradients are complete."""
-        rows, into = self._gradients.travelling(way.receive), self._returned[way.send]
-        self._flights.append(transport.exchange(rows, way.receive_counts, way.send_counts, where, into))
+        if self._maps.exchanges:
+            way, into = leg.keys, self._returned[leg.keys.send]
+            rows = self._gradients.travelling(way.receive)
+            self._flights.append(transport.exchange(rows, way.receive_counts, way.send_counts, where, into))
 
     def land(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Waits for all legs, and adds to the gradients of own rows what the store and other servers contributed."""

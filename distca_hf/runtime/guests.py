@@ -12,66 +12,83 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.runtime.maps import QueryMaps, Way
+from distca_hf.runtime.maps import LegMaps, Maps
 
 
 class Outward:
-    """Rows of layout tensors on their way to where their queries are computed.
+    """Rows of layout tensors on their way to where their queries are computed. If no queries move nothing is sent, on
+    all ranks alike, and there are no guests.
 
     Attributes:
-        guests: `[guest rows, ...]` of every tensor, those of this rank's own tasks among them; a leg's rows are there
-            once it has arrived.
+        tensors: `[guest rows, ...]` for each of the tensors, rows of this rank's own tasks among them. Those of a leg
+            are there once it has arrived.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], maps: QueryMaps, num_received: int) -> None:
-        self._maps = maps
-        self._sent = _pack([x.index_select(0, maps.send_rows) for x in tensors])
-        self._received = self._sent.new_empty((num_received, *self._sent.shape[1:]))
-        self._in_place = maps.come_in_order and len(tensors) == 1
-        if self._in_place:
-            self.guests = _unpack(self._received, tensors)
+    def __init__(self, tensors: Sequence[torch.Tensor], maps: Maps) -> None:
+        self._maps, self._flights = maps.queries, list[Exchange]()
+        self._in_place = False
+        if maps.queries is None:
+            self.tensors = [x.new_empty((0, *x.shape[1:])) for x in tensors]
             return
-        self.guests = [x.new_empty((maps.num_rows, *x.shape[1:])) for x in tensors]
-        if len(maps.own_rows):
-            for rows, x in zip(self.guests, tensors, strict=True):
-                rows.index_copy_(0, maps.own_to_guest, x.index_select(0, maps.own_rows))
+        moves = maps.queries
+        self._sent = _pack([x.index_select(0, moves.send_rows) for x in tensors])
+        self._received = self._sent.new_empty((len(moves.received_to_guest), *self._sent.shape[1:]))
+        self._in_place = moves.come_in_order and len(tensors) == 1
+        if self._in_place:
+            self.tensors = _unpack(self._received, tensors)
+            return
+        self.tensors = [x.new_empty((moves.num_rows, *x.shape[1:])) for x in tensors]
+        if len(moves.own_rows):
+            for rows, x in zip(self.tensors, tensors, strict=True):
+                rows.index_copy_(0, moves.own_to_guest, x.index_select(0, moves.own_rows))
 
-    def start(self, way: Way, transport: Transport, where: str) -> Exchange:
+    def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg."""
-        into = self._received[way.receive]
-        return transport.exchange(self._sent[way.send], way.send_counts, way.receive_counts, where, into)
+        if leg.queries is not None:
+            way, into = leg.queries, self._received[leg.queries.receive]
+            rows = self._sent[way.send]
+            self._flights.append(transport.exchange(rows, way.send_counts, way.receive_counts, where, into))
 
-    def arrive(self, way: Way) -> None:
-        """Puts rows of a leg that has arrived where they are computed."""
+    def arrive(self, leg: LegMaps) -> None:
+        """Waits for the next leg, and puts its rows where they are computed."""
+        if leg.queries is None or self._maps is None:
+            return
+        self._flights.pop(0).wait()
         if self._in_place:
             return
-        parts = _unpack(self._received[way.receive], self.guests)
-        for rows, part in zip(self.guests, parts, strict=True):
-            rows.index_copy_(0, self._maps.received_to_guest[way.receive], part)
+        rows = leg.queries.receive
+        parts = _unpack(self._received[rows], self.tensors)
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor.index_copy_(0, self._maps.received_to_guest[rows], part)
 
 
 class Homeward:
-    """Rows of `guests` on their way back to the layout rows that they belong to."""
+    """Rows of guests on their way back to the layout rows that they belong to."""
 
-    def __init__(self, guests: Sequence[torch.Tensor], maps: QueryMaps) -> None:
-        self._guests, self._maps, self._flights = guests, maps, list[Exchange]()
-        width = _pack([x[:0] for x in guests])
-        self._returned = width.new_empty((len(maps.send_rows), *width.shape[1:]))
+    def __init__(self, tensors: Sequence[torch.Tensor], maps: Maps) -> None:
+        self._tensors, self._maps, self._flights = tensors, maps.queries, list[Exchange]()
+        if maps.queries is not None:
+            like = _pack([x[:0] for x in tensors])
+            self._returned = like.new_empty((len(maps.queries.send_rows), *like.shape[1:]))
 
-    def start(self, way: Way, transport: Transport, where: str) -> None:
+    def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg, whose rows are computed."""
+        if leg.queries is None or self._maps is None:
+            return
+        way, into = leg.queries, self._returned[leg.queries.send]
         if self._maps.come_in_order:
-            rows = [x[way.receive] for x in self._guests]
+            rows = [x[way.receive] for x in self._tensors]
         else:
-            rows = [x.index_select(0, self._maps.received_to_guest[way.receive]) for x in self._guests]
-        into = self._returned[way.send]
+            rows = [x.index_select(0, self._maps.received_to_guest[way.receive]) for x in self._tensors]
         self._flights.append(transport.exchange(_pack(rows), way.receive_counts, way.send_counts, where, into))
 
     def land(self, homes: Sequence[torch.Tensor]) -> None:
         """Waits for all legs and puts their rows into `homes`."""
+        if self._maps is None:
+            return
         for flight in self._flights:
             flight.wait()
-        for part, guest, home in zip(_unpack(self._returned, self._guests), self._guests, homes, strict=True):
+        for part, guest, home in zip(_unpack(self._returned, self._tensors), self._tensors, homes, strict=True):
             home.index_copy_(0, self._maps.send_rows, part)
             if len(self._maps.own_rows):
                 home.index_copy_(0, self._maps.own_rows, guest.index_select(0, self._maps.own_to_guest))

@@ -96,11 +96,6 @@ class Maps:
     queries: QueryMaps | None
     calls_of_heads: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
 
-    @property
-    def num_received_queries(self) -> int:
-        """Guest rows that come from other ranks."""
-        return 0 if self.queries is None else len(self.queries.received_to_guest)
-
     def name_of(self, row: int) -> str:
         """Document and token that a row of this rank holds; rows here are tokens."""
         segment = int(np.searchsorted(self.held[:, 2], row, side="right")) - 1

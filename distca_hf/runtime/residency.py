@@ -28,12 +28,8 @@ class Kept:
 
     @classmethod
     def nothing(cls, k: torch.Tensor) -> "Kept":
-        return cls.keys_alone(k.new_empty((0, 0)))
-
-    @classmethod
-    def keys_alone(cls, keys: torch.Tensor) -> "Kept":
-        no_rows = keys.new_empty((0, 0, 0))
-        return cls(keys, no_rows, no_rows.clone(), no_rows.new_empty((0, 0), dtype=accumulation_dtype(keys.dtype)))
+        keys, q, out = k.new_empty((0, 0)), k.new_empty((0, 0, 0)), k.new_empty((0, 0, 0))
+        return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)))
 
     @property
     def guests(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
