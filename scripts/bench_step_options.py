@@ -48,8 +48,8 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
-    """What was asked for, with lengths of documents (`sets` by name; `lengths` of the first) and the dtype; `modes` is a
-    list, or None if nothing was said."""
+    """What was asked for, with the dtype and lengths of documents (`sets` by name, `lengths` of the first); `modes` is
+    a list, or None if nothing was said."""
     options = parser.parse_args()
     options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
     options.lengths = next(iter(options.sets.values()))
