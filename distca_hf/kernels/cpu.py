@@ -60,7 +60,8 @@ class CpuKernel:
         derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         for rows, prefix, square in _tasks(spans):
             if rows.stop == rows.start:  # keys that nobody asks for
-                dk_SGH[prefix], dv_SGV[prefix] = 0, 0
+                for keys in (prefix, square):
+                    dk_SGH[keys], dv_SGV[keys] = 0, 0
                 continue
             # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
             dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])

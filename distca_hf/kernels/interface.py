@@ -152,8 +152,9 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tenso
 def empty_gradients(
     dout_TNV: torch.Tensor, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `Kernel.backward` writes: shapes of the gradients, whatever else an operator takes."""
-    return torch.empty_like(q_TNH), torch.empty_like(k_SGH), torch.empty_like(v_SGV)
+    """What `Kernel.backward` writes: contiguous gradients, whatever else an operator takes."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_SGH, v_SGV))
+    return dq, dk, dv
 
 
 def has_fused_kernels(x: torch.Tensor) -> bool:

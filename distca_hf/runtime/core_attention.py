@@ -138,9 +138,10 @@ def _empty_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What own calls write, or what comes home; zero elsewhere. Keys whose queries moved get all theirs from
     elsewhere."""
-    dq = torch.empty_like(q_TNH)
-    make = torch.empty_like if maps.queries is None else torch.zeros_like
-    dk, dv = make(k_TGH), make(v_TGV)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_TGH, v_TGV))
+    if maps.queries is not None:
+        dk.zero_()
+        dv.zero_()
     _clear_padding(maps, dq, dk, dv)
     return dq, dk, dv
 

@@ -59,6 +59,6 @@ def kept_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: 
     key_bytes = kv_heads * (k_TGH.shape[2] + value_dim) * k_TGH.element_size()
     lse_bytes = accumulation_dtype(q_TNH.dtype).itemsize
     query_bytes = heads * ((dim + value_dim) * q_TNH.element_size() + lse_bytes)
-    received = zip(facts.key_rows_received, facts.query_rows_received, strict=True)
+    received = zip(facts.key_rows_received, facts.guest_rows, strict=True)
     most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)
     return most // facts.rows_per_token

@@ -39,13 +39,17 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     elements = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
     summed = accumulation_dtype(k.dtype).itemsize if maps.store_sums else k.element_size()
     stored = maps.store_rows * elements * (k.element_size() + summed)
-    under_way = (len(maps.send_rows) + len(maps.received_to_store)) * elements * k.element_size()
+    # Keys that were fetched again, and gradients on their way home.
+    under_way = 2 * (len(maps.send_rows) + len(maps.received_to_store)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
     far = sum((call.queries.stop - call.queries.start) * q.shape[1] * q.shape[2] for call in maps.legs[0].far)
     guests = 0
-    if maps.queries is not None:  # queries, outputs and both gradients, here and under way
-        rows = maps.queries.num_rows + len(maps.queries.send_rows)
-        guests = rows * 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * q.element_size()
+    if maps.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
+        heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()
+        lse, sent = accumulation_dtype(q.dtype).itemsize, len(maps.queries.send_rows)
+        guests = heads * (
+            maps.queries.num_rows * (3 * query + 4 * value + 2 * lse) + sent * (2 * query + 2 * value + lse)
+        )
     return (stored + under_way + guests) // groups + gradients + far * q.element_size()
 
 

@@ -26,7 +26,7 @@ def _train(folder: Path, what: str) -> None:
     different = rank == 1
     settings: dict[str, Any] = {"tokens_per_rank": 96}
     if different and what == "settings":
-        settings["received_kv"] = "keep"
+        settings["kv_residency"] = "keep"
     if different and what == "capacity":
         settings["tokens_per_rank"] = 80
     plugin = distca_hf.DistCAPlugin(**settings)
@@ -77,7 +77,7 @@ def _train_on_packs(folder: Path, what: str) -> None:
     [
         (_train, "dataset", "dataset is"),
         (_train, "seed", "seed is 0 on rank 0, 2, 1 on rank 1"),
-        (_train, "settings", "received_kv (refetch|keep) is 0 on rank 0, 2, 1 on rank 1"),
+        (_train, "settings", "kv_residency (auto|keep|refetch) is 0 on rank 0, 2, 1 on rank 1"),
         (_train, "capacity", "tokens_per_rank is 96 on rank 0, 2, 80 on rank 1"),
         (_train, "position", "forward micro-batch 0 on rank 0, 2, take micro-batch 1 on rank 1"),
         (_train, "gradients", "gradients is 1 on rank 0, 2, 0 on rank 1"),

@@ -18,8 +18,8 @@ SLOW = 1
 STALL_SECONDS = 0.05
 STEPS = 4
 NUM_LAYERS = 2
-# Keys forward; keys and gradients backward.
-EXCHANGES = NUM_LAYERS * 3
+# Keys forward, their gradients backward.
+EXCHANGES = NUM_LAYERS * 2
 
 
 def _train(folder: Path, slow: int | None) -> list[dict[str, float]]:

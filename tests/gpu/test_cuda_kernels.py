@@ -13,6 +13,7 @@ import torch
 
 from distca_hf.kernels.choose import KERNELS, choose_kernel
 from distca_hf.kernels.interface import Job, Kernel, Spans
+from distca_hf.runtime.store import apart
 
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +40,13 @@ TASKS = {
     "shards": [(128, 4096), (1, 333), (257, 258), (1000, 3000)],
     "mixed": [(64, 64), (3, 2048), (1, 1), (777, 1554)],
 }
+# The same without a mask: prefixes of which every query sees all keys, also fewer keys than queries.
+WITHOUT_MASK = {
+    "prefixes": [(128, 3968), (1, 332), (257, 1), (1000, 2000)],
+    "whole documents": [(1, 1), (113, 113), (1024, 1024), (1023, 1023), (2, 2)],
+    "few keys": [(2048, 64), (3, 1), (777, 129)],
+}
+CALLS = [(causal, name) for causal, tasks in ((True, TASKS), (False, WITHOUT_MASK)) for name in tasks]
 HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64)]
 SCALE = 0.09
 
@@ -50,11 +58,15 @@ def _tensors(tasks: list[tuple[int, int]], heads: int, groups: int, dim: int) ->
     return [torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
-def _spans(tasks: list[tuple[int, int]]) -> Spans:
+def _tasks(causal: bool, name: str) -> list[tuple[int, int]]:
+    return TASKS[name] if causal else WITHOUT_MASK[name]
+
+
+def _spans(tasks: list[tuple[int, int]], causal: bool = True) -> Spans:
     offsets = [np.cumsum([0, *lengths]) for lengths in zip(*tasks, strict=True)]
     cu_seqlens = [torch.from_numpy(offset.astype(np.int32)).cuda() for offset in offsets]
     longest = [max(lengths) for lengths in zip(*tasks, strict=True)]
-    return Spans(*cu_seqlens, *longest)
+    return Spans(*cu_seqlens, *longest, causal)
 
 
 def _run(kernel: Kernel, q, k, v, dout, spans: Spans, deterministic: bool = False) -> list[torch.Tensor]:
@@ -77,7 +89,7 @@ def _reference(q, k, v, dout, spans: Spans, dtype: torch.dtype, top_left: bool =
         scores = torch.einsum("tnh,snh->nts", q[rows], key) * SCALE
         offset = 0 if top_left else scores.shape[2] - scores.shape[1]
         visible = torch.ones(scores.shape[1:], dtype=torch.bool, device="cuda").tril(offset)
-        scores = scores.masked_fill(~visible, float("-inf"))
+        scores = scores.masked_fill(~visible, float("-inf")) if spans.causal else scores
         outputs.append(torch.einsum("nts,snh->tnh", scores.softmax(-1), value))
         lses.append(scores.float().logsumexp(-1))
     out = torch.cat(outputs)
@@ -86,13 +98,17 @@ def _reference(q, k, v, dout, spans: Spans, dtype: torch.dtype, top_left: bool =
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("tasks", TASKS)
+@pytest.mark.parametrize(("causal", "tasks"), CALLS)
 @each_kernel
 def test_error_is_at_most_twice_that_of_bf16_pytorch(
-    name: str, tasks: str, heads: tuple[int, int, int], record_property: Callable[[str, object], None]
+    name: str,
+    causal: bool,
+    tasks: str,
+    heads: tuple[int, int, int],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    q, k, v, dout = _tensors(TASKS[tasks], *heads)
-    spans = _spans(TASKS[tasks])
+    q, k, v, dout = _tensors(_tasks(causal, tasks), *heads)
+    spans = _spans(_tasks(causal, tasks), causal)
     results = _run(choose_kernel(name, Job.of(q, k, v)), q, k, v, dout, spans)
     exact = _reference(q, k, v, dout, spans, torch.float32)
     rounded = _reference(q, k, v, dout, spans, torch.bfloat16)
@@ -133,30 +149,53 @@ def test_deterministic_backward_is_bit_equal(name: str) -> None:
             assert torch.equal(again, before)
 
 
+def _surrounded(x: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A larger tensor full of sevens, and a view of it that holds `x`: some of its tokens, and some of its heads."""
+    whole = torch.full((x.shape[0] + 8, sum(heads) + x.shape[1], *x.shape[2:]), 7.0, device="cuda", dtype=x.dtype)
+    view = whole[4:-4, heads[0] : heads[0] + x.shape[1]]
+    view.copy_(x)
+    return whole, view
+
+
+def _is_untouched_around(whole: torch.Tensor, view: torch.Tensor, heads: tuple[int, int]) -> bool:
+    outside = torch.ones(whole.shape[:2], dtype=torch.bool, device="cuda")
+    outside[4:-4, heads[0] : heads[0] + view.shape[1]] = False
+    return bool((whole[outside] == 7).all())
+
+
+def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the store."""
+    return apart(torch.cat([k.flatten(1), v.flatten(1)], dim=1), k, v)
+
+
+@pytest.mark.parametrize("around", [(0, 0), (8, 0), (2, 6)], ids=["all heads", "last", "between"])
+@pytest.mark.parametrize("keys", ["beside values", "of some heads"])
+@pytest.mark.parametrize(("causal", "tasks"), [(True, "mixed"), (False, "prefixes")], ids=["causal", "no mask"])
 @each_kernel
-def test_strided_keys_and_outputs_are_written_in_place(name: str) -> None:
-    """Keys of the store are strided views, and results go into slices of larger tensors."""
-    tasks = TASKS["mixed"]
-    q, k, v, dout = _tensors(tasks, 8, 2, 128)
-    kernel, spans = choose_kernel(name, Job.of(q, k, v)), _spans(tasks)
+def test_views_are_read_and_written_in_place(
+    name: str, causal: bool, tasks: str, keys: str, around: tuple[int, int]
+) -> None:
+    """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
+    store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
+    q, k, v, dout = _tensors(_tasks(causal, tasks), 8, 2, 128)
+    kernel, spans = choose_kernel(name, Job.of(q, k, v)), _spans(_tasks(causal, tasks), causal)
     expected = _run(kernel, q, k, v, dout, spans, deterministic=True)
 
-    rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
-    width = k.shape[1] * k.shape[2]
-    store_k, store_v = rows[:, :width].unflatten(1, k.shape[1:]), rows[:, width:].unflatten(1, v.shape[1:])
-    larger_out = torch.zeros(q.shape[0] + 8, *q.shape[1:], device="cuda", dtype=q.dtype)
-    larger_lse = torch.zeros(q.shape[1], q.shape[0] + 8, device="cuda")
-    out, lse = larger_out[4:-4], larger_lse[:, 4:-4]
-    kernel.forward(q, store_k, store_v, spans, SCALE, out, lse)
-    gradient_rows = torch.zeros_like(rows)
-    dk, dv = gradient_rows[:, :width].unflatten(1, k.shape[1:]), gradient_rows[:, width:].unflatten(1, v.shape[1:])
-    dq = torch.zeros_like(larger_out)[4:-4]
-    kernel.backward(dout, q, store_k, store_v, out, lse, spans, SCALE, True, dq, dk, dv)
+    lse = torch.empty(q.shape[:2], device="cuda")
+    of_queries = [_surrounded(x, around) for x in (q, dout, torch.empty_like(dout), torch.empty_like(q), lse)]
+    q, dout, out, dq, lse = (view for _, view in of_queries)
+    of_keys = []
+    if keys == "beside values":
+        (k, v), (dk, dv) = _side_by_side(k, v), _side_by_side(torch.empty_like(k), torch.empty_like(v))
+    else:
+        of_keys = [_surrounded(x, around) for x in (k, v, torch.empty_like(k), torch.empty_like(v))]
+        k, v, dk, dv = (view for _, view in of_keys)
+    kernel.forward(q, k, v, spans, SCALE, out, lse.T)
+    kernel.backward(dout, q, k, v, out, lse.T, spans, SCALE, True, dq, dk, dv)
 
-    for result, whole in zip((out, lse, dq, dk, dv), expected, strict=True):
-        assert torch.equal(result, whole)
-    assert not larger_out[:4].any()
-    assert not larger_out[-4:].any()
+    for what, result, whole in zip(("out", "lse", "dq", "dk", "dv"), (out, lse.T, dq, dk, dv), expected, strict=True):
+        assert torch.equal(result, whole), what
+    assert all(_is_untouched_around(whole, view, around) for whole, view in (*of_queries, *of_keys))
 
 
 def test_auto_takes_the_first_kernel_that_is_installed() -> None:

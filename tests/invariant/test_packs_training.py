@@ -44,6 +44,7 @@ class Run:
     checkpointing: str = ""  # a key of LAYER_CALLS
     lora: bool = False
     sort_packs: bool = False
+    kv_residency: str = "auto"
 
 
 def dataset() -> Dataset:
@@ -57,7 +58,9 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
     model = load_model(folder, implementation, run.lora)
     model.config.use_cache = False
     plugin = distca_hf.DistCAPlugin(
-        sort_packs=run.sort_packs, checkpointed_attention=checkpointed_attention(run.checkpointing)
+        sort_packs=run.sort_packs,
+        kv_residency=run.kv_residency,
+        checkpointed_attention=checkpointed_attention(run.checkpointing),
     )
     callbacks = [distca_hf.DistCACallback(plugin)] if run.seam == "callback" else []
     trainer = _trainer(run, model, folder, callbacks, computing)
@@ -87,13 +90,13 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
 
 RUNS = [
     Run("collator", "callback", 2, "ddp", 1),
-    Run("collator", "attach", 2, "fsdp2", 3, "fsdp"),
-    Run("packed dataset", "attach", 2, "ddp", 3, "trl"),
+    Run("collator", "attach", 2, "fsdp2", 3, "fsdp", kv_residency="refetch"),
+    Run("packed dataset", "attach", 2, "ddp", 3, "trl", kv_residency="refetch"),
     Run("packed dataset", "callback", 2, "fsdp2", 1, "trl"),
-    Run("padding free", "attach", 4, "ddp", 1, "selective"),
+    Run("padding free", "attach", 4, "ddp", 1, "selective", kv_residency="keep"),
     Run("packed dataset", "attach", 2, "ddp", 3, sort_packs=True),
-    Run("collator", "callback", 2, "zero1", 3, "selective"),
-    Run("collator", "callback", 2, "zero2", 1, "reentrant"),
+    Run("collator", "callback", 2, "zero1", 3, "selective", kv_residency="refetch"),
+    Run("collator", "callback", 2, "zero2", 1, "reentrant", kv_residency="refetch"),
     Run("padding free", "callback", 2, "zero3", 1),
     Run("packed dataset", "attach", 2, "zero3", 1, lora=True),
     Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
@@ -150,24 +153,27 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "batches": ("placed", "foreign"),
     "packs": ("collator", "packed dataset", "padding free"),
     "model": ("llama", "qwen3"),
-    "received_kv": ("refetch", "keep"),
+    "kv_residency": ("auto", "keep", "refetch"),
+    "keeps": (False, True),
 }
 # Any two of a line, in any two values. Six ways to wrap in six forms would be too many: families of ways are.
 PAIRWISE = (
     ("batches", "accumulation", "family", "checkpointing"),
     ("batches", "accumulation", "wrap", "checkpointed"),
     ("batches", "accumulation", "family", "checkpointed", "lora"),
-    ("model", "received_kv", "accumulation", "wrap"),
-    ("model", "received_kv", "accumulation", "checkpointing"),
+    ("model", "keeps", "accumulation", "wrap"),
+    ("model", "keeps", "accumulation", "checkpointing"),
+    ("batches", "keeps", "lora"),
 )
 IMPOSSIBLE = {("ddp", "fsdp"), ("zero", "fsdp")}  # FSDP checkpoints what FSDP wraps
 
 
 def options(run: Any) -> dict[str, Any]:
-    only_of_others = {"packs": "", "model": "llama", "received_kv": "refetch"}
+    only_of_others = {"packs": "", "model": "llama"}
     derived = {
         "family": run.wrap.rstrip("123"),
         "checkpointed": bool(run.checkpointing),
+        "keeps": run.kv_residency != "refetch",  # the budget of auto is large enough
         "batches": "foreign" if isinstance(run, Run) else "placed",
     }
     return only_of_others | vars(run) | derived

@@ -54,11 +54,11 @@ class Harm:
         return Fault(self._at(), act, "gather" if self.phase == "agreement" else "exchange")
 
     def _at(self) -> int:
-        """Number of the gather, or of the layer's first exchange; received keys are fetched again in backward.
+        """Number of the gather, or of the layer's first exchange; received keys are kept until backward.
 
-        Placed: keys forward; keys and gradients backward. Packs: queries and what becomes of them as well.
+        Placed: keys forward, their gradients backward. Packs: queries and what becomes of them as well.
         """
-        forward, backward, gathers = (1, 2, 2) if self.batches == "placed" else (3, 4, 3)
+        forward, backward, gathers = (1, 1, 2) if self.batches == "placed" else (3, 3, 3)
         if self.phase == "agreement":
             return self.step * gathers
         first = self.step * NUM_LAYERS * (forward + backward)

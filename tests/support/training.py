@@ -55,7 +55,7 @@ class Run:
     wrap: str  # "none", "ddp", "fsdp1", "fsdp2", "zero1", "zero2" or "zero3"
     loop: str  # "trainer", "sft" (TRL's) or "plain"
     accumulation: int
-    received_kv: str = "refetch"
+    kv_residency: str = "auto"
     checkpointing: str = ""  # a key of LAYER_CALLS
     lora: bool = False
 
@@ -238,7 +238,7 @@ def _plugin(run: Run) -> Any:
 
     return distca_hf.DistCAPlugin(
         tokens_per_rank=CAPACITY_TOKENS // run.world_size,
-        received_kv=run.received_kv,
+        kv_residency=run.kv_residency,
         checkpointed_attention=checkpointed_attention(run.checkpointing),
     )
 

@@ -25,7 +25,9 @@ DEFAULTS = {
     "overlong": "error",
     "pad_to_multiple_of": 128,
     "kernel": "auto",
-    "received_kv": "refetch",
+    "kv_residency": "auto",
+    "kv_budget_gib": 4.0,
+    "exchange_legs": 0,
     "checkpointed_attention": "save",
     "evaluate": "local",
     "sort_packs": False,
@@ -47,7 +49,9 @@ OTHERS = {
     "overlong": "split",
     "pad_to_multiple_of": 7,
     "kernel": "reference",
-    "received_kv": "keep",
+    "kv_residency": "keep",
+    "kv_budget_gib": 0.5,
+    "exchange_legs": 3,
     "checkpointed_attention": "recompute",
     "evaluate": "distca",
     "sort_packs": True,
@@ -67,8 +71,8 @@ OTHERS = {
 CHOICES = {
     "overlong": ("error", "split", "truncate"),
     "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
-    "received_kv": ("refetch", "keep"),
-    "checkpointed_attention": ("save", "recompute"),
+    "kv_residency": ("auto", "keep", "refetch"),
+    "checkpointed_attention": ("save", "offload", "recompute"),
     "evaluate": ("local", "distca"),
 }
 
@@ -181,6 +185,7 @@ def test_settings_are_given_by_name() -> None:
         ("DISTCA_TOKENS_PER_RANK", "", "int"),
         ("DISTCA_PREFETCH", "1.5", "int"),
         ("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "5 minutes", "float"),
+        ("DISTCA_KV_BUDGET_GIB", "4 GiB", "float"),
         ("DISTCA_DETERMINISTIC", "maybe", "bool"),
         ("DISTCA_DETERMINISTIC", "2", "bool"),
         ("DISTCA_DETERMINISTIC", "", "bool"),
@@ -229,6 +234,23 @@ def test_deadline_is_positive(wrong: float) -> None:
     assert "positive" in message
 
 
+@pytest.mark.parametrize("name", ["ranks_per_node", "exchange_legs", "check_weights_every_steps"])
+def test_counts_that_may_be_zero_are_not_less(name: str) -> None:
+    assert getattr(DistCAConfig(**{name: 0}), name) == 0
+    message = refusal(**{name: -1})
+    assert f"{name}=-1" in message
+    assert "at least 0" in message
+
+
+def test_budget_may_be_nothing_but_not_less() -> None:
+    assert DistCAConfig(kv_budget_gib=0).kv_budget_gib == 0.0
+    assert type(DistCAConfig(kv_budget_gib=2).kv_budget_gib) is float
+    for wrong in (-1, -0.5, float("nan")):
+        message = refusal(kv_budget_gib=wrong)
+        assert f"kv_budget_gib={wrong}" in message
+        assert "at least 0" in message
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "kinds"),
     [
@@ -239,6 +261,7 @@ def test_deadline_is_positive(wrong: float) -> None:
         ("prefetch", [2], ("int", "list")),
         ("exchange_timeout_seconds", "300", ("float", "str")),
         ("exchange_timeout_seconds", True, ("float", "bool")),
+        ("kv_budget_gib", "4", ("float", "str")),
         ("deterministic", 1, ("bool", "int")),
         ("deterministic", "yes", ("bool", "str")),
         ("deterministic", None, ("bool", "NoneType")),
@@ -356,6 +379,12 @@ def test_shared_settings_are_equal_wherever_equal_settings_come_from(
 
     assert explicit == from_yaml == DistCAConfig().shared_settings()
     assert all(0 <= value < 2**63 for value in explicit.values())
+
+
+def test_numbers_that_need_not_be_whole_are_shared_in_thousandths() -> None:
+    shared = DistCAConfig(kv_budget_gib=1.25, exchange_timeout_seconds=0.5).shared_settings()
+
+    assert (shared["kv_budget_gib x 1000"], shared["exchange_timeout_seconds x 1000"]) == (1250, 500)
 
 
 def test_shared_settings_are_equal_for_whole_seconds_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

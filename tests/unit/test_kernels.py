@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from distca_hf.kernels import choose, reference
 from distca_hf.kernels.choose import KERNELS, Entry, choose_kernel
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.interface import Capabilities, Job, Kernel, Spans, accumulation_dtype
+from distca_hf.kernels.merge import merge
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 
@@ -34,10 +36,20 @@ TASKS = {
 }
 
 
-def spans_of(tasks: list[tuple[int, int]]) -> Spans:
+# The same where every query attends to all keys of its task, of which there may be fewer.
+WITHOUT_MASK = {
+    "one": [(7, 7)],
+    "several": [(5, 5), (1, 1), (9, 9)],
+    "more keys": [(3, 8), (1, 6), (2, 20)],
+    "more queries": [(8, 3), (6, 1), (20, 2)],
+    "of one token": [(1, 1), (1, 1), (1, 1)],
+}
+
+
+def spans_of(tasks: list[tuple[int, int]], causal: bool = True) -> Spans:
     queries, keys = zip(*tasks, strict=True)
     offsets = [torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in (queries, keys)]
-    return Spans(*offsets, max(queries), max(keys))
+    return Spans(*offsets, max(queries), max(keys), causal)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class Case:
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
+    causal: bool = True
 
     @classmethod
     def draw(
@@ -57,15 +70,19 @@ class Case:
         heads: tuple[int, int] = (4, 2),
         dims: tuple[int, int] = (8, 8),
         dtype: torch.dtype = torch.float64,
+        causal: bool = True,
     ) -> "Case":
         generator = torch.Generator().manual_seed(len(tasks))
         queries, keys = (sum(rows) for rows in zip(*tasks, strict=True))
         (num_heads, groups), (dim, value_dim) = heads, dims
         shapes = [(queries, num_heads, dim), (keys, groups, dim), (keys, groups, value_dim)]
         shapes.append((queries, num_heads, value_dim))
-        return cls(
-            tasks, *(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-        )
+        drawn = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+        return cls(tasks, *drawn, causal)
+
+    @property
+    def spans(self) -> Spans:
+        return spans_of(self.tasks, self.causal)
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,7 @@ def exact(case: Case, alignment: str = "bottom-right") -> Results:
         scores = torch.einsum("tnh,snh->nts", q[rows], k[columns].repeat_interleave(shared, 1)) * SCALE
         first = keys - queries if alignment == "bottom-right" else 0
         seen = torch.arange(keys)[None] <= first + torch.arange(queries)[:, None]
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = scores.masked_fill(~seen, float("-inf")) if case.causal else scores
         outs.append(torch.einsum("nts,snv->tnv", scores.softmax(-1), v[columns].repeat_interleave(shared, 1)))
         lses.append(scores.logsumexp(-1))
         query, key = query + queries, key + keys
@@ -99,7 +116,7 @@ def exact(case: Case, alignment: str = "bottom-right") -> Results:
 
 def computed(kernel: Kernel, case: Case) -> Results:
     """What a kernel writes into buffers full of NaN: a row it forgets is seen."""
-    spans, precise = spans_of(case.tasks), accumulation_dtype(case.q.dtype)
+    spans, precise = case.spans, accumulation_dtype(case.q.dtype)
     nan = float("nan")
     out = torch.full_like(case.dout, nan)
     lse = torch.full((case.q.shape[1], case.q.shape[0]), nan, dtype=precise)
@@ -134,6 +151,35 @@ def test_outputs_and_gradients_are_exact(kernel: Kernel, heads: tuple[int, int],
     case = Case.draw(tasks, heads)
 
     assert_close(computed(kernel, case), exact(case))
+
+
+@BOTH
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("tasks", WITHOUT_MASK.values(), ids=WITHOUT_MASK)
+def test_outputs_and_gradients_without_a_mask_are_exact(
+    kernel: Kernel, heads: tuple[int, int], tasks: list[tuple[int, int]]
+) -> None:
+    case = Case.draw(tasks, heads, causal=False)
+
+    assert_close(computed(kernel, case), exact(case))
+
+
+@BOTH
+@pytest.mark.parametrize("tasks", [[(BLOCK_ROWS + 3, 300), (5, BLOCK_ROWS + 1)]], ids=str)
+def test_long_tasks_without_a_mask_are_exact(kernel: Kernel, tasks: list[tuple[int, int]]) -> None:
+    case = Case.draw(tasks, heads=(2, 1), dims=(4, 4), causal=False)
+
+    assert_close(computed(kernel, case), exact(case))
+
+
+@BOTH
+def test_a_mask_makes_a_difference(kernel: Kernel) -> None:
+    """Or the tests without one would show nothing."""
+    tasks = [(3, 8), (4, 4)]
+    masked, bare = (exact(Case.draw(tasks, causal=causal)) for causal in (True, False))
+
+    assert min(differences(masked, bare).values()) > 1e-3
+    assert_close(computed(kernel, Case.draw(tasks, causal=False)), bare)
 
 
 @BOTH
@@ -240,36 +286,76 @@ def test_large_scores_do_not_overflow(kernel: Kernel) -> None:
     assert_close(computed(kernel, case), exact(case), 1e-6)
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("kernel", "causal"),
+    [
+        (ReferenceKernel(), True),
+        (ReferenceKernel(), False),
+        (CpuKernel(), True),
+        (CpuKernel(), False),
+    ],
+    ids=["reference", "reference, no mask", "cpu", "cpu, no mask"],
+)
 @pytest.mark.parametrize("tasks", [[(0, 4)], [(3, 3), (0, 4), (2, 6)]], ids=str)
-def test_keys_that_nobody_asks_for_have_zero_gradients(kernel: Kernel, tasks: list[tuple[int, int]]) -> None:
-    case = Case.draw(tasks)
+def test_keys_that_nobody_asks_for_have_zero_gradients(
+    kernel: Kernel, tasks: list[tuple[int, int]], causal: bool
+) -> None:
+    case = Case.draw(tasks, causal=causal)
 
     assert_close(computed(kernel, case), exact(case))
 
 
+def surrounded(x: torch.Tensor, heads: tuple[int, int] = (0, 0)) -> tuple[torch.Tensor, torch.Tensor]:
+    """A larger tensor full of sevens, and a view of it that holds `x`: some of its tokens, and some of its heads."""
+    tokens, of_all = x.shape[0], heads[0] + x.shape[1] + heads[1]
+    whole = torch.full((tokens + 5, of_all, *x.shape[2:]), 7.0, dtype=x.dtype)
+    view = whole[3:-2, heads[0] : heads[0] + x.shape[1]]
+    view.copy_(x)
+    return whole, view
+
+
+def is_untouched_around(whole: torch.Tensor, view: torch.Tensor, heads: tuple[int, int]) -> bool:
+    outside = torch.ones(whole.shape[:2], dtype=torch.bool)
+    outside[3:-2, heads[0] : heads[0] + view.shape[1]] = False
+    return bool((whole[outside] == 7).all())
+
+
+def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the store."""
+    rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+    width = k.shape[1] * k.shape[2]
+    return rows[:, :width].unflatten(1, k.shape[1:]), rows[:, width:].unflatten(1, v.shape[1:])
+
+
 @BOTH
-def test_views_into_larger_tensors_are_read_and_written_in_place(kernel: Kernel) -> None:
-    """As the runtime has them: keys and values side by side in one store, rows in the middle of larger tensors."""
-    case = Case.draw(TASKS["prefixed"])
-    spans = spans_of(case.tasks)
-    queries, keys = case.q.shape[0], case.k.shape[0]
-    store = torch.cat([case.k.flatten(1), case.v.flatten(1)], 1)
-    k, v = (part.unflatten(1, (2, 8)) for part in store.split(16, 1))
-    around_q = torch.full((queries + 5, 4, 8), 7.0, dtype=torch.float64)
-    around_q[3:-2] = case.q
-    outs, lses = torch.full_like(around_q, 7.0), torch.full((4, queries + 5), 7.0, dtype=torch.float64)
-    dqs, dstore = torch.full_like(around_q, 7.0), torch.full((keys, 32), float("nan"), dtype=torch.float64)
-    dk, dv = (part.unflatten(1, (2, 8)) for part in dstore.split(16, 1))
-    q, out, lse, dq = around_q[3:-2], outs[3:-2], lses[:, 3:-2], dqs[3:-2]
+@pytest.mark.parametrize("around", [(0, 0), (2, 0), (0, 3), (4, 2)], ids=["all heads", "last", "first", "between"])
+@pytest.mark.parametrize("store", [True, False], ids=["keys side by side", "keys of some heads"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "no mask"])
+def test_views_into_larger_tensors_are_read_and_written_in_place(
+    kernel: Kernel, causal: bool, store: bool, around: tuple[int, int]
+) -> None:
+    """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
+    store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
+    tasks = TASKS["prefixed"] if causal else WITHOUT_MASK["more queries"]
+    case = Case.draw(tasks, causal=causal)
+    nan, precise = float("nan"), accumulation_dtype(case.q.dtype)
+    lse = torch.full(case.q.shape[:2], nan, dtype=precise)
+    wholes, views = zip(
+        *(surrounded(x, around) for x in (case.q, case.dout, torch.full_like(case.dout, nan), case.q * nan, lse)),
+        strict=True,
+    )
+    q, dout, out, dq, lse = views
+    if store:
+        (k, v), (dk, dv) = side_by_side(case.k, case.v), side_by_side(case.k * nan, case.v * nan)
+    else:
+        of_keys = [surrounded(x, around) for x in (case.k, case.v, case.k * nan, case.v * nan)]
+        wholes, views = (*wholes, *(whole for whole, _ in of_keys)), (*views, *(view for _, view in of_keys))
+        k, v, dk, dv = (view for _, view in of_keys)
+    kernel.forward(q, k, v, case.spans, SCALE, out, lse.T)
+    kernel.backward(dout, q, k, v, out, lse.T, case.spans, SCALE, False, dq, dk, dv)
 
-    kernel.forward(q, k, v, spans, SCALE, out, lse)
-    kernel.backward(case.dout, q, k, v, out, lse, spans, SCALE, False, dq, dk, dv)
-
-    assert_close(Results(out, lse, dq, dk, dv), exact(case))
-    for whole in (outs, dqs, lses.T):
-        assert (whole[:3] == 7).all()
-        assert (whole[-2:] == 7).all()
+    assert_close(Results(out, lse.T, dq, dk, dv), exact(case))
+    assert all(is_untouched_around(whole, view, around) for whole, view in zip(wholes, views, strict=True))
 
 
 @BOTH
@@ -305,6 +391,107 @@ def test_documents_do_not_depend_on_their_neighbours(kernel: Kernel) -> None:
     assert torch.equal(whole.out[4:7], part.out)
     assert torch.equal(whole.lse[:, 4:7], part.lse)
     assert torch.equal(whole.dk[4:11], part.dk)
+
+
+# --- merge
+
+
+# Query rows, keys before them, and their document's: the prefix is attended apart, without a mask.
+PARTS = {"one": [(3, 8)], "several": [(4, 9), (1, 2), (6, 30)], "long prefix": [(2, 500)]}
+
+
+def near_and_far(case: Case) -> tuple[Case, Case]:
+    """The causal squares at the ends of the tasks, and what comes before them."""
+    near, far, first = [], [], 0
+    for queries, keys in case.tasks:
+        border = first + keys - queries
+        far += range(first, border)
+        near += range(border, first + keys)
+        first += keys
+    squares, prefixes = [(queries, queries) for queries, _ in case.tasks], [(q, keys - q) for q, keys in case.tasks]
+    return (
+        Case(squares, case.q, case.k[near], case.v[near], case.dout),
+        Case(prefixes, case.q, case.k[far], case.v[far], case.dout, causal=False),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("tasks", PARTS.values(), ids=PARTS)
+def test_merged_attention_is_that_to_all_keys(kernel: Kernel, heads: tuple[int, int], tasks: Any) -> None:
+    case = Case.draw(tasks, heads)
+    near, far = (computed(kernel, part) for part in near_and_far(case))
+    out, lse = near.out.clone(), near.lse.T.clone()
+    merge(out, lse, far.out, far.lse.T.contiguous())
+
+    expected = exact(case)
+    assert (out - expected.out).abs().max() <= 1e-12
+    assert (lse.T - expected.lse).abs().max() <= 1e-12
+
+
+@BOTH
+@pytest.mark.parametrize("tasks", PARTS.values(), ids=PARTS)
+def test_gradients_of_both_parts_are_parts_of_the_whole(kernel: Kernel, tasks: Any) -> None:
+    """Each from the output and the log-sum-exp of the whole row."""
+    case = Case.draw(tasks)
+    whole, parts = exact(case), near_and_far(case)
+    dq = torch.zeros_like(case.q)
+    gradients = []
+    for part in parts:
+        part_dq, dk, dv = (torch.full_like(x, float("nan")) for x in (part.q, part.k, part.v))
+        kernel.backward(
+            part.dout, part.q, part.k, part.v, whole.out, whole.lse, part.spans, SCALE, True, part_dq, dk, dv
+        )
+        dq += part_dq
+        gradients.append((dk, dv))
+
+    assert (dq - whole.dq).abs().max() <= 1e-12
+    for of_whole, of_parts in zip((whole.dk, whole.dv), zip(*gradients, strict=True), strict=True):
+        near, far = near_and_far(dataclasses.replace(case, k=of_whole, v=of_whole))
+        assert (of_parts[0] - near.k).abs().max() <= 1e-12
+        assert (of_parts[1] - far.k).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("heads", [1, 3, 7, 8])
+@pytest.mark.parametrize("around", [(0, 0), (2, 1)], ids=["all heads", "some heads"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_merge_is_its_formula_in_place(heads: int, around: tuple[int, int], dtype: torch.dtype) -> None:
+    """Shares of the softmax's denominators; rounded once, and nothing beside the given heads is touched."""
+    generator = torch.Generator().manual_seed(heads)
+    precise = accumulation_dtype(dtype)
+    near, far = (torch.randn(9, heads, 6, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    near_lse, far_lse = (3 * torch.randn(9, heads, generator=generator, dtype=torch.float64).to(precise) for _ in "ab")
+    (wholes, out), (lses, lse) = surrounded(near, around), surrounded(near_lse, around)
+    merge(out, lse, far, far_lse)
+
+    weights = [part.double().exp().unsqueeze(-1) for part in (near_lse, far_lse)]
+    expected = (weights[0] * near.double() + weights[1] * far.double()) / sum(weights)
+    unit = torch.finfo(dtype).eps
+    assert (out.double() - expected).abs().max() <= 16 * unit
+    assert (lse.double() - sum(weights).squeeze(-1).log()).abs().max() <= 16 * torch.finfo(precise).eps
+    assert is_untouched_around(wholes, out, around)
+    assert is_untouched_around(lses, lse, around)
+
+
+@pytest.mark.parametrize(("near", "far"), [(1e4, -1e4), (-1e4, 1e4), (800.0, 800.0), (-800.0, -800.0)])
+def test_merge_takes_log_sum_exps_of_any_size(near: float, far: float) -> None:
+    """Their exponentials are beyond every dtype; the smaller part may vanish."""
+    out, far_out = torch.full((1, 1, 2), 2.0), torch.full((1, 1, 2), 4.0)
+    lse, far_lse = torch.full((1, 1), near), torch.full((1, 1), far)
+    merge(out, lse, far_out, far_lse)
+
+    expected = 3.0 if near == far else 2.0 if near > far else 4.0
+    assert out.flatten().tolist() == pytest.approx([expected] * 2, rel=1e-4)
+    assert lse.item() == pytest.approx(max(near, far) + (0.6931472 if near == far else 0))
+
+
+def test_rows_that_are_not_merged_stay() -> None:
+    out, lse = torch.randn(5, 2, 3), torch.randn(5, 2)
+    before = out.clone(), lse.clone()
+    merge(out[2:2], lse[2:2], torch.randn(0, 2, 3), torch.randn(0, 2))
+
+    assert torch.equal(out, before[0])
+    assert torch.equal(lse, before[1])
 
 
 # --- choice

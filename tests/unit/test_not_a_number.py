@@ -36,7 +36,7 @@ def results_of(case: Case, plan: Plan, spoilt: int | None, which: int, value: fl
         padding = int(plan.layout.padding_rows[transport.rank])
         q, k, v, dout = (torch.cat([x[rows], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)]) for x in tensors)
         held = [x.requires_grad_() for x in (q, k, v)]
-        out, _, _ = flash_attn(*held, SCALE, live.handle, False)
+        out, *_ = flash_attn(*held, SCALE, live.handle)
         results = [out.detach(), *torch.autograd.grad(out, held, dout)]
         whole = [torch.zeros(len(tensors[0]), *x.shape[1:], dtype=x.dtype) for x in results]
         for everything, part in zip(whole, results, strict=True):
@@ -80,7 +80,7 @@ def test_setting_names_layer_and_document(which: int, name: str, checked: bool) 
         live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=checked))
         q, k, v, dout = tensors
         held = [x.requires_grad_() for x in (q, k, v)]
-        out, _, _ = flash_attn(*held, SCALE, live.handle, False)
+        out, *_ = flash_attn(*held, SCALE, live.handle)
         torch.autograd.grad(out, held, dout)
 
     if not checked:

@@ -14,9 +14,7 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.packing.accordion import TILE_TOKENS
 from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.routing import route
+from support.layouts import reads_rows_in_order
 
 
 Range = tuple[int, int, int]  # document, start, stop
@@ -48,11 +46,6 @@ def runs_of(layout: Layout, rank: int) -> list[Range]:
 
 def all_runs(layout: Layout) -> list[list[Range]]:
     return [runs_of(layout, rank) for rank in range(layout.num_ranks)]
-
-
-def is_in_task_order(layout: Layout) -> bool:
-    plan: Plan = plan_in_place(layout)
-    return all(route(plan, rank).row_order is None for rank in range(layout.num_ranks))
 
 
 def work_off(layout: Layout) -> float:
@@ -181,8 +174,8 @@ def test_a_giant_of_the_longest_length_is_balanced_in_exact_integers() -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_rows_of_a_placed_rank_are_in_task_order(lengths: list[int], num_ranks: int) -> None:
-    assert is_in_task_order(place(lengths, num_ranks))
+def test_rows_of_a_placed_rank_are_read_in_order(lengths: list[int], num_ranks: int) -> None:
+    assert reads_rows_in_order(place(lengths, num_ranks))
 
 
 @pytest.mark.parametrize(

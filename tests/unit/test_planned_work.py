@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.config import DistCAConfig, Residency
+from distca_hf.planning.legs import Legs
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
@@ -34,24 +36,27 @@ class RecordingTransport:
         self.elements: list[list[int]] = []
 
     def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], where: str
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *others: Any
     ) -> Exchange:
         self.elements.append([part.numel() for part in rows.split(list(send_counts))])
-        return self.transport.exchange(rows, send_counts, receive_counts, where)
+        return self.transport.exchange(rows, send_counts, receive_counts, *others)
 
 
-def run_one_layer(plan: Plan) -> list[tuple[CountingKernel, RecordingTransport]]:
+def run_one_layer(
+    plan: Plan, kv_residency: Residency, num_legs: int
+) -> list[tuple[CountingKernel, RecordingTransport]]:
     """Forward and backward of one layer; what was counted on each rank."""
+    config = DistCAConfig(kernel="reference", kv_residency=kv_residency)
 
     def run(transport: Transport) -> tuple[CountingKernel, RecordingTransport]:
         recording = RecordingTransport(transport)
-        live = live_plan(plan.layout, recording, DistCAConfig(kernel="reference"), plan=plan)
+        live = live_plan(plan.layout, recording, config, plan=plan, num_legs=num_legs)
         rows = int(plan.layout.rank_rows[transport.rank])
         shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
         held = [torch.randn(rows, *shape, requires_grad=True) for shape in shapes]
         counting = CountingKernel(live.kernel(*held))
         live.kernel = lambda q, k, v: counting
-        flash_attn(*held, SCALE, live.handle, False)[0].sum().backward()
+        flash_attn(*held, SCALE, live.handle)[0].sum().backward()
         return counting, recording
 
     return run_ranks(NUM_RANKS, run)
@@ -83,28 +88,34 @@ def divided(seed: int) -> Plan:
 KINDS = [placed, striped, moved, anywhere, divided]
 
 
+@pytest.mark.parametrize(("kv_residency", "num_legs"), [("refetch", 1), ("keep", 1), ("refetch", 3), ("keep", 3)])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("make", KINDS)
 def test_kernels_compute_the_pairs_of_the_plan_and_exchanges_carry_its_keys(
-    make: Callable[[int], Plan], seed: int
+    make: Callable[[int], Plan], seed: int, kv_residency: Residency, num_legs: int
 ) -> None:
     plan = make(seed)
-    transfers = key_transfers(plan)
-    planned = np.zeros((NUM_RANKS, NUM_RANKS), dtype=np.int64)
-    np.add.at(planned, (transfers.source, transfers.destination), transfers.rows)
-    counted = run_one_layer(plan)
+    transfers = key_transfers(plan, Legs.cut(plan, num_legs))
+    planned = np.zeros((num_legs, NUM_RANKS, NUM_RANKS), dtype=np.int64)
+    np.add.at(planned, (transfers.leg, transfers.source, transfers.destination), transfers.rows)
+    counted = run_one_layer(plan, kv_residency, num_legs)
 
     row_heads = KV_HEADS // plan.tasks.head_groups  # of a row of keys; work, too, counts groups of heads
     work = (row_heads * plan.work).tolist()
     assert [kernel.forward_pairs for kernel, _ in counted] == work
     assert [kernel.backward_pairs for kernel, _ in counted] == work
-    if not planned.any():
-        return
-    # Keys are the first to leave, in forward and again in backward; if queries move, two exchanges follow in forward.
-    again = 3 if plan.moves_queries else 1
-    elements = (row_heads * (HEAD_DIM + VALUE_DIM) * planned).tolist()
+    # In every leg keys leave before queries; all at once again in backward if they were not kept. Their gradients go
+    # the same way back before those of queries.
+    elements = row_heads * (HEAD_DIM + VALUE_DIM) * planned
+    moves, some = [None] * plan.moves_queries, bool(planned.any())
+    keys = [exchange for leg in elements for exchange in ([leg.tolist()] * some + moves)]
+    at_once = [elements.sum(axis=0).tolist()] * (some and kv_residency == "refetch")
+    gradients = [elements.sum(axis=0).T.tolist()] * some
+    expected = [*keys, *moves * num_legs, *at_once, *moves, *gradients, *moves]
     for _, recording in counted:
-        assert recording.elements[0] == recording.elements[again] == elements[recording.rank]
+        assert len(recording.elements) == len(expected)
+        for sent, between in zip(recording.elements, expected, strict=True):
+            assert between is None or sent == between[recording.rank]
 
 
 @pytest.mark.parametrize("make", KINDS)

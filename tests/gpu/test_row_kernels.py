@@ -1,0 +1,121 @@
+"""Our own Triton kernels, which merge attention and sum gradients, against the same in torch."""
+
+import pytest
+import torch
+
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.merge import merge
+from distca_hf.kernels.sum_rows import RowSums, add_rows
+
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
+
+
+# --- merge
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim"), [(1, 128), (3, 64), (7, 96), (8, 128), (9, 80), (32, 128), (40, 256)], ids=str
+)
+@pytest.mark.parametrize("around", [(0, 0), (3, 2)], ids=["all heads", "some heads"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_is_its_formula_in_place(dtype: torch.dtype, around: tuple[int, int], heads: int, dim: int) -> None:
+    """Also where heads are no power of two; what lies beside the given heads and tokens is not touched."""
+    tokens, precise = 515, accumulation_dtype(dtype)
+    whole_out, whole_lse = (
+        torch.full((tokens + 4, sum(around) + heads, *rest), 7.0, device="cuda", dtype=of)
+        for rest, of in (((dim,), dtype), ((), precise))
+    )
+    out, lse = (x[1:-3, around[0] : around[0] + heads] for x in (whole_out, whole_lse))
+    out.copy_(_random(tokens, heads, dim, dtype=dtype))
+    lse.copy_(5 * _random(tokens, heads, dtype=precise, seed=1))
+    far_out, far_lse = _random(tokens, heads, dim, dtype=dtype, seed=2), _random(tokens, heads, dtype=precise, seed=3)
+
+    weights = [part.double().exp().unsqueeze(-1) for part in (lse, far_lse)]
+    expected = (weights[0] * out.double() + weights[1] * far_out.double()) / sum(weights)
+    expected_lse = sum(weights).squeeze(-1).log()
+    merge(out, lse, far_out, far_lse)
+
+    unit = 64 * torch.finfo(precise).eps  # shares are as exact as log-sum-exps of up to twenty
+    assert ((out.double() - expected).abs() <= unit + torch.finfo(dtype).eps * expected.abs()).all()
+    assert (lse.double() - expected_lse).abs().max() <= unit
+    outside = torch.ones(whole_lse.shape, dtype=torch.bool, device="cuda")
+    outside[1:-3, around[0] : around[0] + heads] = False
+    assert (whole_out[outside] == 7).all()
+    assert (whole_lse[outside] == 7).all()
+
+
+def test_merge_takes_log_sum_exps_of_any_size() -> None:
+    for near, far, expected in ((1e4, -1e4, 2.0), (-1e4, 1e4, 4.0), (800.0, 800.0, 3.0), (-800.0, -800.0, 3.0)):
+        out, far_out = (torch.full((1, 1, 64), value, device="cuda", dtype=torch.bfloat16) for value in (2.0, 4.0))
+        lse, far_lse = (torch.full((1, 1), value, device="cuda") for value in (near, far))
+        merge(out, lse, far_out, far_lse)
+
+        assert (out == expected).all()
+        assert lse.item() == pytest.approx(max(near, far) + (0.6931472 if near == far else 0))
+
+
+def test_no_rows_are_merged_and_none_are_added() -> None:
+    out, lse = _random(5, 2, 64, dtype=torch.bfloat16), _random(5, 2, dtype=torch.float32)
+    before = out.clone(), lse.clone()
+    merge(out[2:2], lse[2:2], out[:0].clone(), lse[:0].clone())
+    none = torch.zeros(0, dtype=torch.int64, device="cuda")
+    add_rows(out.flatten(1), out[:0].flatten(1), out[:0].flatten(1), RowSums(none, none, none, none, ()))
+
+    assert torch.equal(out, before[0])
+    assert torch.equal(lse, before[1])
+
+
+# --- sums
+
+
+def _sums(generator: torch.Generator) -> tuple[RowSums, int, int, int]:
+    """Sums of some rows of 300, with rows of a store and of three servers, one of which returns nothing."""
+    shared = torch.randperm(300, generator=generator)[:120].sort().values
+    own_in_shared = torch.randperm(120, generator=generator)[:70]
+    own_rows = torch.randperm(90, generator=generator)[:70]
+    parts = [torch.randperm(120, generator=generator)[:rows] for rows in (100, 0, 50)]
+    stops = [sum(len(part) for part in parts[: at + 1]) for at in range(len(parts))]
+    slices = tuple(slice(stop - len(part), stop) for stop, part in zip(stops, parts, strict=True) if len(part))
+    index = (shared, own_rows, own_in_shared, torch.cat(parts))
+    return RowSums(*(x.cuda() for x in index), slices), 300, 90, stops[-1]
+
+
+@pytest.mark.parametrize("store_dtype", [torch.bfloat16, torch.float32], ids=["store", "summed store"])
+@pytest.mark.parametrize("width", [128, 1024, 640, 24], ids=str)
+def test_rows_are_added_in_fp32_and_rounded_once(width: int, store_dtype: torch.dtype) -> None:
+    """Rows of keys beside their values are strided, as are those that come home."""
+    sums, rows, stored, returned_rows = _sums(torch.Generator().manual_seed(width))
+    target = _random(rows, width, dtype=torch.bfloat16)
+    own = _random(stored, 2 * width, dtype=store_dtype, seed=1)[:, width:]
+    returned = _random(returned_rows, 3 * width, dtype=torch.bfloat16, seed=2)[:, width : 2 * width]
+    exact = target.double()
+    exact.index_add_(0, sums.rows[sums.own_in_shared], own[sums.own_rows].double())
+    exact.index_add_(0, sums.rows[sums.returned_in_shared], returned.double())
+    before = target.clone()
+    add_rows(target, own, returned, sums)
+
+    assert ((target.double() - exact).abs() <= 1e-5 + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
+    others = torch.ones(rows, dtype=torch.bool, device="cuda")
+    others[sums.rows] = False
+    assert torch.equal(target[others], before[others])
+
+
+def test_sums_are_the_same_bit_by_bit() -> None:
+    sums, rows, stored, returned_rows = _sums(torch.Generator().manual_seed(5))
+    shapes = ((rows, 1), (stored, 2), (returned_rows, 3))
+    target, own, returned = (_random(length, 256, dtype=torch.bfloat16, seed=seed) for length, seed in shapes)
+    results = []
+    for _ in range(5):
+        again = target.clone()
+        add_rows(again, own, returned, sums)
+        results.append(again)
+
+    assert all(torch.equal(results[0], again) for again in results[1:])

@@ -1,0 +1,234 @@
+"""The store: keys of prefixes in order, and gradients of rows that several calls read."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.layout import Layout
+from distca_hf.planning.legs import Legs
+from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.routing import Routing, route
+from distca_hf.runtime.core_attention import attend
+from distca_hf.runtime.maps import DeviceCall, HostMaps, HostPlanMaps, Maps
+from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.rows import keys_part
+from distca_hf.runtime.store import Store, StoreGradients, apart, row_width, side_by_side
+from distca_hf.testing.loopback import run_ranks
+from support.layouts import SCATTERED, SHARED
+from support.parity import SCALE, Case, compare, live_plan
+
+
+KV_HEADS, DIM, VALUE_DIM = 2, 8, 4
+ALL = slice(None)
+
+
+def routing_of(layout: Layout, rank: int, num_legs: int = 1) -> Routing:
+    plan = plan_in_place(layout)
+    return route(plan, rank, legs=Legs.cut(plan, num_legs))
+
+
+def maps_of(layout: Layout, rank: int, num_legs: int = 1) -> Maps:
+    return HostMaps.prepare(routing_of(layout, rank, num_legs)).to(torch.device("cpu"))
+
+
+def keys(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
+    k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return k, v
+
+
+# --- keys
+
+
+def test_rows_travel_side_by_side_and_are_seen_apart() -> None:
+    k, v = keys(7)
+    chosen = torch.tensor([5, 0, 6])
+    rows = side_by_side(k, v, chosen)
+
+    assert rows.shape == (3, row_width(k, v))
+    assert torch.equal(rows, torch.cat([k[chosen].flatten(1), v[chosen].flatten(1)], dim=1))
+    assert torch.equal(side_by_side(k, v, slice(2, 6)), side_by_side(k, v, torch.arange(2, 6)))
+    for part, x in zip(apart(rows, k, v), (k, v), strict=True):
+        assert torch.equal(part, x[chosen])
+        assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+    for part, x in zip(apart(rows[1:], k, v), (k, v), strict=True):
+        assert torch.equal(part, x[chosen[1:]])
+
+
+def test_rows_that_come_in_order_are_the_store() -> None:
+    maps, (k, v) = maps_of(SHARED, 1), keys(7)
+    received = torch.randn(2, row_width(k, v), dtype=k.dtype)
+    store = Store.open(k, v, received, maps)
+    came = torch.randn_like(received)
+    received.copy_(came)
+    store.arrive(received, slice(0, 2), maps)
+
+    assert store.beside is received
+    assert torch.equal(side_by_side(store.k, store.v, ALL), came)
+
+
+@pytest.mark.parametrize("num_legs", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_legs: int) -> None:
+    """Every token is told by its keys."""
+    maps, routing = maps_of(SCATTERED, rank, num_legs), routing_of(SCATTERED, rank, num_legs)
+    number = {
+        token: 1.0 + count
+        for count, token in enumerate((document, at) for document, stop in ((0, 9), (1, 5)) for at in range(stop))
+    }
+    tokens = [
+        [(document, at) for document, start, stop in SCATTERED.held_by(holder) for at in range(start, stop)]
+        for holder in range(2)
+    ]
+
+    def told(of: list[tuple[int, int]]) -> list[torch.Tensor]:
+        column = torch.tensor([number[token] for token in of], dtype=torch.float64)[:, None, None]
+        return [column.expand(-1, KV_HEADS, dim) for dim in (DIM, VALUE_DIM)]
+
+    sends = routing_of(SCATTERED, 1 - rank, num_legs)
+    came = side_by_side(*told([tokens[1 - rank][row] for row in sends.send_rows.numbers]), ALL)
+    received = torch.full_like(came, float("nan"))
+    store = Store.open(*told(tokens[rank]), received, maps)
+    for leg in maps.legs:
+        received[leg.keys.receive] = came[leg.keys.receive]
+        store.arrive(received, leg.keys.receive, maps)
+
+    in_one_leg = [[(0, at) for at in range(7)] + [(1, at) for at in range(3)], [(0, at) for at in range(4)]]
+    # Of the prefixes of seven, three and four tokens the first leg brings three, one and two.
+    in_two = [
+        [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3), (0, 4), (0, 5), (0, 6), (1, 1), (1, 2)],
+        [(0, at) for at in range(4)],
+    ]
+    prefixes = in_one_leg if num_legs == 1 else in_two
+    for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
+        assert len(stored) == routing.store_rows
+        assert torch.equal(stored, expected)
+
+    # Backward reads what was kept in one leg.
+    backward = HostPlanMaps.prepare(plan_in_place(SCATTERED), rank, num_legs).to(torch.device("cpu")).backward
+    store = Store.of_kept(*told(tokens[rank]), came, backward)
+    for stored, expected in zip((store.k, store.v), told(in_one_leg[rank]), strict=True):
+        assert torch.equal(stored, expected)
+
+
+# --- gradients
+
+
+def parts_of(maps: Maps, dtype: torch.dtype) -> Iterator[tuple[DeviceCall, torch.Tensor, torch.Tensor]]:
+    """Something that each call on stored keys could contribute."""
+    generator = torch.Generator().manual_seed(1)
+    for call in [call for leg in maps.legs for call in leg.far]:
+        rows = call.keys.stop - call.keys.start
+        yield (
+            call,
+            *(torch.randn(rows, KV_HEADS, dim, generator=generator).to(dtype) for dim in (DIM, VALUE_DIM)),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(dtype: torch.dtype) -> None:
+    maps, (k, v) = maps_of(SCATTERED, 0), keys(6, dtype)
+    assert maps.store_sums
+    gradients = StoreGradients(k, v, maps)
+    precise = accumulation_dtype(dtype)
+    expected = [torch.zeros(maps.store_rows, KV_HEADS, dim, dtype=precise) for dim in (DIM, VALUE_DIM)]
+    reads = torch.zeros(maps.store_rows)
+    for call, *parts in parts_of(maps, dtype):
+        reads[call.keys] += 1
+        totals = [keys_part(x, call, 1) for x in (gradients.total.k, gradients.total.v)]
+        targets = [gradients.target(total) for total in totals]
+        for target, part, total, sum_of in zip(targets, parts, totals, expected, strict=True):
+            assert target.dtype == dtype
+            target.copy_(part)
+            gradients.settle(target, total)
+            sum_of[call.keys] += part.to(precise)
+
+    assert reads.tolist() == [2] * 2 + [1] * 8
+    for total, sum_of in zip((gradients.total.k, gradients.total.v), expected, strict=True):
+        assert total.dtype == precise
+        assert torch.equal(total, sum_of)
+    came = maps.received_to_store
+    for rows in (slice(0, len(came)), slice(2, 5)):
+        travelling = gradients.travelling(rows)
+        assert travelling.dtype == dtype
+        assert torch.equal(travelling, side_by_side(*(x[came[rows]].to(dtype) for x in expected), ALL))
+
+
+def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_from() -> None:
+    maps, (k, v) = maps_of(SHARED, 1), keys(7, torch.bfloat16)
+    assert not maps.store_sums
+    gradients = StoreGradients(k, v, maps)
+    for call, *parts in parts_of(maps, torch.bfloat16):
+        for part, total in zip(parts, (gradients.total.k, gradients.total.v), strict=True):
+            target = gradients.target(keys_part(total, call, 1))
+            target.copy_(part)
+            gradients.settle(target, keys_part(total, call, 1))
+
+    travelling = gradients.travelling(slice(0, 2))
+    assert travelling.data_ptr() == gradients.total.k.data_ptr()
+    assert torch.equal(travelling, side_by_side(*parts, ALL))
+
+
+@pytest.mark.parametrize(("layout", "rank", "sums"), [(SCATTERED, 0, True), (SCATTERED, 1, False), (SHARED, 1, False)])
+def test_sums_are_known_from_the_calls(layout: Layout, rank: int, sums: bool) -> None:
+    assert maps_of(layout, rank).store_sums == sums
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("layout", [SCATTERED, SHARED], ids=["scattered", "shared"])
+def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed: int) -> None:
+    case = Case.draw(seed, layout)
+
+    for difference in run_ranks(2, lambda transport: compare(case, transport)):
+        assert difference.largest <= 1e-12
+        assert difference.as_planned
+
+
+def test_keys_are_read_where_they_lie() -> None:
+    """Own calls get views of the very tensors, in the order of the layout, and calls on the store views of it."""
+    seen: list[tuple[str, int]] = []
+
+    class Looks:
+        def forward(self, q: torch.Tensor, k: torch.Tensor, *others: object) -> None:
+            seen.append(("query", q.data_ptr()))
+            seen.append(("key", k.data_ptr()))
+
+    def run(transport: Transport) -> None:
+        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
+        rows = int(SHARED.rank_rows[transport.rank])
+        q, k, v = torch.randn(rows, 4, DIM), *(torch.randn(rows, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
+        live.kernel = lambda *tensors: Looks()  # type: ignore[method-assign,assignment]
+        attend(q, k, v, SCALE, live)
+        if transport.rank == 0:
+            assert ("query", q.data_ptr()) in seen
+            assert ("key", k.data_ptr()) in seen
+        else:
+            assert ("query", q[1:].data_ptr()) in seen  # d0[2:8] once more, behind d2
+            assert ("key", k.data_ptr()) in seen
+
+    run_ranks(2, run)
+
+
+def test_gradients_do_not_depend_on_how_tensors_lie() -> None:
+    """`[T, N, H]` tensors that are `[N, T, H]` in memory, as a projection of all heads may leave them."""
+
+    def run(transport: Transport, strided: bool) -> list[torch.Tensor]:
+        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
+        generator = torch.Generator().manual_seed(transport.rank)
+        rows = int(SHARED.rank_rows[transport.rank])
+        held = [torch.randn(rows, heads, DIM, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+        if strided:
+            held = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in held]
+        out, *_ = flash_attn(*(x.requires_grad_() for x in held), SCALE, live.handle)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), held)]
+
+    whole, apart_in_memory = (run_ranks(2, partial(run, strided=strided)) for strided in (False, True))
+    for rank in range(2):
+        for expected, got in zip(whole[rank], apart_in_memory[rank], strict=True):
+            assert (expected - got).abs().max() <= 1e-12
