@@ -5,6 +5,7 @@ the default.
 """
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -187,8 +188,10 @@ class DistCAConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")
             setattr(self, name, float(getattr(self, name)))
-        if not self.kv_budget_gib >= 0:
-            raise ConfigError(f"kv_budget_gib={self.kv_budget_gib} must be at least 0")
+        if not 0 <= self.kv_budget_gib < math.inf:
+            raise ConfigError(
+                f"kv_budget_gib={self.kv_budget_gib} must be at least 0 and finite; kv_residency='keep' has no limit"
+            )
         self.kv_budget_gib = float(self.kv_budget_gib)
 
     @classmethod

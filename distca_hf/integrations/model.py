@@ -118,6 +118,7 @@ class ForwardWatch:
         self._check_length(plan)
         if self._plugin.checkpointed_attention != "recompute":
             self._save_attention(module)
+        layers_kept = 1 if self._recomputes_attention(module) else self._attention_layers
         plan.begin_forward_pass(
             self._calls,
             {
@@ -126,8 +127,9 @@ class ForwardWatch:
                 "parameter_dtype": _dtype_number(module),
                 "attention layers": self._attention_layers,
                 "checksum of their names and heads": self._attention_checksum,
+                "layers saved at the same time": layers_kept,
             },
-            layers_kept=1 if self._recomputes_attention(module) else self._attention_layers,
+            layers_kept,
         )
         return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
 

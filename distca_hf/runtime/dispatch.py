@@ -32,7 +32,7 @@ class KeyFlight:
         if self.travels:
             way, into = leg.keys, self.received[leg.keys.receive]
             rows = self._sent[way.send]
-            self._flights.append(transport.exchange(rows, way.send_counts, way.receive_counts, where, into))
+            self._flights.append(transport.exchange(rows, way.send_counts, way.receive_counts, f"{where}, keys", into))
 
     def arrive(self, leg: LegMaps, store: Store) -> None:
         """Waits for the next leg, and puts its rows where they are read."""
@@ -53,7 +53,9 @@ class GradientFlight:
         if self._maps.exchanges:
             way, into = leg.keys, self._returned[leg.keys.send]
             rows = self._gradients.travelling(way.receive)
-            self._flights.append(transport.exchange(rows, way.receive_counts, way.send_counts, where, into))
+            self._flights.append(
+                transport.exchange(rows, way.receive_counts, way.send_counts, f"{where}, key gradients", into)
+            )
 
     def land(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Waits for all legs, and adds to the gradients of own rows what the store and other servers contributed."""

@@ -47,7 +47,9 @@ class Outward:
         if leg.queries is not None:
             way, into = leg.queries, self._received[leg.queries.receive]
             rows = self._sent[way.send]
-            self._flights.append(transport.exchange(rows, way.send_counts, way.receive_counts, where, into))
+            self._flights.append(
+                transport.exchange(rows, way.send_counts, way.receive_counts, f"{where}, queries", into)
+            )
 
     def arrive(self, leg: LegMaps) -> None:
         """Waits for the next leg, and puts its rows where they are computed."""
@@ -80,7 +82,9 @@ class Homeward:
             rows = [x[way.receive] for x in self._tensors]
         else:
             rows = [x.index_select(0, self._maps.received_to_guest[way.receive]) for x in self._tensors]
-        self._flights.append(transport.exchange(_pack(rows), way.receive_counts, way.send_counts, where, into))
+        self._flights.append(
+            transport.exchange(_pack(rows), way.receive_counts, way.send_counts, f"{where}, results", into)
+        )
 
     def land(self, homes: Sequence[torch.Tensor]) -> None:
         """Waits for all legs and puts their rows into `homes`."""

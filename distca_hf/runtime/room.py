@@ -42,7 +42,10 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     # Keys that were fetched again, and gradients on their way home.
     under_way = 2 * (len(maps.send_rows) + len(maps.received_to_store)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
-    far = sum((call.queries.stop - call.queries.start) * q.shape[1] * q.shape[2] for call in maps.legs[0].far)
+    far = 0  # gradients of queries that are added to those of own calls
+    for call in maps.legs[0].far:
+        first, last = call.heads or (0, groups)
+        far += (call.queries.stop - call.queries.start) * q.shape[1] * (last - first) // groups * q.shape[2]
     guests = 0
     if maps.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
         heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()

@@ -242,10 +242,10 @@ def test_counts_that_may_be_zero_are_not_less(name: str) -> None:
     assert "at least 0" in message
 
 
-def test_budget_may_be_nothing_but_not_less() -> None:
+def test_budget_may_be_nothing_but_not_less_and_is_finite() -> None:
     assert DistCAConfig(kv_budget_gib=0).kv_budget_gib == 0.0
     assert type(DistCAConfig(kv_budget_gib=2).kv_budget_gib) is float
-    for wrong in (-1, -0.5, float("nan")):
+    for wrong in (-1, -0.5, float("nan"), float("inf")):
         message = refusal(kv_budget_gib=wrong)
         assert f"kv_budget_gib={wrong}" in message
         assert "at least 0" in message
