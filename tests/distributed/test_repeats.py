@@ -18,8 +18,7 @@ NUM_RANKS, REPEATS = 3, 50
 HEADS, KV_HEADS, DIM = 8, 4, 8
 
 
-@pytest.mark.parametrize("kv_residency", ["keep", "refetch"])
-@pytest.mark.parametrize("num_legs", [1, 3])
+@pytest.mark.parametrize(("num_legs", "kv_residency"), [(1, "refetch"), (3, "keep")])
 @pytest.mark.parametrize("kind", ["keys move", "queries move", "stripes"])
 def test_fifty_repeats_are_bit_equal(kind: str, num_legs: int, kv_residency: str) -> None:
     rng = random.Random(5)

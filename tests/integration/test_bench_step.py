@@ -37,7 +37,7 @@ def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG))
     launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS), "scripts/bench_step.py"]
     model = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--accumulation", str(MICRO_STEPS)]
-    documents = ["--documents", f"{TOKENS},8x64", "--rounds", "1", "--warmup", "1"]
+    documents = ["--documents", f"{TOKENS},8x64", "--rounds", "1", "--warmup", "0"]
     command = [*launch, *model, *documents, "--profile", str(traces), "--out", str(out)]
     printed = run_command(command, timeout_seconds=110.0)
     facts = json.loads(out.read_text())

@@ -39,7 +39,7 @@ def draw(seed: int, num_ranks: int, head_groups: int, striped: bool, num_legs: i
     return Simulation(random_plan(rng, layout, head_groups), num_legs)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**DRAWN)
 def test_every_query_attends_to_its_causal_prefix_exactly_once(
     seed: int, num_ranks: int, head_groups: int, striped: bool, num_legs: int
@@ -47,7 +47,7 @@ def test_every_query_attends_to_its_causal_prefix_exactly_once(
     check_attention(draw(seed, num_ranks, head_groups, striped, num_legs))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**DRAWN)
 def test_only_what_is_needed_elsewhere_travels_and_once(
     seed: int, num_ranks: int, head_groups: int, striped: bool, num_legs: int
@@ -65,7 +65,7 @@ def test_only_what_is_needed_elsewhere_travels_and_once(
     assert moved.tolist() == bytes_between(simulation.plan, tokens).tolist()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**DRAWN)
 def test_shared_rows_and_orders(seed: int, num_ranks: int, head_groups: int, striped: bool, num_legs: int) -> None:
     simulation = draw(seed, num_ranks, head_groups, striped, num_legs)
@@ -74,7 +74,7 @@ def test_shared_rows_and_orders(seed: int, num_ranks: int, head_groups: int, str
     check_orders(simulation)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**DRAWN)
 def test_queries_that_leave_are_those_computed_elsewhere(
     seed: int, num_ranks: int, head_groups: int, striped: bool, num_legs: int
@@ -95,7 +95,7 @@ def test_queries_that_leave_are_those_computed_elsewhere(
         assert routing.queries.num_rows == len(guests)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**DRAWN)
 def test_calls_read_what_their_leg_brings_and_backward_what_all_did(
     seed: int, num_ranks: int, head_groups: int, striped: bool, num_legs: int
@@ -106,7 +106,7 @@ def test_calls_read_what_their_leg_brings_and_backward_what_all_did(
     check_kept(simulation)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 12), head_groups=st.integers(1, 9))
 def test_ranks_of_a_stripe_have_equal_work(seed: int, num_ranks: int, head_groups: int) -> None:
     """To within the context of the tokens at the two borders of a share."""

@@ -35,19 +35,19 @@ def draw_world(seed: int, num_ranks: int, num_legs: int) -> Simulation:
     return Simulation(plan_in_place(random_layout(random.Random(seed), num_ranks)), num_legs)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_every_missing_key_is_received_once_and_stored_in_order(seed: int, num_ranks: int, num_legs: int) -> None:
     check_keys(draw_world(seed, num_ranks, num_legs))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_every_query_attends_to_its_causal_prefix_exactly_once(seed: int, num_ranks: int, num_legs: int) -> None:
     check_attention(draw_world(seed, num_ranks, num_legs))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_shared_rows_and_orders(seed: int, num_ranks: int, num_legs: int) -> None:
     world = draw_world(seed, num_ranks, num_legs)
@@ -56,7 +56,7 @@ def test_shared_rows_and_orders(seed: int, num_ranks: int, num_legs: int) -> Non
     check_orders(world)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_all_own_rows_are_one_call(seed: int, num_ranks: int, num_legs: int) -> None:
     """In the order of the layout; its tasks are the longest ranges of consecutive tokens."""
@@ -76,7 +76,7 @@ def test_all_own_rows_are_one_call(seed: int, num_ranks: int, num_legs: int) -> 
             assert (document, last + 1) != (other, first)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_stored_keys_are_read_by_as_few_calls_as_can_be(seed: int, num_ranks: int, num_legs: int) -> None:
     """In a leg a new call begins only where queries do not follow each other, or keys of the store do not."""
@@ -86,7 +86,7 @@ def test_stored_keys_are_read_by_as_few_calls_as_can_be(seed: int, num_ranks: in
                 assert (call.query_stop, call.key_stop) != (following.query_start, following.key_start)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_calls_read_what_their_leg_brings_and_backward_what_all_did(seed: int, num_ranks: int, num_legs: int) -> None:
     world = draw_world(seed, num_ranks, num_legs)
@@ -95,7 +95,7 @@ def test_calls_read_what_their_leg_brings_and_backward_what_all_did(seed: int, n
     check_kept(world)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_key_transfers_are_what_the_routings_send(seed: int, num_ranks: int, num_legs: int) -> None:
     world = draw_world(seed, num_ranks, num_legs)
@@ -111,7 +111,7 @@ def test_key_transfers_are_what_the_routings_send(seed: int, num_ranks: int, num
     assert (transfers.tokens > 0).all()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(**WORLDS)
 def test_late_work_is_the_same_on_all_ranks(seed: int, num_ranks: int, num_legs: int) -> None:
     """A share of what each has for itself, so that no rank waits for another one's results; not more than any has."""
