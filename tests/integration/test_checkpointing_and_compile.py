@@ -51,14 +51,10 @@ def _wrapped(model: nn.Module) -> None:
     apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, layers))
 
 
-def _steps(
-    checkpoint: Callable[[nn.Module], None], compiled: bool, kv_residency: str = "refetch", attention: str = "save"
-) -> tuple[list, list]:
+def _steps(checkpoint: Callable[[nn.Module], None], compiled: bool, attention: str = "save") -> tuple[list, list]:
     """Losses with gradient norms, and forward calls of attention, of three steps."""
     model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
-    plugin = distca_hf.DistCAPlugin(
-        tokens_per_rank=TOKENS, kv_residency=kv_residency, checkpointed_attention=attention
-    )
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention=attention)
     distca_hf.enable(model, plugin)
     checkpoint(model)
     if compiled:
@@ -80,7 +76,6 @@ def expected() -> list[tuple[float, float]]:
     return _steps(_plain, compiled=False)[0]
 
 
-@pytest.mark.parametrize("kv_residency", ["refetch", "keep"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("checkpoint", "attention", "forward_calls"),
@@ -100,11 +95,10 @@ def test_numbers_are_equal_and_saved_attention_runs_once(
     attention: str,
     forward_calls: int,
     compiled: bool,
-    kv_residency: str,
     expected: list[tuple[float, float]],
 ) -> None:
     torch._dynamo.reset()
-    numbers, calls = _steps(checkpoint, compiled, kv_residency, attention)
+    numbers, calls = _steps(checkpoint, compiled, attention)
 
     for (loss, norm), (expected_loss, expected_norm) in zip(numbers, expected, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-6)
