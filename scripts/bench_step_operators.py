@@ -13,6 +13,7 @@ import torch
 from bench_step_calls import Call
 from bench_step_wires import Wires
 
+from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
@@ -94,7 +95,7 @@ def tokens_to_heads(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     packed = x_TND.new_empty((ranks, rows, heads // ranks, dim))
     packed.copy_(x_TND.view(rows, ranks, heads // ranks, dim).transpose(0, 1))
     counts = [rows] * ranks
-    return _works[work].wires.exchange(packed.flatten(0, 1), counts, counts, "tokens to heads").wait()
+    return _works[work].wires.exchange(AllToAll(packed.flatten(0, 1), counts, counts, "tokens to heads")).wait()
 
 
 @tokens_to_heads.register_fake
@@ -107,7 +108,7 @@ def heads_to_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     """The way back of `tokens_to_heads`."""
     rows, heads, dim = x_TND.shape[0] // ranks, x_TND.shape[1], x_TND.shape[2]
     counts = [rows] * ranks
-    received = _works[work].wires.exchange(x_TND, counts, counts, "heads to tokens").wait()
+    received = _works[work].wires.exchange(AllToAll(x_TND, counts, counts, "heads to tokens")).wait()
     unpacked = x_TND.new_empty((rows, ranks, heads, dim))
     unpacked.copy_(received.view(ranks, rows, heads, dim).transpose(0, 1))
     return unpacked.flatten(1, 2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
-from distca_hf.comm.transport import Arrived, Exchange, Gather, Transport
+from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 
 
 class Wires:
@@ -41,22 +41,14 @@ class Wires:
         numbers = self._largest_bytes // 2 + 1
         self._noise = torch.randn(numbers, device=self._device, dtype=torch.bfloat16) if silent else None
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> Exchange:
+    def exchange(self, asked: AllToAll) -> Exchange:
         """An uneven all-to-all, as `Transport` has it."""
-        row_bytes = rows.shape[1:].numel() * rows.element_size()
-        sent, received = (sum(counts) - counts[self.rank] for counts in (send_counts, receive_counts))
-        arriving = (sum(receive_counts), *rows.shape[1:])
-        if self._is_silent(sent * row_bytes, received * row_bytes, sum(receive_counts) * row_bytes):
-            made_up = self._made_up(arriving, rows.dtype)
-            return Arrived(made_up if into is None else into.copy_(made_up))
-        return self._inner.exchange(rows, send_counts, receive_counts, where, into)
+        sent, received = (sum(counts) - counts[self.rank] for counts in (asked.send_counts, asked.receive_counts))
+        arriving = (sum(asked.receive_counts), *asked.rows.shape[1:])
+        row_bytes = asked.row_bytes
+        if self._is_silent(sent * row_bytes, received * row_bytes, arriving[0] * row_bytes):
+            return asked.arrived(self._made_up(arriving, asked.rows.dtype))
+        return self._inner.exchange(asked)
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Integers are passed on also when silent: ranks agree as ever."""

@@ -7,10 +7,8 @@ here does that; this finds out who does, at the price of one more message per ex
 
 from collections.abc import Sequence
 
-import torch
-
 from distca_hf.comm.agreement import by_value
-from distca_hf.comm.transport import Exchange, Gather, Transport
+from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import PlanMismatchError
 
 
@@ -26,14 +24,7 @@ class CheckedTransport:
         self._inner = inner
         self._number = 0
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> Exchange:
+    def exchange(self, asked: AllToAll) -> Exchange:
         """Starts an exchange that all ranks mean.
 
         Raises:
@@ -41,8 +32,9 @@ class CheckedTransport:
                 places, or both numbers of rows; nothing was sent.
         """
         number, self._number = self._number, self._number + 1
-        header = [rows.shape[1:].numel(), rows.element_size(), *_encode(where), *send_counts, *receive_counts]
-        shown = self._inner.gather(header, f"{where}, check of exchange {number}").wait()
+        row = [asked.rows.shape[1:].numel(), asked.rows.element_size()]
+        header = [*row, *_encode(asked.where), *asked.send_counts, *asked.receive_counts]
+        shown = self._inner.gather(header, f"{asked.where}, check of exchange {number}").wait()
         counts_at = len(header) - 2 * self.world_size
         meant = [f"{_decode(row[2:counts_at])} (rows of {row[0]} x {row[1]} bytes)" for row in shown]
         here = f"rank {self.rank}, exchange {number}"
@@ -56,10 +48,10 @@ class CheckedTransport:
             for source, expected in enumerate(row[counts_at + self.world_size :]):
                 if sent[source][target] != expected:
                     raise PlanMismatchError(
-                        f"{here}, {where}: rank {source} sends {sent[source][target]} rows to rank {target}, which "
-                        f"expects {expected}; nothing was sent"
+                        f"{here}, {asked.where}: rank {source} sends {sent[source][target]} rows to rank {target}, "
+                        f"which expects {expected}; nothing was sent"
                     )
-        return self._inner.exchange(rows, send_counts, receive_counts, where, into)
+        return self._inner.exchange(asked)
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Passes integers on unchecked: agreements check themselves."""

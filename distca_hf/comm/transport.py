@@ -26,6 +26,48 @@ log = get_logger(__name__)
 REMEMBERED_EXCHANGES = 64
 
 
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Rows to exchange, unevenly, between all ranks.
+
+    Attributes:
+        rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
+        send_counts, receive_counts: `[ranks]` rows to and from each rank.
+        where: step, layer and phase, for messages.
+        into: `[sum(receive_counts), ...]` contiguous, where received rows are put; new memory if it is not given.
+    """
+
+    rows: torch.Tensor
+    send_counts: Sequence[int]
+    receive_counts: Sequence[int]
+    where: str
+    into: torch.Tensor | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.rows.shape[1:].numel() * self.rows.element_size()
+
+    def room(self) -> torch.Tensor:
+        """Where received rows are put."""
+        if self.into is not None:
+            return self.into
+        return self.rows.new_empty((sum(self.receive_counts), *self.rows.shape[1:]))
+
+    def arrived(self, received: torch.Tensor) -> "Arrived":
+        """An exchange that needs no waiting, for transports that have the received rows at once."""
+        return Arrived(received if self.into is None else self.into.copy_(received))
+
+
+@dataclass
+class Arrived:
+    """An exchange that needs no waiting."""
+
+    rows: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.rows
+
+
 @dataclass
 class Traffic:
     """What a transport has moved so far, and what ranks told each other by the way.
@@ -45,12 +87,11 @@ class Traffic:
     wants_to_leave: int = 0
     leaving: dict[int, int] = field(default_factory=dict)
 
-    def count(self, rows: torch.Tensor, send_counts: Sequence[int], rank: int, where: str) -> None:
+    def count(self, asked: "AllToAll", rank: int) -> None:
         """Adds one exchange. Rows a rank sends to itself are not traffic."""
         self.exchanges += 1
-        row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
-        self.bytes_sent += (len(rows) - send_counts[rank]) * row_bytes
-        self.recent.append(where)
+        self.bytes_sent += (len(asked.rows) - asked.send_counts[rank]) * asked.row_bytes
+        self.recent.append(asked.where)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -89,37 +130,13 @@ class Transport(Protocol):
     world_size: int
     traffic: Traffic
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> Exchange:
-        """Starts an uneven all-to-all.
-
-        Args:
-            rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
-            send_counts, receive_counts: `[ranks]` rows to and from each rank.
-            where: step, layer and phase, for messages.
-            into: `[sum(receive_counts), ...]` contiguous, where received rows are put; new memory if it is not given.
-        """
+    def exchange(self, asked: AllToAll) -> Exchange:
+        """Starts an uneven all-to-all."""
         ...
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Starts sending a few integers (equally many on all ranks) to every rank."""
         ...
-
-
-@dataclass
-class Arrived:
-    """An exchange that needs no waiting."""
-
-    rows: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.rows
 
 
 @dataclass
@@ -138,16 +155,9 @@ class LocalTransport:
     def __init__(self) -> None:
         self.rank, self.world_size, self.traffic = 0, 1, Traffic()
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> Arrived:
-        self.traffic.count(rows, send_counts, self.rank, where)
-        return Arrived(rows if into is None else into.copy_(rows))
+    def exchange(self, asked: AllToAll) -> Arrived:
+        self.traffic.count(asked, self.rank)
+        return asked.arrived(asked.rows)
 
     def gather(self, values: Sequence[int], where: str) -> Gathered:
         return Gathered([list(values)])
@@ -170,23 +180,17 @@ class TorchTransport:
         self._control_group = control_group
         self._rollcall = rollcall
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> "TorchExchange":
-        received = rows.new_empty((sum(receive_counts), *rows.shape[1:])) if into is None else into
-        self.traffic.count(rows, send_counts, self.rank, where)
+    def exchange(self, asked: AllToAll) -> "TorchExchange":
+        received = asked.room()
+        self.traffic.count(asked, self.rank)
+        receive_counts, send_counts = list(asked.receive_counts), list(asked.send_counts)
         try:
             work = dist.all_to_all_single(
-                received, rows, list(receive_counts), list(send_counts), group=self._data_group, async_op=True
+                received, asked.rows, receive_counts, send_counts, group=self._data_group, async_op=True
             )
         except RuntimeError as error:
-            raise self.failure(error, where) from error
-        return TorchExchange(self, work, where, time.monotonic(), rows, received)
+            raise self.failure(error, asked.where) from error
+        return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
 
     def gather(self, values: Sequence[int], where: str) -> "TorchGather":
         mine = torch.tensor(values, dtype=torch.int64)

@@ -30,9 +30,7 @@ class KeyFlight:
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg."""
         if self.travels:
-            way, into = leg.keys, self.received[leg.keys.receive]
-            rows = self._sent[way.send]
-            self._flights.append(transport.exchange(rows, way.send_counts, way.receive_counts, f"{where}, keys", into))
+            self._flights.append(transport.exchange(leg.keys.out(self._sent, self.received, f"{where}, keys")))
 
     def arrive(self, leg: LegMaps, store: Store) -> None:
         """Waits for the next leg, and puts its rows where they are read."""
@@ -51,11 +49,9 @@ class GradientFlight:
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg, whose gradients are complete."""
         if self._maps.exchanges:
-            way, into = leg.keys, self._returned[leg.keys.send]
-            rows = self._gradients.travelling(way.receive)
-            self._flights.append(
-                transport.exchange(rows, way.receive_counts, way.send_counts, f"{where}, key gradients", into)
-            )
+            rows = self._gradients.travelling(leg.keys.receive)
+            asked = leg.keys.back(rows, self._returned, f"{where}, key gradients")
+            self._flights.append(transport.exchange(asked))
 
     def land(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Waits for all legs, and adds to the gradients of own rows what the store and other servers contributed."""

@@ -45,11 +45,8 @@ class Outward:
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg."""
         if leg.queries is not None:
-            way, into = leg.queries, self._received[leg.queries.receive]
-            rows = self._sent[way.send]
-            self._flights.append(
-                transport.exchange(rows, way.send_counts, way.receive_counts, f"{where}, queries", into)
-            )
+            asked = leg.queries.out(self._sent, self._received, f"{where}, queries")
+            self._flights.append(transport.exchange(asked))
 
     def arrive(self, leg: LegMaps) -> None:
         """Waits for the next leg, and puts its rows where they are computed."""
@@ -77,14 +74,13 @@ class Homeward:
         """Starts one leg, whose rows are computed."""
         if leg.queries is None or self._maps is None:
             return
-        way, into = leg.queries, self._returned[leg.queries.send]
+        rows_here = leg.queries.receive
         if self._maps.come_in_order:
-            rows = [x[way.receive] for x in self._tensors]
+            rows = [x[rows_here] for x in self._tensors]
         else:
-            rows = [x.index_select(0, self._maps.received_to_guest[way.receive]) for x in self._tensors]
-        self._flights.append(
-            transport.exchange(_pack(rows), way.receive_counts, way.send_counts, f"{where}, results", into)
-        )
+            rows = [x.index_select(0, self._maps.received_to_guest[rows_here]) for x in self._tensors]
+        asked = leg.queries.back(_pack(rows), self._returned, f"{where}, results")
+        self._flights.append(transport.exchange(asked))
 
     def land(self, homes: Sequence[torch.Tensor]) -> None:
         """Waits for all legs and puts their rows into `homes`."""

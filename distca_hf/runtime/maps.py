@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distca_hf.comm.transport import AllToAll
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.sum_rows import RowSums
@@ -39,6 +40,14 @@ class Way:
     receive: slice
     send_counts: list[int]
     receive_counts: list[int]
+
+    def out(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
+        """The leg's part of all rows that leave, into its part of all that come."""
+        return AllToAll(sent[self.send], self.send_counts, self.receive_counts, where, received[self.receive])
+
+    def back(self, rows: torch.Tensor, returned: torch.Tensor, where: str) -> AllToAll:
+        """What became of rows that came in the leg, into its part of all that left."""
+        return AllToAll(rows, self.receive_counts, self.send_counts, where, returned[self.send])
 
 
 @dataclass(frozen=True, eq=False)

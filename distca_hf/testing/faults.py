@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from distca_hf.comm.transport import Exchange, Gather, Traffic, Transport
+from distca_hf.comm.transport import AllToAll, Exchange, Gather, Traffic, Transport
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,8 @@ class FaultTransport:
     def traffic(self) -> Traffic:
         return self._inner.traffic
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> Exchange:
-        begin = partial(self._inner.exchange, rows, send_counts, receive_counts, where, into)
+    def exchange(self, asked: AllToAll) -> Exchange:
+        begin = partial(self._inner.exchange, asked)
         if self._run_planned("exchange"):
             self._overtaken = Overtaken(begin)
             return self._overtaken

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from distca_hf.comm.transport import Traffic
+from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import PeerLostError
 
 
@@ -65,26 +65,18 @@ class LoopbackTransport:
         self.rank, self.world_size, self.traffic = rank, world.world_size, Traffic()
         self._world = world
 
-    def exchange(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        where: str,
-        into: torch.Tensor | None = None,
-    ) -> _Meeting:
-        self.traffic.count(rows, send_counts, self.rank, where)
+    def exchange(self, asked: AllToAll) -> _Meeting:
+        self.traffic.count(asked, self.rank)
 
         def hold() -> torch.Tensor:
-            sent = self._world.meet(self.rank, rows.split(list(send_counts)), where)
+            sent = self._world.meet(self.rank, asked.rows.split(list(asked.send_counts)), asked.where)
             arrived = [parts[self.rank] for parts in sent]
             counts = [len(part) for part in arrived]
-            if counts != list(receive_counts):
+            if counts != list(asked.receive_counts):
                 raise AssertionError(
-                    f"rank {self.rank}, {where}: received {counts} rows, expected {list(receive_counts)}"
+                    f"rank {self.rank}, {asked.where}: received {counts} rows, expected {list(asked.receive_counts)}"
                 )
-            received = torch.cat(arrived)
-            return received if into is None else into.copy_(received)
+            return asked.arrived(torch.cat(arrived)).wait()
 
         return _Meeting(hold)
 

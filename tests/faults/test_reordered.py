@@ -7,6 +7,7 @@ import torch
 
 import distca_hf
 from distca_hf.comm.checked import CheckedTransport
+from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import PlanMismatchError
 from distca_hf.testing import loopback
 from distca_hf.testing.faults import Fault, FaultTransport, swap
@@ -23,9 +24,9 @@ ROWS = torch.arange(4.0).reshape(2, 2)
 def test_swapped_exchange_starts_after_the_next_or_when_it_is_waited_for() -> None:
     def body(transport: LoopbackTransport) -> list[str]:
         faulty = FaultTransport(transport, [Fault(0, swap), Fault(2, swap)])
-        first = faulty.exchange(ROWS, [1, 1], [1, 1], "first")
-        second = faulty.exchange(2 * ROWS, [1, 1], [1, 1], "second")
-        third = faulty.exchange(3 * ROWS, [1, 1], [1, 1], "third")
+        first = faulty.exchange(AllToAll(ROWS, [1, 1], [1, 1], "first"))
+        second = faulty.exchange(AllToAll(2 * ROWS, [1, 1], [1, 1], "second"))
+        third = faulty.exchange(AllToAll(3 * ROWS, [1, 1], [1, 1], "third"))
         for factor, exchange in ((2, second), (1, first), (3, third)):
             assert torch.equal(exchange.wait(), factor * ROWS[[transport.rank, transport.rank]])
         return list(transport.traffic.recent)
@@ -37,7 +38,7 @@ def _checked(transport: LoopbackTransport, swapped: bool, places: tuple[str, str
     """Two exchanges are started, in another order on rank 1 if they are swapped."""
     faults = [Fault(0, swap)] if swapped and transport.rank == 1 else []
     faulty = FaultTransport(CheckedTransport(transport), faults)
-    exchanges = [faulty.exchange(ROWS, [1, 1], [1, 1], place) for place in places]
+    exchanges = [faulty.exchange(AllToAll(ROWS, [1, 1], [1, 1], place)) for place in places]
     for exchange in exchanges:
         exchange.wait()
     return faulty
@@ -75,7 +76,7 @@ def test_rows_that_nobody_expects_are_named() -> None:
     def body(transport: LoopbackTransport) -> str:
         receive = [1, 1] if transport.rank == 0 else [0, 1]
         with pytest.raises(PlanMismatchError) as caught:
-            CheckedTransport(transport).exchange(ROWS, [1, 1], receive, PLACES[0])
+            CheckedTransport(transport).exchange(AllToAll(ROWS, [1, 1], receive, PLACES[0]))
         return str(caught.value)
 
     for message in loopback.run_ranks(2, body):

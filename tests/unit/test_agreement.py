@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from distca_hf.comm.agreement import WIDTH, Agreement, Occasion
 from distca_hf.comm.groups import open_transport
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.transport import REMEMBERED_EXCHANGES, LocalTransport
+from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, LocalTransport
 from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
 from distca_hf.testing.faults import Fault, FaultTransport, fail, stall
 from distca_hf.testing.loopback import LoopbackTransport, run_ranks
@@ -133,7 +133,7 @@ def test_one_rank_sends_to_itself() -> None:
     transport = LocalTransport()
     rows = torch.arange(6.0).reshape(3, 2)
 
-    assert torch.equal(transport.exchange(rows, [3], [3], "here").wait(), rows)
+    assert torch.equal(transport.exchange(AllToAll(rows, [3], [3], "here")).wait(), rows)
     assert transport.gather([1, 2], "here").wait() == [[1, 2]]
     assert (transport.traffic.exchanges, transport.traffic.bytes_sent) == (1, 0)
 
@@ -142,7 +142,9 @@ def test_traffic_counts_bytes_to_others_and_remembers_the_last_exchanges() -> No
     def body(transport: LoopbackTransport) -> tuple[int, int, list[str]]:
         for number in range(REMEMBERED_EXCHANGES + 5):
             rows = torch.zeros(3, 4, dtype=torch.float64)
-            transport.exchange(rows, [1, 2], [1, 1] if transport.rank == 0 else [2, 2], f"exchange {number}").wait()
+            transport.exchange(
+                AllToAll(rows, [1, 2], [1, 1] if transport.rank == 0 else [2, 2], f"exchange {number}")
+            ).wait()
         return transport.traffic.exchanges, transport.traffic.bytes_sent, list(transport.traffic.recent)
 
     # Rank 0 keeps one row and sends two; rank 1 sends one and keeps two.
@@ -156,11 +158,11 @@ def test_traffic_counts_bytes_to_others_and_remembers_the_last_exchanges() -> No
 def test_faults_happen_at_their_exchange_and_the_rest_passes() -> None:
     transport = FaultTransport(LocalTransport(), [Fault(1, fail(OSError("cable"))), Fault(2, stall(0.05))])
     rows = torch.zeros(1, 1)
-    transport.exchange(rows, [1], [1], "first").wait()
+    transport.exchange(AllToAll(rows, [1], [1], "first")).wait()
     with pytest.raises(OSError, match="cable"):
-        transport.exchange(rows, [1], [1], "second")
+        transport.exchange(AllToAll(rows, [1], [1], "second"))
     began = time.monotonic()
-    transport.exchange(rows, [1], [1], "third").wait()
+    transport.exchange(AllToAll(rows, [1], [1], "third")).wait()
 
     assert time.monotonic() - began >= 0.05
     assert transport.traffic.exchanges == 2

@@ -1,14 +1,13 @@
 """What a plan says is what happens: kernels compute its pairs, and exchanges carry its keys."""
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.comm.transport import AllToAll, Exchange, Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.planning.legs import Legs
 from distca_hf.planning.moving import plan_by_moving
@@ -35,11 +34,9 @@ class RecordingTransport:
         self.gather = transport.gather
         self.elements: list[list[int]] = []
 
-    def exchange(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *others: Any
-    ) -> Exchange:
-        self.elements.append([part.numel() for part in rows.split(list(send_counts))])
-        return self.transport.exchange(rows, send_counts, receive_counts, *others)
+    def exchange(self, asked: AllToAll) -> Exchange:
+        self.elements.append([part.numel() for part in asked.rows.split(list(asked.send_counts))])
+        return self.transport.exchange(asked)
 
 
 def run_one_layer(
