@@ -37,7 +37,7 @@ from bench_step_documents import random_tokens
 from bench_step_header import facts_of
 from bench_step_model import LossModel, build_model, prepare, probe, read_config
 from bench_step_modes import Place
-from bench_step_options import close_group, open_group, parse_shared, shared_options
+from bench_step_options import on_all_ranks, parse_shared, shared_options
 from bench_step_report import load_of, rates_of
 from bench_step_rounds import equal_losses
 from bench_step_wires import Wires
@@ -46,10 +46,7 @@ import distca_hf
 
 
 def main() -> None:
-    options = parse()
-    device = open_group(options.device)
-    measure(options, device)
-    close_group()
+    on_all_ranks(measure, parse())
 
 
 def parse() -> argparse.Namespace:

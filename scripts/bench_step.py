@@ -45,7 +45,7 @@ from bench_step_header import facts_of
 from bench_step_kernels import time_kernels
 from bench_step_model import Backbone, build_model, prepare, probe, read_config
 from bench_step_modes import BUILDERS, Place, build_mode
-from bench_step_options import close_group, open_group, parse_shared, shared_options
+from bench_step_options import on_all_ranks, parse_shared, shared_options
 from bench_step_profile import trace_step
 from bench_step_rates import Rates, kernel_for, measure_rates
 from bench_step_report import Load, figures_of, load_of, table
@@ -57,10 +57,7 @@ from distca_hf.kernels.interface import Kernel
 
 
 def main() -> None:
-    options = parse()
-    device = open_group(options.device)
-    measure(options, device)
-    close_group()
+    on_all_ranks(measure, parse())
 
 
 def parse() -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     return options
 
 
-def open_group(device_type: str) -> torch.device:
+def _open_group(device_type: str) -> torch.device:
     """The process group, and this rank's device."""
     if device_type == "cpu":
         dist.init_process_group("gloo")
@@ -72,7 +72,8 @@ def open_group(device_type: str) -> torch.device:
     return device
 
 
-def close_group() -> None:
-    """Ends what `open_group` began, on all ranks together."""
+def on_all_ranks(measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace) -> None:
+    """Measures on this rank's device, between the beginning and the end of the process group."""
+    measure(options, _open_group(options.device))
     dist.barrier()  # gloo may hang if a group is destroyed while its last operation is being freed
     dist.destroy_process_group()

@@ -41,25 +41,15 @@ LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class QueryMoves:
-    """Queries that one rank sends, and the guest rows that it computes.
+class RowsInLegs:
+    """How many rows one rank sends and receives.
 
     Attributes:
-        num_rows: guest rows.
-        send_rows: `[sent]` layout rows computed elsewhere, grouped by leg and server.
         leg_send_counts, leg_receive_counts: `[legs, ranks]` rows sent to and received from each rank.
-        received_to_guest: `[received]` guest row of each received row.
-        own_rows, own_to_guest: `[own]` layout rows of this rank in tasks whose other queries are guests, and the guest
-            rows they become.
     """
 
-    num_rows: int
-    send_rows: Runs
     leg_send_counts: IntArray
     leg_receive_counts: IntArray
-    received_to_guest: Runs
-    own_rows: Runs
-    own_to_guest: Runs
 
     @property
     def send_counts(self) -> IntArray:
@@ -71,6 +61,25 @@ class QueryMoves:
         """`[ranks]` of all legs."""
         return self.leg_receive_counts.sum(axis=0)
 
+
+@dataclass(frozen=True, eq=False)
+class QueryMoves(RowsInLegs):
+    """Queries that one rank sends, and the guest rows that it computes.
+
+    Attributes:
+        num_rows: guest rows.
+        send_rows: `[sent]` layout rows computed elsewhere, grouped by leg and server.
+        received_to_guest: `[received]` guest row of each received row.
+        own_rows, own_to_guest: `[own]` layout rows of this rank in tasks whose other queries are guests, and the guest
+            rows they become.
+    """
+
+    num_rows: int
+    send_rows: Runs
+    received_to_guest: Runs
+    own_rows: Runs
+    own_to_guest: Runs
+
     @property
     def come_in_order(self) -> bool:
         """Whether received rows, as they are, are the guest rows."""
@@ -78,7 +87,7 @@ class QueryMoves:
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class Routing(RowsInLegs):
     """What one rank sends, receives and computes, in every layer.
 
     Attributes:
@@ -87,7 +96,6 @@ class Routing:
         num_tokens: tokens the rank holds; rows behind theirs are padding.
         rows_per_token: groups that the plan divides heads in.
         send_rows: `[sent]` layout rows of keys to send, grouped by leg and destination.
-        leg_send_counts, leg_receive_counts: `[legs, ranks]` rows sent to and received from each rank.
         received_to_store: `[received]` store row of each received row.
         kept_to_store: the same of rows that were received before, perhaps in other legs, and kept.
         own_rows, own_to_store: `[own]` layout rows that are copied into the store, and where to.
@@ -107,8 +115,6 @@ class Routing:
     num_tokens: int
     rows_per_token: int
     send_rows: Runs
-    leg_send_counts: IntArray
-    leg_receive_counts: IntArray
     received_to_store: Runs
     kept_to_store: Runs
     own_rows: Runs
@@ -123,16 +129,6 @@ class Routing:
     late_share: float
     exchanges: bool
     queries: QueryMoves | None = None
-
-    @property
-    def send_counts(self) -> IntArray:
-        """`[ranks]` of all legs."""
-        return self.leg_send_counts.sum(axis=0)
-
-    @property
-    def receive_counts(self) -> IntArray:
-        """`[ranks]` of all legs."""
-        return self.leg_receive_counts.sum(axis=0)
 
     @property
     def far(self) -> tuple[KernelCall, ...]:

@@ -106,6 +106,16 @@ def test_numbers_are_equal_and_saved_attention_runs_once(
     assert calls == [(forward_calls, NUM_LAYERS)] * 3
 
 
+@pytest.mark.parametrize("checkpoint", [_non_reentrant, _wrapped], ids=["default", "wrapper"])
+def test_attention_outputs_on_the_host_are_the_same(
+    checkpoint: Callable[[nn.Module], None], expected: list[tuple[float, float]]
+) -> None:
+    numbers, calls = _steps(checkpoint, compiled=False, attention="offload")
+
+    assert numbers == expected
+    assert calls == [(NUM_LAYERS, NUM_LAYERS)] * 3
+
+
 def test_reentrant_checkpointing_is_told_that_it_attends_twice(caplog: pytest.LogCaptureFixture) -> None:
     _steps(_reentrant, compiled=False)
 

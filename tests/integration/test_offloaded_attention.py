@@ -21,31 +21,6 @@ from support.models import tiny_model
 NUM_LAYERS, TOKENS = 3, 192
 
 
-def _steps(attention: str, checkpointing: bool = True) -> tuple[list[tuple[float, float]], list[tuple[int, int]]]:
-    """Losses with gradient norms, and calls of attention, of three steps."""
-    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention=attention)
-    distca_hf.enable(model, plugin)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    numbers, calls = [], []
-    for _, batch in zip(range(3), plugin.dataloader(random_dataset()), strict=False):
-        model.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-        numbers.append((loss.item(), norm.item()))
-        calls.append((batch["distca_plan"].forward_calls, batch["distca_plan"].backward_calls))
-    return numbers, calls
-
-
-def test_numbers_are_equal_and_attention_runs_once() -> None:
-    numbers, calls = _steps("offload")
-
-    assert numbers == _steps("save", checkpointing=False)[0]
-    assert calls == [(NUM_LAYERS, NUM_LAYERS)] * 3
-
-
 def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
     model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention="offload")
