@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distca_hf.comm import transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import dispatch, guests, kernel_calls
+from distca_hf.runtime import combine, dispatch, guests, kernel_calls
 
 
 # Steps of the product's runtime, and what they are called here. One that it no longer has is not named.
@@ -25,8 +25,8 @@ STEPS: tuple[tuple[Any, str, str], ...] = (
     (dispatch.KeyFlight, "start", "distca dispatch: keys leave"),
     (guests.Outward, "start", "distca dispatch: queries leave"),
     (kernel_calls, "merge", "distca prefixes are merged"),
-    (dispatch.GradientFlight, "start", "distca combine: gradients leave"),
-    (dispatch.GradientFlight, "land", "distca combine: gradients are summed"),
+    (combine.GradientFlight, "start", "distca combine: gradients leave"),
+    (combine.GradientFlight, "land", "distca combine: gradients are summed"),
     (guests.Homeward, "start", "distca combine: results leave"),
     (guests.Homeward, "land", "distca combine: results land"),
 )

@@ -18,7 +18,8 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 import torch
 
 from distca_hf.errors import PlanError
-from distca_hf.runtime.dispatch import GradientFlight, KeyFlight
+from distca_hf.runtime.combine import GradientFlight
+from distca_hf.runtime.dispatch import KeyFlight
 from distca_hf.runtime.finite import check_finite
 from distca_hf.runtime.guests import Homeward, Outward
 from distca_hf.runtime.heads import calls_of_heads

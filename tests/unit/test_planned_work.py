@@ -12,16 +12,15 @@ from distca_hf.config import DistCAConfig, Residency
 from distca_hf.planning.legs import Legs
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from support.counting import CountingKernel
-from support.layouts import packed_layout, random_layout, random_plan, striped_layout
+from support.layouts import packed_layout
 from support.parity import SCALE, live_plan
+from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 
 
-NUM_RANKS = 3
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 8, 4, 8, 4
 
 
@@ -59,27 +58,8 @@ def run_one_layer(
     return run_ranks(NUM_RANKS, run)
 
 
-def placed(seed: int) -> Plan:
-    return plan_in_place(random_layout(random.Random(seed), NUM_RANKS))
-
-
 def moved(seed: int) -> Plan:
     return plan_by_moving(packed_layout(random.Random(seed), NUM_RANKS, longest_tokens=200))
-
-
-def striped(seed: int) -> Plan:
-    return plan_in_place(striped_layout(random.Random(seed), NUM_RANKS), head_groups=2)
-
-
-def anywhere(seed: int) -> Plan:
-    rng = random.Random(seed)
-    return random_plan(rng, random_layout(rng, NUM_RANKS))
-
-
-def divided(seed: int) -> Plan:
-    """Tasks of one group of heads among others."""
-    rng = random.Random(seed)
-    return random_plan(rng, random_layout(rng, NUM_RANKS), head_groups=2)
 
 
 KINDS = [placed, striped, moved, anywhere, divided]

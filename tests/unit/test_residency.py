@@ -1,6 +1,5 @@
 """What came from other ranks is kept until backward within a budget, on all ranks alike; the rest is fetched again."""
 
-import random
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -13,7 +12,6 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan, PlanFacts
@@ -21,12 +19,11 @@ from distca_hf.runtime.residency import keeps_received, kept_bytes
 from distca_hf.testing.loopback import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
-from support.layouts import random_layout, random_plan, striped_layout
 from support.models import tiny_model
 from support.parity import SCALE, live_plan
+from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 
 
-NUM_RANKS = 3
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
 KEY_BYTES = 4 * KV_HEADS * (DIM + VALUE_DIM)
 QUERY_BYTES = 4 * HEADS * (DIM + VALUE_DIM + 1)
@@ -105,24 +102,6 @@ def test_half_precision_keeps_log_sum_exps_in_fp32() -> None:
 
 
 # --- what is really kept
-
-
-def placed(seed: int) -> Plan:
-    return plan_in_place(random_layout(random.Random(seed), NUM_RANKS))
-
-
-def anywhere(seed: int) -> Plan:
-    rng = random.Random(seed)
-    return random_plan(rng, random_layout(rng, NUM_RANKS))
-
-
-def divided(seed: int) -> Plan:
-    rng = random.Random(seed)
-    return random_plan(rng, random_layout(rng, NUM_RANKS), head_groups=2)
-
-
-def striped(seed: int) -> Plan:
-    return plan_in_place(striped_layout(random.Random(seed), NUM_RANKS), head_groups=2)
 
 
 def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[int, int, bool, int]]:

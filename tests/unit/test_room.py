@@ -13,7 +13,7 @@ from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.runtime import dispatch, kernel_calls, room
+from distca_hf.runtime import combine, kernel_calls, room
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, SHARED, random_layout, random_plan, striped_layout
@@ -122,7 +122,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
 ) -> None:
     """Within a tenth. Merging and summing apart, for which GPUs have kernels that need nothing."""
     monkeypatch.setattr(kernel_calls, "merge", lambda *tensors: None)
-    monkeypatch.setattr(dispatch, "add_rows", lambda *tensors: None)
+    monkeypatch.setattr(combine, "add_rows", lambda *tensors: None)
     plan = plan_of(kind)
 
     def run(transport: Transport) -> tuple[int, int, int]:
