@@ -3,12 +3,15 @@
     python scripts/measure_kernels.py --heads 32 --kv-heads 8 --head-dim 128 --out kernel_times.json
 
 Every entry is the seconds of one task, forward and backward: the last query tokens of a document of so many key
-tokens. Short tasks are measured many in one call, as they come in training.
+tokens, computed as in training, where a rank holds these keys of its own and the others come from elsewhere: a causal
+call over as many keys as queries, and a call without a mask over those before, whose output is merged. Short tasks
+are measured many in one call, as they come in training, too.
 """
 
 import argparse
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +19,7 @@ import torch
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel, Spans
+from distca_hf.kernels.merge import merge
 
 
 QUERY_TOKENS = (128, 512, 2048, 8192, 32768, 131072)
@@ -26,33 +30,68 @@ MOST_KEY_TOKENS = 524288
 REPEATS = 5
 
 
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values of a call, and room for what the call writes.
+
+    Attributes:
+        k, v, dk, dv: `[tasks * keys, kv heads, head dim]`.
+        out, dq: `[tasks * queries, heads, head dim]`.
+        lse: `[tasks * queries, heads]`.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    spans: Spans
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+    @classmethod
+    def random(cls, tasks: int, queries: int, keys: int, causal: bool, options: argparse.Namespace) -> "Keys":
+        k, v, dk, dv = (_random(tasks * keys, options.kv_heads, options) for _ in range(4))
+        out, dq = (_random(tasks * queries, options.heads, options) for _ in range(2))
+        lse = torch.empty(tasks * queries, options.heads, device=out.device, dtype=torch.float32)
+        offsets = torch.arange(tasks + 1, device=out.device, dtype=torch.int32)
+        spans = Spans(offsets * queries, offsets * keys, queries, keys, causal)
+        return cls(k, v, spans, out, lse, dq, dk, dv)
+
+
 def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse.Namespace) -> float:
     """Median over some calls, forward and backward together."""
     tasks = max(1, min(CALL_TOKENS // queries, MOST_KEY_TOKENS // keys))
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
+    q, dout = (_random(tasks * queries, options.heads, options) for _ in range(2))
+    own = Keys.random(tasks, queries, queries, True, options)
+    far = [Keys.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
+    scale = options.head_dim**-0.5
 
-    def tensor(tokens: int, number: int) -> torch.Tensor:
-        return torch.randn(tokens, number, dim, device=device, dtype=dtype)
+    def task() -> None:
+        for call in (own, *far):
+            kernel.forward(q, call.k, call.v, call.spans, scale, call.out, call.lse.T)
+        for call in far:
+            merge(own.out, own.lse, call.out, call.lse)
+        for call in (own, *far):
+            of_output = dout, q, call.k, call.v, own.out, own.lse.T
+            kernel.backward(*of_output, call.spans, scale, False, call.dq, call.dk, call.dv)
+        for call in far:
+            own.dq.add_(call.dq)
 
-    q, dout = (tensor(tasks * queries, heads) for _ in range(2))
-    k, v = (tensor(tasks * keys, kv_heads) for _ in range(2))
-    out, dq, dk, dv = (torch.empty_like(x) for x in (q, q, k, v))
-    lse = torch.empty(heads, tasks * queries, device=device, dtype=torch.float32)
-    offsets = torch.arange(tasks + 1, device=device, dtype=torch.int32)
-    spans = Spans(offsets * queries, offsets * keys, queries, keys)
-    scale = dim**-0.5
     times = []
     for repeat in range(REPEATS + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        kernel.forward(q, k, v, spans, scale, out, lse)
-        kernel.backward(dout, q, k, v, out, lse, spans, scale, False, dq, dk, dv)
+        task()
         end.record()
         end.synchronize()
         if repeat >= 2:
             times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times) / tasks
+
+
+def _random(rows: int, heads: int, options: argparse.Namespace) -> torch.Tensor:
+    return torch.randn(rows, heads, options.head_dim, device="cuda", dtype=torch.bfloat16)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Core attention over NCCL: documents that span GPUs, bf16, no more than twice the error of bf16 PyTorch."""
+"""Core attention over NCCL: documents that span GPUs, bf16, no more than twice the error of bf16 PyTorch; in the
+deterministic mode the same bits every time."""
 
 import random
 from itertools import pairwise
@@ -18,11 +19,13 @@ from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.layouts import random_plan
 from support.parity import live_plan
 from support.ranks import run_ranks
+from support.repeats import equal_repeats
 
 
 pytestmark = pytest.mark.multigpu
 
 HEADS, GROUPS, DIM, SCALE = 8, 2, 128, 0.09
+REPEATS = 50
 
 
 def _plan(num_ranks: int, kind: str) -> Plan:
@@ -88,3 +91,21 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
     for errors in by_rank:
         for name, (error, allowed) in errors.items():
             assert error <= allowed, name
+
+
+def _equal_repeats(num_ranks: int, kv_residency: Residency, num_legs: int, kind: str) -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan, config = _plan(num_ranks, kind), DistCAConfig(kv_residency=kv_residency, deterministic=True)
+    transport = open_transport(device, 60.0)
+    return equal_repeats(transport, plan.layout, plan, config, num_legs, (HEADS, GROUPS, DIM), REPEATS, device)
+
+
+@pytest.mark.parametrize("kind", ["placed", "moved heads", "striped"])
+@pytest.mark.parametrize(("kv_residency", "num_legs"), [("refetch", 1), ("keep", 3)])
+def test_fifty_repeats_are_bit_equal(kv_residency: Residency, num_legs: int, kind: str, tmp_path: Path) -> None:
+    num_ranks = min(4, torch.cuda.device_count())
+    arguments = num_ranks, kv_residency, num_legs, kind
+
+    equal = run_ranks(num_ranks, _equal_repeats, tmp_path, *arguments, timeout_seconds=110.0, backend="nccl")
+
+    assert equal == [REPEATS] * num_ranks

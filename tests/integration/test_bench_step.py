@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,20 @@ CONFIG = {
 def documents(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts")
     return importlib.import_module("bench_step_documents")
+
+
+def test_host_time_of_attention_calls_is_told_for_every_rank() -> None:
+    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS), "scripts/bench_host.py"]
+    size = ["--device", "cpu", "--documents", "64,24x8", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+    printed = run_command([*launch, *size, "--head-dim", "8", "--repeats", "2"], timeout_seconds=60.0)
+
+    pattern = r"rank (\d), repeat (\d): (\d+) µs a call, (\d+) in (\d+) kernels, (\d+) beyond"
+    told = {match[:2]: [int(number) for number in match[2:]] for match in re.findall(pattern, printed)}
+    assert set(told) == {(str(rank), str(repeat)) for rank in range(RANKS) for repeat in range(2)}
+    for call, of_kernel, kernels, beyond in told.values():
+        assert kernels >= 1
+        assert beyond > 0
+        assert call == pytest.approx(of_kernel + beyond, abs=1)
 
 
 def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
