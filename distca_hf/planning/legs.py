@@ -1,7 +1,9 @@
 """Legs: stored prefixes arrive in several parts, so that the first can be attended while the others fly.
 
-A prefix that only own queries read is cut in as many parts as there are legs, of equally many tokens. One that guests
-read comes whole, in one leg: the guests of a server are divided among the legs.
+Prefixes that only own queries read are cut so that a server computes about as much with each leg, but no finer than is
+worth a kernel call: a server that computes little with what comes takes fewer legs, the last ones, and lets those go
+first that wait for more. A prefix that guests read comes whole, in one leg: the guests of a server are divided among
+the legs.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.ranges import line_keys
+from distca_hf.planning.ranges import line_keys, rows_per_token
 from distca_hf.planning.task import ALL_HEADS
 
 
@@ -40,15 +42,19 @@ class Legs:
         groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
         keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
-        guest, longest = plan.is_guest[reads], np.zeros(len(keys), dtype=np.int64)
+        guest, start, stop = plan.is_guest[reads], tasks.start[reads], tasks.stop[reads]
+        longest, work = np.zeros((2, len(keys)), dtype=np.int64)
+        np.maximum.at(longest, prefix[~guest], start[~guest])
+        rectangles = start * (stop - start) * rows_per_token(tasks.head[reads], groups)
+        np.add.at(work, prefix[~guest], rectangles[~guest])
         of_guests = np.zeros(len(keys), dtype=bool)
         of_guests[prefix[guest]] = True
-        np.maximum.at(longest, prefix[~guest], tasks.start[reads][~guest])
-        borders = longest[:, None] * np.arange(count + 1) // count
-        borders[:, -1] = NEVER
-        leg = _legs_of_guests(keys[of_guests], num_lines, groups, count)
-        borders[of_guests] = np.where(np.arange(count + 1) <= leg[:, None], 0, NEVER)
-        return cls(count, num_lines, keys, borders)
+        own = ~of_guests
+        first_leg, stop_leg = np.zeros((2, len(keys)), dtype=np.int64)
+        first_leg[of_guests] = _legs_of_guests(keys[of_guests], num_lines, groups, count)
+        stop_leg[of_guests] = first_leg[of_guests] + 1
+        first_leg[own], stop_leg[own] = _legs_of_own(keys[own] // num_lines, work[own], plan.work.mean(), count)
+        return cls(count, num_lines, keys, _borders(longest, first_leg, stop_leg, count))
 
     def borders_of(self, servers: IntArray | int, lines: IntArray) -> IntArray:
         """`[prefixes, count + 1]` borders; a prefix that nobody else holds is not cut."""
@@ -64,6 +70,27 @@ class Legs:
     def of_guests(self, servers: IntArray, lines: IntArray) -> IntArray:
         """Leg that brings a prefix that guests read."""
         return (self.borders_of(servers, lines)[:, 1:] == 0).sum(axis=1)
+
+
+def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
+    """`[prefixes, count + 1]` borders of prefixes cut in equal parts for legs [first, stop)."""
+    part = np.arange(count + 1) - first[:, None]
+    borders: IntArray = longest[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
+    borders[part >= (stop - first)[:, None]] = NEVER  # nobody reads beyond the prefix
+    return borders
+
+
+def _legs_of_own(servers: IntArray, work: IntArray, mean_work: float, count: int) -> tuple[IntArray, IntArray]:
+    """Legs [first, stop) of each prefix. The work of a server is a line, one prefix after the other, that is cut in as
+    many equal parts as are worth it; cuts move to the next border of prefixes, or of equal parts of one prefix."""
+    _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
+    before = np.cumsum(work) - work
+    begin, total = before - before[first_of][server], np.bincount(server, weights=work)
+    legs = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[server]
+    legs_of_work = legs / np.maximum(total, 1)[server]
+    first = np.minimum(np.rint(begin * legs_of_work).astype(np.int64), legs - 1)
+    stop = np.maximum(np.rint((begin + work) * legs_of_work).astype(np.int64), first + 1)
+    return first + count - legs, stop + count - legs
 
 
 def _legs_of_guests(keys: IntArray, num_lines: int, head_groups: int, count: int) -> IntArray:

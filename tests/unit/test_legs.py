@@ -32,12 +32,26 @@ def moved(layout: Layout, tasks: list[tuple[int, ...]], head_groups: int = 1) ->
     return plan
 
 
-def test_a_prefix_is_cut_in_equal_parts() -> None:
-    """The last of which has no end: nobody reads beyond the prefix."""
+def test_work_of_a_server_is_divided_among_the_legs() -> None:
+    """4 x 8 and 3 x 4 pairs, where a rank has 56 on average. The last part has no end: nobody reads beyond."""
     legs = Legs.cut(plan_in_place(PARTED), 4)
 
-    assert borders(legs, 1, 0) == [0, 2, 4, 6, NEVER]
-    assert borders(legs, 1, 1) == [0, 1, 2, 3, NEVER]
+    assert borders(legs, 1, 0) == [0, 2, 5, NEVER, NEVER]
+    assert borders(legs, 1, 1) == [0, 0, 0, 0, NEVER]
+
+
+def test_a_long_prefix_is_cut_in_equal_parts() -> None:
+    layout = Layout.from_segments([16], [[(0, 0, 11)], [(0, 11, 16)]])
+    legs = Legs.cut(plan_in_place(layout), 3)
+
+    assert borders(legs, 1, 0) == [0, 3, 7, NEVER]
+
+
+def test_what_is_little_work_comes_in_the_last_leg() -> None:
+    layout = Layout.from_segments([16, 20], [[(0, 0, 15)], [(0, 15, 16), (1, 0, 20)]])
+    legs = Legs.cut(plan_in_place(layout), 3)
+
+    assert borders(legs, 1, 0) == [0, 0, 0, NEVER]
 
 
 def test_a_prefix_that_nobody_lacks_comes_in_the_first_leg() -> None:
@@ -100,7 +114,7 @@ def test_rows_of_a_leg_lie_together_and_in_order() -> None:
     routing = route(plan_in_place(PARTED), 1, legs=Legs.cut(plan_in_place(PARTED), 2))
 
     assert routing.store_rows == 8 + 4
-    assert routing.leg_receive_counts.tolist() == [[4 + 2, 0], [4 + 2, 0]]
+    assert routing.leg_receive_counts.tolist() == [[8, 0], [4, 0]]
     assert routing.received_to_store.numbers.tolist() == list(range(12))
     assert routing.come_in_order
     told = [
@@ -110,11 +124,11 @@ def test_rows_of_a_leg_lie_together_and_in_order() -> None:
         ]
         for far in routing.far_of_leg
     ]
-    assert told == [[(0, 7, 0, 6, [0, 4, 6])], [(0, 7, 6, 12, [0, 4, 6])]]
+    assert told == [[(0, 4, 0, 8, [0, 8])], [(4, 7, 8, 12, [0, 4])]]
 
     sender = route(plan_in_place(PARTED), 0, legs=Legs.cut(plan_in_place(PARTED), 2))
-    assert sender.send_rows.numbers.tolist() == [0, 1, 2, 3, 8, 9, 4, 5, 6, 7, 10, 11]
-    assert sender.leg_send_counts.tolist() == [[0, 6], [0, 6]]
+    assert sender.send_rows.numbers.tolist() == list(range(12))
+    assert sender.leg_send_counts.tolist() == [[0, 8], [0, 4]]
     assert sender.shared_rows.numbers.tolist() == list(range(12))
     assert sender.send_in_shared.numbers.tolist() == sender.send_rows.numbers.tolist()
 
