@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.kernels.scatter_rows import scatter_rows
 from distca_hf.runtime.maps import LegMaps, Maps
 
 
@@ -58,7 +59,7 @@ class Outward:
         rows = leg.queries.receive
         parts = _unpack(self._received[rows], self.tensors)
         for tensor, part in zip(self.tensors, parts, strict=True):
-            tensor.index_copy_(0, self._maps.received_to_guest[rows], part)
+            scatter_rows(tensor, self._maps.received_to_guest[rows], part)
 
 
 class Homeward:
@@ -89,7 +90,7 @@ class Homeward:
         for flight in self._flights:
             flight.wait()
         for part, guest, home in zip(_unpack(self._returned, self._tensors), self._tensors, homes, strict=True):
-            home.index_copy_(0, self._maps.send_rows, part)
+            scatter_rows(home, self._maps.send_rows, part)
             if len(self._maps.own_rows):
                 home.index_copy_(0, self._maps.own_rows, guest.index_select(0, self._maps.own_to_guest))
 

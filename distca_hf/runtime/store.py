@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.scatter_rows import scatter_rows
 from distca_hf.runtime.maps import Maps
 
 
@@ -54,10 +55,10 @@ class Store:
 
     def _put(self, places: torch.Tensor, received: torch.Tensor) -> None:
         if self.beside is not None:
-            self.beside.index_copy_(0, places, received)
+            scatter_rows(self.beside, places, received)
             return
         for target, come in zip((self.k, self.v), apart(received, self.k, self.v), strict=True):
-            target.index_copy_(0, places, come)
+            scatter_rows(target, places, come)
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps, dtype: torch.dtype) -> "Store":

@@ -1,10 +1,11 @@
-"""Our own Triton kernels, which merge attention and sum gradients, against the same in torch."""
+"""Our own Triton kernels, which merge attention, sum gradients and scatter rows, against the same in torch."""
 
 import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.merge import merge
+from distca_hf.kernels.scatter_rows import scatter_rows
 from distca_hf.kernels.sum_rows import RowSums, add_rows
 
 
@@ -62,12 +63,13 @@ def test_merge_takes_log_sum_exps_of_any_size() -> None:
         assert lse.item() == pytest.approx(max(near, far) + (0.6931472 if near == far else 0))
 
 
-def test_no_rows_are_merged_and_none_are_added() -> None:
+def test_no_rows_are_merged_added_or_scattered() -> None:
     out, lse = _random(5, 2, 64, dtype=torch.bfloat16), _random(5, 2, dtype=torch.float32)
     before = out.clone(), lse.clone()
     merge(out[2:2], lse[2:2], out[:0].clone(), lse[:0].clone())
     none = torch.zeros(0, dtype=torch.int64, device="cuda")
     add_rows(out.flatten(1), out[:0].flatten(1), out[:0].flatten(1), RowSums(none, none, none, none, ()))
+    scatter_rows(out, none, out[:0])
 
     assert torch.equal(out, before[0])
     assert torch.equal(lse, before[1])
@@ -119,3 +121,20 @@ def test_sums_are_the_same_bit_by_bit() -> None:
         results.append(again)
 
     assert all(torch.equal(results[0], again) for again in results[1:])
+
+
+# --- scatter
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
+@pytest.mark.parametrize("width", [1, 32, 640, 2048, 4100], ids=str)
+def test_rows_are_scattered_as_they_are(width: int, dtype: torch.dtype) -> None:
+    """Those that came may be parts of wider rows; rows nobody writes to stay."""
+    places = torch.randperm(400, generator=torch.Generator().manual_seed(width))[:300].cuda()
+    rows = (100 * _random(300, 2 * width, dtype=torch.float32)).to(dtype)[:, width:]
+    target = torch.full((400, width), 7, device="cuda", dtype=dtype)
+    expected = target.clone()
+    expected[places] = rows
+    scatter_rows(target, places, rows)
+
+    assert torch.equal(target, expected)
