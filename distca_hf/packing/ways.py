@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distca_hf.packing.accordion import OFF, Goal, deal
+from distca_hf.packing.groups import deal_in_groups
 from distca_hf.packing.line import Line, Segment
 from distca_hf.packing.whole import deal_whole
 
@@ -34,6 +35,25 @@ class Way:
         return deal_whole(line, goals, self.short_tokens, off, ALIKE)
 
 
+@dataclass(frozen=True)
+class InGroups:
+    """Heavy documents get ranks for themselves, and light ones fill these up: see `groups`.
+
+    Attributes:
+        otherwise: ways to try where there are no such groups.
+    """
+
+    otherwise: Sequence[Way]
+
+    def deal(self, line: Line, goals: Sequence[Goal], off: float) -> list[list[Segment]]:
+        """As `Way.deal`."""
+        segments, work = line.take_all(), line.work
+        in_groups = deal_in_groups(segments, work, goals, off)
+        if in_groups is not None:
+            return in_groups
+        return deal_in_best_way(lambda: Line.of_segments(segments, work), goals, off, self.otherwise)
+
+
 # How much needs for short documents may differ.
 ALIKE = 1.0
 # With this many documents per rank or fewer all ways are tried, or two.
@@ -42,24 +62,27 @@ SOME_DOCUMENTS = 25
 # A rank of more than this many on one node is less than long documents are: these are cut anyway.
 FEW_RANKS = 16
 # In a small world; in one of many nodes; on one node of many ranks. The first of them is the one for many documents.
-WAYS = (Way(8192), Way(2048), Way(32768), Way(None))
+WAYS = (Way(8192), Way(2048))
 WAYS_OF_MANY_NODES = (Way(8192), Way(None))
 WAYS_OF_MANY_RANKS = (Way(None, peel=True, most_off=3e-3), Way(None, most_off=3e-3))
+# The same for few documents, each of which counts.
+WAYS_OF_FEW_DOCUMENTS = (Way(8192), InGroups(otherwise=(Way(2048),)), Way(32768), Way(None))
+WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (InGroups(otherwise=WAYS_OF_MANY_RANKS),)
 
 
-def ways_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Way]:
+def ways_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Way | InGroups]:
     """Ways for so many documents on a node of so many ranks, in a world of `num_ranks`."""
     documents_per_rank = documents / ranks_of_node
     few = documents_per_rank <= FEW_DOCUMENTS
     if ranks_of_node > FEW_RANKS:
-        return WAYS_OF_MANY_RANKS[: 2 if few else 1]
+        return WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS if few else WAYS_OF_MANY_RANKS[:1]
     if num_ranks > FEW_RANKS:
         return WAYS_OF_MANY_NODES[: 2 if few else 1]
-    return WAYS if few else WAYS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
+    return WAYS_OF_FEW_DOCUMENTS if few else WAYS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
 
 
 def deal_in_best_way(
-    make_line: Callable[[], Line], goals: Sequence[Goal], off: float, ways: Sequence[Way]
+    make_line: Callable[[], Line], goals: Sequence[Goal], off: float, ways: Sequence[Way | InGroups]
 ) -> list[list[Segment]]:
     """What the way deals that moves fewest keys; `make_line` is called once for each."""
     dealt = [way.deal(make_line(), goals, off) for way in ways]

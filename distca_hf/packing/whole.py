@@ -41,15 +41,23 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float,
     """
     if len(goals) == 1:
         return [line.take_all()]
+    shares, excess = hand_out_whole(line, goals, short_tokens, off, alike)
+    if max(map(abs, excess)) > off:
+        return deal(Line.of_segments(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF))
+    return shares
+
+
+def hand_out_whole(
+    line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
+) -> tuple[list[list[Segment]], list[float]]:
+    """`deal_whole`, whatever work shares miss: the segments of each, and the part of its work that it has too much."""
     shares, left = _hand_out_long(line, goals, short_tokens)
-    work, misses = line.work, False
+    work, excess = line.work, [0.0] * len(goals)
     for share, segments in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
         shares[share] += segments
         short_work = sum([work(document, start, stop) for document, start, stop in segments])
-        misses = misses or abs(short_work - left[share].work) > off * left[share].load
-    if misses:
-        return deal(Line.of_segments(joined(list(chain.from_iterable(shares))), work), goals, off=min(off, OFF))
-    return shares
+        excess[share] = (short_work - left[share].work) / max(1.0, left[share].load)
+    return shares, excess
 
 
 def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Segment]], list[Goal]]:
