@@ -84,6 +84,20 @@ def check_cu_seqlens(cu_seqlens: Any, num_tokens: int) -> IntArray:
     return lengths
 
 
+def join_neighbours(
+    document: IntArray, start: IntArray, stop: IntArray, rank: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Ranges of documents on ranks, sorted by (rank, document, start); those that follow each other on one rank are
+    one."""
+    order = np.lexsort((start, document, rank))
+    document, start, stop, rank = document[order], start[order], stop[order], rank[order]
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
+    closes = np.ones(len(order), dtype=bool)
+    closes[:-1] = opens[1:]
+    return document[opens], start[opens], stop[closes], rank[opens]
+
+
 @dataclass(frozen=True)
 class Stripe:
     """Tokens [start, stop) of a document, held by ranks [first_rank, stop_rank) and no others."""

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distca_hf.packing.line import Line, Segment
+from distca_hf.packing.line import Line, Piece
 
 
 # Cuts fall on multiples of this many tokens where they are free to: kernels work in tiles.
@@ -52,7 +52,7 @@ class Goal:
         return cls(sum(g.tokens for g in goals), sum(g.work for g in goals), sum(g.load for g in goals))
 
 
-def deal(line: Line, goals: Sequence[Goal], peel: bool = True, off: float = OFF) -> list[list[Segment]]:
+def deal(line: Line, goals: Sequence[Goal], peel: bool = True, off: float = OFF) -> list[list[Piece]]:
     """Deals the whole line out; goals are met if their work is in proportion to their tokens, or nearly so.
 
     Args:
@@ -61,10 +61,10 @@ def deal(line: Line, goals: Sequence[Goal], peel: bool = True, off: float = OFF)
         peel: whether every share begins with the densest piece, or with its tail if that is too much.
 
     Returns:
-        The segments of each share.
+        The pieces of each share.
     """
     others = Goal.sum(goals)
-    shares: list[list[Segment]] = []
+    shares: list[list[Piece]] = []
     for goal in goals[:-1]:
         others -= goal
         shares.append(fill(line, goal, others, peel, off))
@@ -72,7 +72,7 @@ def deal(line: Line, goals: Sequence[Goal], peel: bool = True, off: float = OFF)
     return shares
 
 
-def fill(line: Line, goal: Goal, others: Goal, peel: bool = True, off: float = OFF) -> list[Segment]:
+def fill(line: Line, goal: Goal, others: Goal, peel: bool = True, off: float = OFF) -> list[Piece]:
     """Takes one share off a line.
 
     Args:
@@ -83,7 +83,7 @@ def fill(line: Line, goal: Goal, others: Goal, peel: bool = True, off: float = O
     """
     scale = line.work_left / (goal.work + others.work) if line.work_left else 0.0
     work_left, tails = line.work_left, _take_dense(line, goal.tokens, goal.work * scale, off / 2 * goal.load, peel)
-    light_tokens = goal.tokens - sum([stop - start for _, start, stop in tails])
+    light_tokens = goal.tokens - sum([stop - start for _, _, start, stop, _ in tails])
     left = line.work_left - line.light_work(light_tokens)
     if abs(work_left - left - goal.work) <= off * goal.load and abs(left - others.work) <= off * others.load:
         return tails + line.take_light(light_tokens)
@@ -91,68 +91,72 @@ def fill(line: Line, goal: Goal, others: Goal, peel: bool = True, off: float = O
     return _take_exactly(line, goal.tokens, goal.work * scale)
 
 
-def _take_dense(line: Line, tokens: int, missing: float, near: float, peel: bool) -> list[Segment]:
+def _take_dense(line: Line, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:
     """Dense pieces and tails, so that with the lightest tokens beside them no more than `near` work is missing."""
-    segments: list[Segment] = []
+    taken: list[Piece] = []
     last_cut = False
-    while tokens and line.indices and not last_cut:
+    while tokens and (indices := line.indices) and not last_cut:
         light_work = line.light_work(tokens)
         if not peel and missing - light_work <= near:
             break
-        index, densest = _densest_fitting(line, tokens, missing, light_work), line.indices[-1]
-        is_fitting = index in line.indices and (not peel or index == densest)
+        index, densest = _densest_fitting(line, tokens, missing, light_work), indices[-1]
+        is_fitting = index in indices and (not peel or index == densest)
         if is_fitting and _gain(line, index, tokens, light_work) > near / 4:
-            _, start, stop = line.segment(index)
+            _, _, start, stop, _ = line.piece(index)
             take = stop - start
         elif peel:  # even the densest piece alone is too much
-            index, take = densest, _tail(line, densest, tokens, missing)
+            index, take = densest, _tail(line, densest, tokens, missing, light_work)
         else:  # finish with the tail of the lightest piece that is dense enough
             index, last_cut = _dense_enough(line, index + 1, tokens, missing), True
-            take = _tail(line, index, tokens, missing) if index in line.indices else 0
+            take = _tail(line, index, tokens, missing, light_work) if index in indices else 0
         if take == 0:
             break
-        segments.append(line.take_tail(index, take))
-        missing -= line.work(*segments[-1])
+        taken.append(line.take_tail(index, take))
+        missing -= taken[-1][4]
         tokens -= take
         peel = False
-    return segments
+    return taken
 
 
-def _take_exactly(line: Line, tokens: int, goal: float) -> list[Segment]:
+def _take_exactly(line: Line, tokens: int, goal: float) -> list[Piece]:
     """The guaranteed mixture: a prefix of the line's dense end and a suffix of its light end."""
     line.settle()
-    segments: list[Segment] = []
-    while tokens and line.indices:
-        index = line.indices[-1]
-        _, start, stop = line.segment(index)
-        take = _largest_tail(line, index, tokens, goal)
-        if take == 0:
-            break
-        segments.append(line.take_tail(index, take, stay=True))  # or the light end would be another one
-        goal -= line.work(*segments[-1])
+    taken: list[Piece] = []
+    most_light_work = line.light_work(tokens)  # fewer tokens have no more
+    while (piece := line.densest) is not None and _fits(line, piece, tokens, goal, most_light_work):
+        _, _, start, stop, work = line.take_densest()
+        taken.append(piece)
+        goal -= work
+        tokens -= stop - start
+    if piece is not None and (take := _largest_tail(line, tokens, goal, most_light_work)):
+        taken.append(line.take_tail(line.indices[-1], take, stay=True))  # or the light end would be another one
         tokens -= take
-        if take < stop - start:
-            break
-    segments += line.take_light(tokens)
+    taken += line.take_light(tokens)
     line.settle()
-    return segments
+    return taken
 
 
 def _densest_fitting(line: Line, tokens: int, missing: float, most_light_work: int) -> int:
     """Index of the densest piece that fits whole, the lightest tokens beside it; before the first if there is none.
     Light tokens alone weigh `most_light_work`."""
 
-    def is_too_much(index: int) -> bool:
-        _, _, start, stop, work = line.piece(index)
-        rest = missing - work
-        if stop - start > tokens or rest < 0:
-            return True
-        return rest < most_light_work and line.light_work(tokens - stop + start) > rest
+    def is_too_much(piece: Piece) -> bool:
+        return not _fits(line, piece, tokens, missing, most_light_work)
 
     indices = line.indices
-    if not is_too_much(indices[-1]):
+    if not is_too_much(line.piece(indices[-1])):
         return indices[-1]
-    return indices.start + bisect_left(indices, True, key=is_too_much) - 1
+    return line.first_index(is_too_much) - 1
+
+
+def _fits(line: Line, piece: Piece, tokens: int, missing: float, most_light_work: int) -> bool:
+    """Whether a piece fits whole, the lightest tokens beside it. `tokens` light ones alone weigh `most_light_work` at
+    most."""
+    _, _, start, stop, work = piece
+    rest = missing - work
+    if stop - start > tokens or rest < 0:
+        return False
+    return rest >= most_light_work or line.light_work(tokens - stop + start) <= rest
 
 
 def _gain(line: Line, index: int, tokens: int, light_work: int) -> int:
@@ -161,10 +165,11 @@ def _gain(line: Line, index: int, tokens: int, light_work: int) -> int:
     return work + line.light_work(tokens - stop + start) - light_work
 
 
-def _tail(line: Line, index: int, tokens: int, missing: float) -> int:
+def _tail(line: Line, index: int, tokens: int, missing: float, most_light_work: int) -> int:
     """Tokens of the largest tail of a piece that fits, cut on a tile where that leaves a tail of some size."""
-    _, start, stop = line.segment(index)
-    fits, most, small = _fitting(line, index, tokens, missing), min(tokens, stop - start), 2 * TILE_TOKENS
+    _, _, start, stop, _ = line.piece(index)
+    fits = _fitting(line, index, tokens, missing, most_light_work)
+    most, small = min(tokens, stop - start), 2 * TILE_TOKENS
     if fits(most):
         return most
     if most > small and fits(small + 1):
@@ -173,18 +178,18 @@ def _tail(line: Line, index: int, tokens: int, missing: float) -> int:
     return largest(min(most, small), fits)
 
 
-def _largest_tail(line: Line, index: int, tokens: int, missing: float) -> int:
-    """Tokens of the largest tail of a piece that fits."""
-    _, start, stop = line.segment(index)
-    fits, most = _fitting(line, index, tokens, missing), min(tokens, stop - start)
+def _largest_tail(line: Line, tokens: int, missing: float, most_light_work: int) -> int:
+    """Tokens of the largest tail of the densest piece that fits."""
+    index = line.indices[-1]
+    _, _, start, stop, _ = line.piece(index)
+    fits, most = _fitting(line, index, tokens, missing, most_light_work), min(tokens, stop - start)
     return most if fits(most) else largest(most, fits)
 
 
-def _fitting(line: Line, index: int, tokens: int, missing: float) -> Callable[[int], bool]:
+def _fitting(line: Line, index: int, tokens: int, missing: float, most_light_work: int) -> Callable[[int], bool]:
     """Whether so many last tokens of a piece, with the lightest tokens beside them, stay within the share and its
-    work."""
-    document, _, stop = line.segment(index)
-    most_light_work = line.light_work(tokens)
+    work. `tokens` light ones alone weigh `most_light_work` at most."""
+    _, document, _, stop, _ = line.piece(index)
 
     def fits(tail: int) -> bool:
         rest = missing - line.work(document, stop - tail, stop)
@@ -196,13 +201,12 @@ def _fitting(line: Line, index: int, tokens: int, missing: float) -> Callable[[i
 def _dense_enough(line: Line, first: int, tokens: int, missing: float) -> int:
     """Index of the lightest piece whose tail alone can bring the missing work; beyond the last if there is none."""
 
-    def is_enough(index: int) -> bool:
-        document, start, stop = line.segment(index)
+    def is_enough(piece: Piece) -> bool:
+        _, document, start, stop, _ = piece
         most = min(tokens, stop - start)
         return line.work(document, stop - most, stop) + line.light_work(tokens - most) >= missing
 
-    candidates = range(first, line.indices.stop)
-    return first + bisect_left(candidates, True, key=is_enough)
+    return line.first_index(is_enough, first)
 
 
 def largest(upper: int, fits: Callable[[int], bool]) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from distca_hf.layout import Layout
 from distca_hf.packing.accordion import TILE_TOKENS
-from distca_hf.packing.line import Segment, joined
+from distca_hf.packing.line import Segment
 
 
 Seconds = Callable[[list[Segment]], float]
@@ -109,8 +109,8 @@ def _exchanged(slow: Held, fast: Held, start: int, tokens: int) -> tuple[Held, H
     given, kept = _first_tokens(dense[start:], tokens)
     taken, left = _first_tokens(sorted(fast.segments, key=_mean_position), tokens)
     return (
-        Held(joined([*dense[:start], *kept, *taken]), slow.fixed_seconds),
-        Held(joined([*left, *given]), fast.fixed_seconds),
+        Held(_joined([*dense[:start], *kept, *taken]), slow.fixed_seconds),
+        Held(_joined([*left, *given]), fast.fixed_seconds),
     )
 
 
@@ -126,6 +126,18 @@ def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], 
         if cut < stop:
             others.append((document, cut, stop))
     return first, others
+
+
+def _joined(segments: list[Segment]) -> list[Segment]:
+    """Segments with neighbours joined: what two ranks had of one document."""
+    if len({document for document, _, _ in segments}) == len(segments):
+        return segments
+    together: list[Segment] = []
+    for document, start, stop in sorted(segments):
+        if together and together[-1][0] == document and together[-1][2] == start:
+            start = together.pop()[1]
+        together.append((document, start, stop))
+    return together
 
 
 def _mean_position(segment: Segment) -> tuple[int, Segment]:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 from distca_hf.cost import Work
 from distca_hf.packing.accordion import Goal, deal, largest
-from distca_hf.packing.line import Line, Segment
+from distca_hf.packing.line import Line, Piece, piece_of
 from distca_hf.packing.whole import hand_out_whole
 
 
@@ -37,77 +37,73 @@ ALIKE_GROUPS = 0.5
 HEAD = 0.05
 
 
-def deal_in_groups(
-    segments: Sequence[Segment], work: Work, goals: Sequence[Goal], off: float
-) -> list[list[Segment]] | None:
-    """Deals segments to ranks, in groups of consecutive ones: one for each heavy segment.
+def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], off: float) -> list[list[Piece]] | None:
+    """Deals pieces to ranks, in groups of consecutive ones: one for each heavy piece.
 
     Args:
-        segments: what there is to deal.
+        pieces: what there is to deal.
         work: work of a query range, `work(document, start, stop)`.
-        goals: what each rank is to get. Their tokens sum to those of the segments, their work to their work.
+        goals: what each rank is to get. Their tokens sum to those of the pieces, their work to their work.
         off: part of its work that a rank may miss.
 
     Returns:
-        The segments of each rank; None if there are not two groups, or if one of them cannot be filled.
+        The pieces of each rank; None if there are not two groups, or if one of them cannot be filled.
     """
-    by_work = sorted([(-work(*segment), segment) for segment in segments])
-    ordered = [segment for _, segment in by_work]
+    by_work = sorted(pieces, key=lambda piece: (-piece[4], piece[1:4]))
     rank_work = _mean_work(goals)
-    counts = [sum(-negative_work > part * rank_work for negative_work, _ in by_work) for part in HEAVY]
+    counts = [sum(piece[4] > part * rank_work for piece in by_work) for part in HEAVY]
     for num_heavy in dict.fromkeys(counts):  # each number once
-        shares = _dealt(ordered[:num_heavy], ordered[num_heavy:], work, goals, off)
+        shares = _dealt(by_work[:num_heavy], by_work[num_heavy:], work, goals, off)
         if shares is not None:
             return shares
     return None
 
 
 def _dealt(
-    heavy: list[Segment], light: list[Segment], work: Work, goals: Sequence[Goal], off: float
-) -> list[list[Segment]] | None:
-    """Segments of each rank with a group for each heavy segment; None if that fails."""
-    num_ranks = _apportioned(heavy, work, goals)
+    heavy: list[Piece], light: list[Piece], work: Work, goals: Sequence[Goal], off: float
+) -> list[list[Piece]] | None:
+    """Pieces of each rank with a group for each heavy piece; None if that fails."""
+    num_ranks = _apportioned([piece[4] for piece in heavy], goals)
     if num_ranks is None:
         return None
     goals_of = [goals[first:stop] for first, stop in pairwise(accumulate(num_ranks, initial=0))]
     to_fill = [
-        Goal.sum(of_group) - Goal(stop - start, work(document, start, stop), 0)
-        for of_group, (document, start, stop) in zip(goals_of, heavy, strict=True)
+        Goal.sum(of_group) - Goal(stop - start, of_piece, 0)
+        for of_group, (_, _, start, stop, of_piece) in zip(goals_of, heavy, strict=True)
     ]
     if any(goal.tokens < 0 or goal.work < 0 for goal in to_fill):
         return None
-    filled, excess = hand_out_whole(Line.of_segments(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
+    filled, excess = hand_out_whole(Line(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
     if max(map(abs, excess)) > off:
         return None
-    shares: list[list[Segment]] = []
-    for segment, others, of_group, more in zip(heavy, filled, goals_of, excess, strict=True):
+    shares: list[list[Piece]] = []
+    for piece, others, of_group, more in zip(heavy, filled, goals_of, excess, strict=True):
         if len(of_group) == 1:
-            shares.append([segment, *others])
+            shares.append([piece, *others])
             continue
-        line = Line.of_segments([*_parted(segment, work, HEAD * of_group[0].load), *others], work)
+        line = Line([*_parted(piece, work, HEAD * of_group[0].load), *others], work)
         in_proportion = [replace(goal, work=goal.work + more * goal.load) for goal in of_group]
         shares += deal(line, in_proportion, off=off - abs(more))
     return shares
 
 
-def _parted(segment: Segment, work: Work, head_work: float) -> list[Segment]:
-    """A segment in two: the head has so much work at most."""
-    document, start, stop = segment
+def _parted(piece: Piece, work: Work, head_work: float) -> list[Piece]:
+    """A piece in two: the head has so much work at most."""
+    _, document, start, stop, _ = piece
     cut = start + largest(stop - start, lambda tokens: work(document, start, start + tokens) <= head_work)
-    return [(document, *part) for part in pairwise(sorted({start, cut, stop}))]
+    return [piece_of(document, *part, work(document, *part)) for part in pairwise(sorted({start, cut, stop}))]
 
 
-def _apportioned(heavy: Sequence[Segment], work: Work, goals: Sequence[Goal]) -> list[int] | None:
-    """Ranks of each heavy segment; None for less than two segments, or if they need more ranks than there are."""
-    if len(heavy) < 2:
+def _apportioned(works: Sequence[int], goals: Sequence[Goal]) -> list[int] | None:
+    """Ranks of each heavy piece; None for less than two pieces, or if they need more ranks than there are."""
+    if len(works) < 2:
         return None
     rank_work = _mean_work(goals)
-    works = [work(*segment) for segment in heavy]
-    num_ranks = [math.ceil(of_segment / rank_work) for of_segment in works]
+    num_ranks = [math.ceil(of_piece / rank_work) for of_piece in works]
     left = len(goals) - sum(num_ranks)
     if left < 0:
         return None
-    queue = [(-of_segment / ranks, at) for at, (of_segment, ranks) in enumerate(zip(works, num_ranks, strict=True))]
+    queue = [(-of_piece / ranks, at) for at, (of_piece, ranks) in enumerate(zip(works, num_ranks, strict=True))]
     heapq.heapify(queue)
     for _ in range(left):
         _, at = queue[0]

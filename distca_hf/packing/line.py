@@ -7,11 +7,13 @@
 
 A piece is as dense as its mean cost per token. Short documents and beginnings of documents are light, ends of long
 ones are dense. Sums over the light end are kept while pieces come and go: every step of a placement asks for them.
+What is taken are pieces again: the work of a document that stays whole is counted once, however often it is dealt.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable
+from itertools import islice, repeat
+from operator import itemgetter
 
 import numpy as np
 
@@ -31,16 +33,15 @@ class Line:
     Args:
         pieces: what there is to take.
         work: work of a query range, `work(document, start, stop)`.
-        work_left: work of all the pieces.
 
     Attributes:
         work_left: work of the pieces that are left.
     """
 
-    def __init__(self, pieces: Iterable[Piece], work: Work, work_left: int) -> None:
+    def __init__(self, pieces: Iterable[Piece], work: Work) -> None:
         self.work = work
-        self.work_left = work_left
         self._pieces = sorted(pieces)
+        self.work_left = work_of(self._pieces)
         self._first = 0  # pieces before it are taken
         # Tokens and work of the pieces before each of the first ones; as many as were asked for, and still hold.
         self._tokens_before = [0]
@@ -56,30 +57,21 @@ class Line:
         works = work.tolist()
         mean_costs = (work / document_tokens).tolist()
         pieces = zip(mean_costs, range(len(lengths)), repeat(0, len(lengths)), lengths, works, strict=True)
-        return cls(pieces, cost.of_documents(lengths), sum(works))
-
-    @classmethod
-    def of_segments(cls, segments: Sequence[Segment], work: Work, works: Sequence[int] | None = None) -> "Line":
-        """Parts of documents; `works` is the work of each, if it is known."""
-        works = [work(*segment) for segment in segments] if works is None else works
-        pieces = [
-            (piece_work / (stop - start), document, start, stop, piece_work)
-            for (document, start, stop), piece_work in zip(segments, works, strict=True)
-        ]
-        return cls(pieces, work, sum(works))
+        return cls(pieces, cost.of_documents(lengths))
 
     @property
     def indices(self) -> range:
         """Indices of the pieces that are left."""
         return range(self._first, len(self._pieces))
 
-    def segment(self, index: int) -> Segment:
-        """The piece at an index."""
-        return self._pieces[index][1:4]
-
     def piece(self, index: int) -> Piece:
-        """The piece at an index, with its mean cost and its work."""
+        """The piece at an index."""
         return self._pieces[index]
+
+    def first_index(self, is_dense: Callable[[Piece], bool], begin: int | None = None) -> int:
+        """Index of the first piece that is dense, from `begin` on if given, as are all that follow; beyond the last if
+        there is none."""
+        return bisect_left(self._pieces, True, self._first if begin is None else begin, key=is_dense)
 
     @property
     def densest(self) -> Piece | None:
@@ -103,8 +95,7 @@ class Line:
         """Extends the sums to a number of tokens."""
         tokens_before, work_before, pieces = self._tokens_before, self._work_before, self._pieces
         reached, work_reached = tokens_before[-1], work_before[-1]
-        for at in range(len(tokens_before) - 1, len(pieces)):
-            _, _, start, stop, work = pieces[at]
+        for _, _, start, stop, work in islice(pieces, len(tokens_before) - 1, None):
             reached += stop - start
             work_reached += work
             tokens_before.append(reached)
@@ -112,30 +103,30 @@ class Line:
             if reached > end:
                 return
 
-    def take_tail(self, index: int, tokens: int, stay: bool = False) -> Segment:
+    def take_tail(self, index: int, tokens: int, stay: bool = False) -> Piece:
         """Takes the last tokens of the piece at an index; its head goes where it belongs in the line, or stays where
         it is until the line is sorted."""
-        piece = self._remove(index)
+        piece = tail = self._remove(index)
         _, document, start, stop, work = piece
         cut, at = stop - tokens, None
         if cut > start:
-            head = self._piece(document, start, cut)
+            head = piece_of(document, start, cut, self.work(document, start, cut))
+            tail = piece_of(document, cut, stop, work - head[4])
             at = self._insert(head, index if stay else None)
             if stay:
                 self._misplaced.append(head)
-            work -= head[4]
         self._tails.append((index, piece, at))
-        self.work_left -= work
-        return document, cut, stop
+        self.work_left -= tail[4]
+        return tail
 
-    def take_densest(self) -> Segment:
+    def take_densest(self) -> Piece:
         """Takes the densest piece, whole."""
-        _, document, start, stop, work = self._pieces.pop()
+        piece = self._pieces.pop()
         if len(self._tokens_before) > len(self._pieces) + 1:
             self._tokens_before.pop()
             self._work_before.pop()
-        self.work_left -= work
-        return document, start, stop
+        self.work_left -= piece[4]
+        return piece
 
     def put_back(self, tails: int) -> None:
         """Undoes the last `take_tail`s; nothing else was taken since."""
@@ -147,19 +138,21 @@ class Line:
             self._insert(piece, index)
             self.work_left += work
 
-    def take_light(self, tokens: int) -> list[Segment]:
+    def take_light(self, tokens: int) -> list[Piece]:
         """Takes the `tokens` lightest tokens; of the last piece the head, if not the whole."""
         before = self.light_work(tokens)  # and makes the sums reach that far
         end = self._tokens_before[self._first] + tokens
         last = bisect_right(self._tokens_before, end, self._first) - 1
-        taken = [piece[1:4] for piece in self._pieces[self._first : last]]
-        self._misplaced = [piece for piece in self._misplaced if piece not in self._pieces[self._first : last + 1]]
+        taken = self._pieces[self._first : last]
+        if self._misplaced:
+            self._misplaced = [piece for piece in self._misplaced if piece not in self._pieces[self._first : last + 1]]
         work_end = self._work_before[self._first] + before
         self._first, left = last, end - self._tokens_before[last]
         if left:
-            _, document, start, stop, _ = self._pieces[last]
-            taken.append((document, start, start + left))
-            rest = self._piece(document, start + left, stop)
+            _, document, start, stop, work = self._pieces[last]
+            head = piece_of(document, start, start + left, work_end - self._work_before[last])
+            rest = piece_of(document, start + left, stop, work - head[4])
+            taken.append(head)
             if stop - start - left <= LIGHT_REST_TOKENS:
                 self._pieces[last] = rest
                 self._misplaced.append(rest)
@@ -171,9 +164,9 @@ class Line:
         self.work_left -= before
         return taken
 
-    def take_all(self) -> list[Segment]:
+    def take_all(self) -> list[Piece]:
         """Takes everything that is left."""
-        taken = [self.segment(index) for index in self.indices]
+        taken = self._pieces[self._first :]
         self._first, self.work_left = len(self._pieces), 0
         return taken
 
@@ -184,10 +177,6 @@ class Line:
             del self._tokens_before[self._first + 1 :], self._work_before[self._first + 1 :]
         self._misplaced.clear()
         self._tails.clear()
-
-    def _piece(self, document: int, start: int, stop: int) -> Piece:
-        work = self.work(document, start, stop)
-        return work / (stop - start), document, start, stop, work
 
     def _insert(self, piece: Piece, index: int | None = None) -> int:
         """Puts a piece at an index, or where it belongs; returns the index."""
@@ -214,14 +203,26 @@ class Line:
         return piece
 
 
-def joined(segments: list[Segment]) -> list[Segment]:
-    """Segments with neighbours joined: the tail of a document, and what the light end then gave of it."""
-    if len({document for document, _, _ in segments}) == len(segments):
-        return segments
-    together: list[Segment] = []
-    for document, start, stop in sorted(segments):
-        if together and together[-1][0] == document and together[-1][2] == start:
-            together[-1] = (document, together[-1][1], stop)
-        else:
-            together.append((document, start, stop))
+def piece_of(document: int, start: int, stop: int, work: int) -> Piece:
+    """Tokens [start, stop) of a document, and their work."""
+    return work / (stop - start), document, start, stop, work
+
+
+def work_of(pieces: list[Piece]) -> int:
+    """Work of pieces together."""
+    return sum([work for _, _, _, _, work in pieces])
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Pieces with neighbours joined: the tail of a document, and what the light end then gave of it."""
+    if len({document for _, document, _, _, _ in pieces}) == len(pieces):
+        return pieces
+    together: list[Piece] = []
+    # By document and start: two sorts by numbers take less time than one by pairs of them.
+    for piece in sorted(sorted(pieces, key=itemgetter(2)), key=itemgetter(1)):
+        _, document, start, stop, work = piece
+        if together and together[-1][1] == document and together[-1][3] == start:
+            before = together.pop()
+            piece = piece_of(document, before[2], stop, before[4] + work)
+        together.append(piece)
     return together

@@ -12,14 +12,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, compress
+from operator import not_
 
 import numpy as np
 
 from distca_hf.cost import CAUSAL, DocumentCost, IntArray
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Stripe, check_document_tokens
+from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.packing.accordion import Goal
-from distca_hf.packing.line import Line, Segment, joined
+from distca_hf.packing.line import Line, Piece, Segment, joined, work_of
 from distca_hf.packing.stripes import StripeRule, spread, stripes_of
 from distca_hf.packing.ways import deal_in_best_way, ways_to_try
 from distca_hf.packing.whole import deal_whole
@@ -104,7 +105,8 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     borders = np.array([total * (rank + 1) // num_ranks for rank in range(num_ranks)], dtype=np.int64)
-    stops = np.union1d(ends, borders[borders > 0])
+    stops = np.sort(np.concatenate([ends, borders[borders > 0]]))
+    stops = stops[np.diff(stops, prepend=0) > 0]  # documents end at some borders
     starts = np.concatenate([[0], stops])[: len(stops)]
     document = np.searchsorted(ends, starts, side="right")
     first = (ends - lengths)[document]
@@ -119,7 +121,7 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
 
 
 def _place_on_node(
-    segments: list[Segment],
+    pieces: list[Piece],
     ranks: range,
     tokens: list[int],
     shares: list[float],
@@ -129,27 +131,24 @@ def _place_on_node(
 ) -> tuple[list[list[Segment]], list[Stripe]]:
     """Segments of each rank of a node, and the stripes among them."""
     if len(ranks) == 1:
-        return [segments], []
-    works = [rule.work(*segment) for segment in segments]
-    is_striped = rule.striped(segments, works, len(ranks))
-    striped = list(compress(segments, is_striped))
+        return [[piece[1:4] for piece in pieces]], []
+    is_striped = rule.striped(pieces, len(ranks))
+    striped = list(compress(pieces, is_striped))
+    rest = list(compress(pieces, map(not_, is_striped)))
     on_ranks = spread(striped, tokens)
-    striped_work = sum(compress(works, is_striped)) / len(ranks)
+    striped_work = work_of(striped) / len(ranks)
     goals_of_rest = [
         Goal(
             goal.tokens - sum([stop - start for _, start, stop in held]), max(0.0, goal.work - striped_work), goal.load
         )
-        for goal, held in zip(_goals(tokens, shares, sum(works)), on_ranks, strict=True)
+        for goal, held in zip(_goals(tokens, shares, work_of(pieces)), on_ranks, strict=True)
     ]
-    stays = [not striped for striped in is_striped]
-    rest, rest_works = list(compress(segments, stays)), list(compress(works, stays))
     dealt = deal_in_best_way(
-        lambda: Line.of_segments(rest, rule.work, rest_works),
-        goals_of_rest,
-        off,
-        ways_to_try(len(rest), len(ranks), num_ranks),
+        lambda: Line(rest, rule.work), goals_of_rest, off, ways_to_try(len(rest), len(ranks), num_ranks)
     )
-    return [[*held, *more] for held, more in zip(on_ranks, dealt, strict=True)], stripes_of(striped, ranks)
+    for held, more in zip(on_ranks, dealt, strict=True):
+        held += [(document, start, stop) for _, document, start, stop, _ in more]
+    return on_ranks, stripes_of(striped, ranks)
 
 
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
@@ -165,14 +164,12 @@ def _layout(lengths: IntArray, order: IntArray, segments: list[list[Segment]], s
 
     A rank's segments that begin their document come first, then by document: the order in which tasks are computed.
     """
-    rows = [joined(of_rank) for of_rank in segments]
-    numbers = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=np.int64).reshape(-1, 3)
-    document, start, stop = order[numbers[:, 0]], numbers[:, 1], numbers[:, 2]
-    counts = [len(of_rank) for of_rank in rows]
-    rank = np.repeat(np.arange(len(rows)), counts)
-    in_order = np.lexsort((start, document, start > 0, rank))
+    numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
+    rank = np.repeat(np.arange(len(segments)), [len(of_rank) for of_rank in segments])
+    document, start, stop, rank = join_neighbours(order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
+    in_order = np.argsort(2 * rank + (start > 0), kind="stable")
     tokens_before = np.concatenate([[0], np.cumsum(stop - start)])
-    rank_segments = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    rank_segments = np.searchsorted(rank, np.arange(len(segments) + 1))
     layout = Layout(
         document_tokens=lengths,
         segment_document=document[in_order],

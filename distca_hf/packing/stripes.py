@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from distca_hf.cost import Work
 from distca_hf.layout import Stripe
-from distca_hf.packing.line import Segment
+from distca_hf.packing.line import Piece, Segment
 
 
 # Queries and outputs of a token are as large as its keys and values this many times: a stripe moves them too.
@@ -45,21 +45,24 @@ class StripeRule:
     document_tokens: Sequence[int]
     work: Work
 
-    def striped(self, segments: Sequence[Segment], works: Sequence[int], num_ranks: int) -> list[bool]:
-        """Which segments are to be striped: all parts of documents that a node of so many ranks holds, and their
-        work."""
+    def striped(self, pieces: Sequence[Piece], num_ranks: int) -> list[bool]:
+        """Which pieces are to be striped, of all parts of documents that a node of so many ranks holds."""
         if self.head_groups < 2 or num_ranks < 2:
-            return [False] * len(segments)
+            return [False] * len(pieces)
         heavy = self.rank_load * (QUERY_AND_OUTPUT_PARTS + max(1.0, num_ranks / self.head_groups))
         every_rank_has_heads = self.head_groups >= num_ranks
         return [
             stop - start >= num_ranks
-            and (work >= heavy or (every_rank_has_heads and self._crosses(document, start, stop)))
-            for (document, start, stop), work in zip(segments, works, strict=True)
+            and (
+                work >= heavy
+                or (every_rank_has_heads and stop >= CROSSING_TOKENS and self._crosses(document, start, stop))
+            )
+            for _, document, start, stop, work in pieces
         ]
 
     def _crosses(self, document: int, start: int, stop: int) -> bool:
-        return start >= CROSSING_TOKENS or (stop >= CROSSING_TOKENS and self._leaves(document, stop))
+        """Whether a piece of tokens enough goes on from, or to, another node."""
+        return start >= CROSSING_TOKENS or self._leaves(document, stop)
 
     def _leaves(self, document: int, stop: int) -> bool:
         tokens = self.document_tokens[document]
@@ -68,12 +71,12 @@ class StripeRule:
         )
 
 
-def spread(striped: Sequence[Segment], rank_tokens: Sequence[int]) -> list[list[Segment]]:
-    """Divides every striped segment evenly among the ranks of a node.
+def spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[Segment]]:
+    """Divides every striped piece evenly among the ranks of a node.
 
     Args:
-        striped: segments of the node.
-        rank_tokens: tokens of each rank of the node, which differ by one at most and are enough for the segments.
+        striped: pieces of the node.
+        rank_tokens: tokens of each rank of the node, which differ by one at most and are enough for the pieces.
 
     Returns:
         The segments of each rank; no rank gets more than its tokens.
@@ -82,7 +85,7 @@ def spread(striped: Sequence[Segment], rank_tokens: Sequence[int]) -> list[list[
     # Who may hold a token more takes one more first, and so on in turn: sums then differ by one at most, alike.
     turns = sorted(range(len(rank_tokens)), key=lambda rank: (-rank_tokens[rank], rank))
     turn = 0
-    for document, start, stop in striped:
+    for _, document, start, stop, _ in striped:
         each, more = divmod(stop - start, len(rank_tokens))
         with_more = {turns[(turn + step) % len(rank_tokens)] for step in range(more)}
         turn += more
@@ -93,6 +96,6 @@ def spread(striped: Sequence[Segment], rank_tokens: Sequence[int]) -> list[list[
     return spread_to
 
 
-def stripes_of(striped: Sequence[Segment], ranks: range) -> list[Stripe]:
-    """The marks of segments that are striped over consecutive ranks."""
-    return [Stripe(document, start, stop, ranks.start, ranks.stop) for document, start, stop in striped]
+def stripes_of(striped: Sequence[Piece], ranks: range) -> list[Stripe]:
+    """The marks of pieces that are striped over consecutive ranks."""
+    return [Stripe(document, start, stop, ranks.start, ranks.stop) for _, document, start, stop, _ in striped]

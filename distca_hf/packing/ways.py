@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distca_hf.packing.accordion import OFF, Goal, deal
 from distca_hf.packing.groups import deal_in_groups
-from distca_hf.packing.line import Line, Segment
+from distca_hf.packing.line import Line, Piece
 from distca_hf.packing.whole import deal_whole
 
 
@@ -28,7 +28,7 @@ class Way:
     peel: bool = False
     most_off: float = OFF
 
-    def deal(self, line: Line, goals: Sequence[Goal], off: float) -> list[list[Segment]]:
+    def deal(self, line: Line, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
         """Deals a whole line out; ranks may miss their work by `off` before long documents are cut for it."""
         if self.short_tokens is None:
             return deal(line, goals, self.peel, min(off, self.most_off))
@@ -45,13 +45,13 @@ class InGroups:
 
     otherwise: Sequence[Way]
 
-    def deal(self, line: Line, goals: Sequence[Goal], off: float) -> list[list[Segment]]:
+    def deal(self, line: Line, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
         """As `Way.deal`."""
-        segments, work = line.take_all(), line.work
-        in_groups = deal_in_groups(segments, work, goals, off)
+        pieces, work = line.take_all(), line.work
+        in_groups = deal_in_groups(pieces, work, goals, off)
         if in_groups is not None:
             return in_groups
-        return deal_in_best_way(lambda: Line.of_segments(segments, work), goals, off, self.otherwise)
+        return deal_in_best_way(lambda: Line(pieces, work), goals, off, self.otherwise)
 
 
 # How much needs for short documents may differ.
@@ -83,18 +83,18 @@ def ways_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[
 
 def deal_in_best_way(
     make_line: Callable[[], Line], goals: Sequence[Goal], off: float, ways: Sequence[Way | InGroups]
-) -> list[list[Segment]]:
+) -> list[list[Piece]]:
     """What the way deals that moves fewest keys; `make_line` is called once for each."""
     dealt = [way.deal(make_line(), goals, off) for way in ways]
     return min(dealt, key=_key_tokens) if len(dealt) > 1 else dealt[0]
 
 
-def _key_tokens(shares: list[list[Segment]]) -> int:
+def _key_tokens(shares: list[list[Piece]]) -> int:
     """Tokens whose keys the shares need: of each document all before a share's last."""
     needed = 0
-    for segments in shares:
+    for pieces in shares:
         last: dict[int, int] = {}
-        for document, _, stop in segments:
+        for _, document, _, stop, _ in pieces:
             last[document] = max(stop, last.get(document, 0))
         needed += sum(last.values())
     return needed

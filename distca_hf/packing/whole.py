@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
 from distca_hf.packing.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
-from distca_hf.packing.line import Line, Piece, Segment, joined
+from distca_hf.packing.line import Line, Piece, joined, work_of
 
 
 # A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
@@ -25,7 +25,7 @@ CLOSE = 0.9
 FINISH = 1 / 2
 
 
-def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float) -> list[list[Segment]]:
+def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float) -> list[list[Piece]]:
     """Deals a whole line out, long pieces whole wherever they fit.
 
     Args:
@@ -37,32 +37,31 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float,
         off: if a share would miss its work by this part, the accordion deals everything instead.
 
     Returns:
-        The segments of each share.
+        The pieces of each share.
     """
     if len(goals) == 1:
         return [line.take_all()]
     shares, excess = hand_out_whole(line, goals, short_tokens, off, alike)
     if max(map(abs, excess)) > off:
-        return deal(Line.of_segments(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF))
+        return deal(Line(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF))
     return shares
 
 
 def hand_out_whole(
     line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
-) -> tuple[list[list[Segment]], list[float]]:
-    """`deal_whole`, whatever work shares miss: the segments of each, and the part of its work that it has too much."""
+) -> tuple[list[list[Piece]], list[float]]:
+    """`deal_whole`, whatever work shares miss: the pieces of each, and the part of its work that it has too much."""
     shares, left = _hand_out_long(line, goals, short_tokens)
-    work, excess = line.work, [0.0] * len(goals)
-    for share, segments in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
-        shares[share] += segments
-        short_work = sum([work(document, start, stop) for document, start, stop in segments])
-        excess[share] = (short_work - left[share].work) / max(1.0, left[share].load)
+    excess = [0.0] * len(goals)
+    for share, short in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
+        shares[share] += short
+        excess[share] = (work_of(short) - left[share].work) / max(1.0, left[share].load)
     return shares, excess
 
 
-def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Segment]], list[Goal]]:
+def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
     """Takes the long pieces off a line: what each share gets of them, and what it is still to get."""
-    shares: list[list[Segment]] = [[] for _ in goals]
+    shares: list[list[Piece]] = [[] for _ in goals]
     need = _Need(goals)
     tokens_left = sum(goal.tokens for goal in goals)
     light_cost = _light_cost(line, goals)
@@ -71,7 +70,7 @@ def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tupl
         share = need.neediest(mean_cost)
         if share is None:
             break
-        _, document, start, stop, work = piece
+        _, _, start, stop, work = piece
         if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost)):
             shares[share].append(line.take_densest())
             need.reduce(share, stop - start, work)
@@ -82,7 +81,7 @@ def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tupl
             need.close(share)
             continue
         shares[share].append(line.take_tail(line.indices[-1], take))
-        need.reduce(share, take, line.work(document, stop - take, stop))
+        need.reduce(share, take, shares[share][-1][4])
         tokens_left -= take
     return shares, need.goals()
 
@@ -120,9 +119,12 @@ class _Need:
     def neediest(self, mean_cost: float) -> int | None:
         """The share that misses most work beyond what its missing tokens bring at a mean cost; the first of equals.
         None if all are closed."""
-        need = [work - mean_cost * tokens for work, tokens in zip(self._open_work, self._tokens, strict=True)]
-        most = max(need)
-        return need.index(most) if most > -math.inf else None
+        most, neediest = -math.inf, None
+        for share, work in enumerate(self._open_work):
+            need = work - mean_cost * self._tokens[share]
+            if need > most:
+                most, neediest = need, share
+        return neediest
 
     def has_room(self, share: int, piece: Piece, cost: float) -> bool:
         """Whether a share, with the whole piece, still needs tokens of at least such a mean cost."""
@@ -134,7 +136,7 @@ class _Need:
         """Tokens of the densest piece, or of its largest tail, that fit a share: after that the line still has tokens
         light enough for it, also together with all shares that need tokens as light, and with all that need lighter
         ones than the mean."""
-        document, start, stop = line.segment(line.indices[-1])
+        _, document, start, stop, _ = line.piece(line.indices[-1])
         whole, tokens, work = stop - start, self._tokens[share], self._work[share]
         mean_cost = line.work_left / sum(self._tokens)
         lighter = _Lighter([(self._tokens[s], self._work[s]) for s in range(len(self._tokens)) if s != share])
@@ -169,7 +171,7 @@ class _Lighter:
         return work + self._work[shares] >= line.light_work(tokens + self._tokens[shares])
 
 
-def _finish(line: Line, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Segment]]:
+def _finish(line: Line, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
     """Deals a whole line out to shares whose needs may differ: parts them at the largest step between their needs."""
     shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
     costs = [_mean_cost(goals[share]) for share in shares]
@@ -179,8 +181,8 @@ def _finish(line: Line, goals: dict[int, Goal], off: float, alike: float) -> dic
     steps = [dense - light for light, dense in pairwise(costs)]
     parting = 1 + steps.index(max(steps))
     light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
-    segments = fill(line, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
-    return _finish(Line.of_segments(segments, line.work), light, off, alike) | _finish(line, dense, off, alike)
+    pieces = fill(line, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
+    return _finish(Line(pieces, line.work), light, off, alike) | _finish(line, dense, off, alike)
 
 
 def _mean_cost(goal: Goal) -> float:

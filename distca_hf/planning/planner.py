@@ -6,7 +6,7 @@ from math import isqrt
 import numpy as np
 
 from distca_hf.cost import IntArray, causal_pairs
-from distca_hf.layout import Layout, Stripe
+from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.task import ALL_HEADS, Tasks
 
@@ -22,33 +22,29 @@ def plan_in_place(layout: Layout, head_groups: int = 1) -> Plan:
         layout: who holds what.
         head_groups: groups that heads can be divided in; any number, also fewer than a stripe has ranks.
     """
-    tasks = _tasks_at_home(layout)
+    at_home = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
     if not layout.stripes:
-        return Plan(layout, Tasks.sort(*tasks.T))
-    return Plan(layout, _with_stripes(layout, tasks, head_groups))
-
-
-def _tasks_at_home(layout: Layout) -> IntArray:
-    """`[tasks, 4]` document, start, stop and rank of what each rank holds, neighbours joined."""
-    held = np.stack((layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank), axis=1)
-    held = held[np.lexsort((layout.segment_start, layout.segment_document, layout.segment_rank))]
-    document, start, stop, rank = held.T
-    opens = np.ones(len(held), dtype=bool)
-    opens[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
-    closes = np.ones(len(held), dtype=bool)
-    closes[:-1] = opens[1:]
-    return np.stack((document[opens], start[opens], stop[closes], rank[opens]), axis=1)
+        return Plan(layout, Tasks.sort(*at_home))
+    return Plan(layout, _with_stripes(layout, np.stack(at_home, axis=1), head_groups))
 
 
 def _with_stripes(layout: Layout, at_home: IntArray, head_groups: int) -> Tasks:
-    """Tasks at home, where a document with a stripe has one for every group of heads, and tasks of stripes."""
+    """Tasks at home, where a document with a stripe has one for every group of heads, and tasks of stripes.
+
+    Args:
+        layout: who holds what.
+        at_home: `[tasks, 4]` document, start, stop and rank of what each rank holds, neighbours joined.
+        head_groups: see `plan_in_place`.
+    """
     rows = []
-    striped = {stripe.document for stripe in layout.stripes}
-    for document, start, stop, rank in at_home[np.isin(at_home[:, 0], sorted(striped))].tolist():
+    is_striped = np.zeros(layout.num_documents, dtype=bool)
+    is_striped[[stripe.document for stripe in layout.stripes]] = True
+    has_stripe = is_striped[at_home[:, 0]]
+    for document, start, stop, rank in at_home[has_stripe].tolist():
         for left, right in _outside(start, stop, [stripe for stripe in layout.stripes if stripe.document == document]):
             rows += [(document, left, right, rank, group) for group in range(head_groups)]
     rows += [row for stripe in layout.stripes for row in divide_stripe(stripe, head_groups)]
-    whole = at_home[~np.isin(at_home[:, 0], sorted(striped))]
+    whole = at_home[~has_stripe]
     whole = np.column_stack((whole, np.full(len(whole), ALL_HEADS)))
     document, start, stop, server, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
     return Tasks.sort(document, start, stop, server, head, head_groups)

@@ -10,7 +10,7 @@ from distca_hf.cost import causal_pairs, imbalance
 from distca_hf.packing.accordion import Goal
 from distca_hf.packing.bound import key_tokens_bound
 from distca_hf.packing.groups import HEAVY, deal_in_groups
-from distca_hf.packing.line import Segment
+from distca_hf.packing.line import Segment, piece_of
 from distca_hf.packing.placement import place
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.transfers import key_transfers
@@ -39,7 +39,9 @@ def deal(lengths: list[int], num_ranks: int, off: float = OFF) -> list[list[Segm
     """Documents to ranks of equal tokens and equal work."""
     load = sum(causal_pairs(0, tokens) for tokens in lengths) / num_ranks
     goals = [Goal(sum(lengths) // num_ranks, load, load)] * num_ranks
-    return deal_in_groups([(at, 0, tokens) for at, tokens in enumerate(lengths)], work, goals, off)
+    pieces = [piece_of(at, 0, tokens, causal_pairs(0, tokens)) for at, tokens in enumerate(lengths)]
+    shares = deal_in_groups(pieces, work, goals, off)
+    return shares and [[piece[1:4] for piece in share] for share in shares]
 
 
 def test_ranks_are_apportioned_by_work_and_groups_share_no_heavy_document() -> None:

@@ -7,7 +7,7 @@ from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.moving.exports import Exports, busiest_bytes
 from distca_hf.planning.moving.goals import Level, work_limits
-from distca_hf.planning.moving.moved_bytes import MovedBytes
+from distca_hf.planning.moving.moved_bytes import MovedBytes, Segments
 from distca_hf.planning.moving.prices import Prices
 from distca_hf.planning.moving.stacks import Stack
 from distca_hf.planning.moving.strategy import Strategy
@@ -69,6 +69,7 @@ class Attempts:
         self._token_bytes = token_bytes
         self._capacities = capacities
         self._documents = Documents(layout)
+        self._segments = Segments.of(layout)
         self._home_work = layout.rank_work
         self._total_work = int(self._home_work.sum()) * head_groups
         mean_work = self._total_work / layout.num_ranks
@@ -139,7 +140,7 @@ class Attempts:
     ) -> Attempt:
         """What was done to the supply."""
         moved = MovedBytes.count(
-            self._layout, supply.stacks, self._head_groups, self._token_bytes, self._topology.node_of
+            self._segments, supply.stacks, self._head_groups, self._token_bytes, self._topology.node_of
         )
         return Attempt(strategy, prices, supply.stacks, self._overload(supply.work, limits), moved, busy_bytes, steps)
 

@@ -1,7 +1,7 @@
 """Cuts: which heads of a stack go to a server, and down to which position."""
 
-from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 from distca_hf.planning.moving.stacks import Stack, tokens_held
 
@@ -9,8 +9,7 @@ from distca_hf.planning.moving.stacks import Stack, tokens_held
 Column = tuple[int, int, int, int]  # keys that the server lacks, top, end of queries that travel, head group
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Queries [position, top) of some heads.
 
     Attributes:
@@ -27,8 +26,7 @@ class Cut:
     keys: int
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):  # made for every rank that might take queries: a data class would take three times as long
     """What a rank asks for taking queries.
 
     Attributes:
@@ -54,7 +52,7 @@ def columns_for_stranger(stack: Stack) -> list[Column]:
         if top > stack.start:
             travels = min(top, stack.own_stop)
             columns.append((travels, top, travels, head))
-    if any(column[1] != columns[0][1] for column in columns):
+    if min(stack.tops) < max(stack.tops):
         columns.sort(key=lambda column: (-column[1], column[3]))
     return columns
 
@@ -69,21 +67,29 @@ def columns_for_relative(stack: Stack, rank: int, prefixes: list[int]) -> list[C
     """
     columns = []
     same: dict[tuple[int, int], tuple[int, int]] = {}  # most heads have been treated alike
-    for head, (top, known) in enumerate(zip(stack.tops, prefixes, strict=True)):
+    for head, alike in enumerate(zip(stack.tops, prefixes, strict=True)):
+        top, known = alike
         if top > stack.start:
-            if (top, known) not in same:
+            if alike not in same:
                 merged = max(0, top - stack.own_stop)
                 lacks = top - known - tokens_held(stack.holders, rank, known, top) if top > known else 0
                 travels = top - merged - tokens_held(stack.holders, rank, stack.own_stop, top)
-                same[top, known] = max(0, lacks - merged), travels
-            lacks, travels = same[top, known]
+                same[alike] = max(0, lacks - merged), travels
+            lacks, travels = same[alike]
             columns.append((lacks, top, travels, head))
-    columns.sort(key=lambda column: (column[0], -column[1], column[3]))
+    if len(same) > 1:
+        columns.sort(key=lambda column: (column[0], -column[1], column[3]))
     return columns
 
 
 def cheapest_cut(
-    columns: list[Column], stack: Stack, terms: Terms, tile_tokens: int, level: float, spare_room: bool
+    columns: list[Column],
+    stack: Stack,
+    terms: Terms,
+    tile_tokens: int,
+    level: float,
+    spare_room: bool,
+    price_limit: float,
 ) -> Cut | None:
     """The cut with the lowest price for its work, among those that take the first heads of a list down to one
     position. Equal positions are best: there the next query of every head costs the same for its work.
@@ -98,9 +104,10 @@ def cheapest_cut(
         tile_tokens: cuts are multiples of this.
         level: position down to which all heads would be cut, if they shared what is to leave equally.
         spare_room: whether to consider cuts at the level that move less than asked for.
+        price_limit: a cut of this price for its work, or a dearer one, is none.
     """
-    start, below = stack.start, stack.start * (stack.start + 1)
-    work, query_price, key_price = terms.work, terms.query, terms.key
+    work, round_down, query_price, key_price, whole_head = terms
+    start, below, spare_position = stack.start, stack.start * (stack.start + 1), int(level)
     squares = lacks = travels = 0
     lowest, level_square = columns[0][1], level * level
     best: tuple[float, int, int, int, int] | None = None
@@ -114,11 +121,11 @@ def cheapest_cut(
         deepest = int(sqrt(left)) if left > below else start
         if lowest <= deepest:
             break  # more heads would be cut still higher
-        for wanted in (deepest, int(level)) if spare_room and deepest < level else (deepest,):
+        for wanted in (deepest, spare_position) if spare_room and deepest < level else (deepest,):
             position = start
             if wanted > start:
                 position = wanted - wanted % tile_tokens
-                if position < wanted and not terms.round_down:
+                if position < wanted and not round_down:
                     position += tile_tokens
                 if position < start:
                     position = start
@@ -127,23 +134,23 @@ def cheapest_cut(
             queries = travels - count * position
             price = key_price * lacks + (query_price * queries if queries > 0 else 0.0)
             if position == start:
-                price -= count * terms.whole_head
+                price -= count * whole_head
             elif position > level:
                 price += count * key_price * (position - level_square / position)
             moved = (squares - count * position * (position + 1)) / 2
             if best is None or price < best[0] * moved:
-                best = (price / moved, count, position, max(0, queries), lacks)
+                best = (price / moved, count, position, queries, lacks)
         if best is not None and count > best[1] + 1:
             break  # two more heads made it dearer
-    if best is None:
+    if best is None or best[0] >= price_limit:
         return None
     price_per_work, count, position, queries, lacks = best
-    return Cut(price_per_work, [column[3] for column in columns[:count]], position, queries, lacks)
+    return Cut(price_per_work, [head for _, _, _, head in columns[:count]], position, max(0, queries), lacks)
 
 
 def common_level(stacks: list[Stack], work: float) -> float:
     """Position down to which all heads of some stacks would be cut to move this much work."""
-    tops = sorted((top for stack in stacks for top in stack.tops if top > stack.start), reverse=True)
+    tops = sorted([top for stack in stacks for top in stack.tops if top > stack.start], reverse=True)
     square, squares = 0.0, 0
     for count, top in enumerate(tops, 1):
         if square >= top * top:

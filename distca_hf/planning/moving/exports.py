@@ -130,18 +130,21 @@ class Exports:
         """The move with the lowest price for its work: stack, cut and server."""
         stacks = self.supply.longest(giver, LONGEST_STACKS)
         level = common_level(stacks, surplus)
+        strangers = takers[-STRANGERS:]
         best: tuple[Stack, Cut, int] | None = None
+        price_limit = float("inf")
         offered = 0
         for stack in stacks:
-            for cut, taker in self._cuts(stack, surplus, level, takers[-STRANGERS:], room, tile_tokens):
-                if best is None or cut.price_per_work < best[1].price_per_work:
-                    best = stack, cut, taker
+            found = self._cheapest_of(stack, surplus, level, strangers, room, tile_tokens, price_limit)
+            if found is not None:
+                best = stack, *found
+                price_limit = found[0].price_per_work
             offered += stack.pairs_left()
             if offered >= ENOUGH * surplus:
                 break
         return best
 
-    def _cuts(
+    def _cheapest_of(
         self,
         stack: Stack,
         surplus: float,
@@ -149,25 +152,24 @@ class Exports:
         strangers: list[tuple[float, int]],
         room: Amounts,
         tile_tokens: int,
-    ) -> Iterator[tuple[Cut, int]]:
-        """The best cut of a stack for each rank that might take it."""
-        home, prices, token_bytes = stack.server, self._prices, self._token_bytes
+        price_limit: float,
+    ) -> tuple[Cut, int] | None:
+        """The cut of a stack with the lowest price for its work, and the rank that takes it; none if no price is below
+        the limit."""
+        home, prices, token_bytes, spare_room = stack.server, self._prices, self._token_bytes, self._spare_room
         source, whole_head = home, 0.0
         if stack.start:
             source = next(iter(stack.holders))  # most keys come from the document's beginning
             keys = stack.start - tokens_held(stack.holders, home, 0, stack.start)
             whole_head = keys * prices.of_keys(source, home, token_bytes)
+        best: tuple[Cut, int] | None = None
         for amount, rank, columns in self._offers(stack, strangers, room):
-            terms = Terms(
-                work=min(surplus, amount),
-                round_down=surplus < amount,
-                query=prices.of_queries(home, rank, token_bytes),
-                key=prices.of_keys(source, rank, token_bytes),
-                whole_head=whole_head,
-            )
-            cut = cheapest_cut(columns, stack, terms, tile_tokens, level, self._spare_room)
+            query, key = prices.of_queries(home, rank, token_bytes), prices.of_keys(source, rank, token_bytes)
+            terms = Terms(min(surplus, amount), surplus < amount, query, key, whole_head)
+            cut = cheapest_cut(columns, stack, terms, tile_tokens, level, spare_room, price_limit)
             if cut is not None:
-                yield cut, rank
+                best, price_limit = (cut, rank), cut.price_per_work
+        return best
 
     def _offers(self, stack: Stack, strangers: list[tuple[float, int]], room: Amounts) -> Iterator[Offer]:
         """Ranks that might take part of a stack: those with most room, and those with keys of the document."""

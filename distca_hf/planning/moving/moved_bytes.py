@@ -1,6 +1,7 @@
 """Bytes that a plan in the making moves, exactly: queries and outputs away from home, keys once for each server."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Self
 
@@ -21,7 +22,7 @@ class MovedBytes:
     sent_between_nodes: IntArray
     received_between_nodes: IntArray
 
-    @property
+    @cached_property
     def largest_rank(self) -> int:
         return int(max(self.sent.max(initial=0), self.received.max(initial=0)))
 
@@ -31,21 +32,22 @@ class MovedBytes:
 
     @classmethod
     def count(
-        cls, layout: Layout, stacks: list[Stack], head_groups: int, token_bytes: TokenBytes, node_of: IntArray
+        cls, segments: "Segments", stacks: list[Stack], head_groups: int, token_bytes: TokenBytes, node_of: IntArray
     ) -> Self:
         """Bytes of what the stacks hold and gave. All other documents are computed where all of their tokens are.
 
         Args:
-            layout: who holds what.
+            segments: who holds what.
             stacks: all stacks of the documents concerned.
             head_groups: groups that heads are divided in.
             token_bytes: bytes of one token.
             node_of: `[ranks]` node of each rank.
         """
-        rows = [(stack.document, *part) for stack in stacks for part in stack.parts()]
-        numbers = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=5 * len(rows)).reshape(-1, 5)
-        document, head, start, stop, server = numbers.T
-        segments = _Segments.of(layout, document)
+        parts = [stack.parts() for stack in stacks]
+        numbers = np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype=np.int64).reshape(-1, 4)
+        head, start, stop, server = numbers.T
+        documents = np.array([stack.document for stack in stacks], dtype=np.int64)
+        document = np.repeat(documents, np.array([len(of_stack) for of_stack in parts], dtype=np.int64))
         home, computes, queries = segments.overlaps(document, start, stop, server)
         order = np.lexsort((server, head, document))
         document, head, stop, server = document[order], head[order], stop[order], server[order]
@@ -60,7 +62,7 @@ class MovedBytes:
         moved = np.concatenate(sizes)
         travels, between = source != destination, node_of[source] != node_of[destination]
         sums = [
-            _sum_by_rank(rank[chosen], moved[chosen], layout.num_ranks) // head_groups
+            _sum_by_rank(rank[chosen], moved[chosen], len(node_of)) // head_groups
             for chosen in (travels, between)
             for rank in (source, destination)
         ]
@@ -73,8 +75,8 @@ def _sum_by_rank(rank: IntArray, sizes: IntArray, num_ranks: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class _Segments:
-    """Segments of some documents, sorted by (document, start)."""
+class Segments:
+    """Segments of a layout, sorted by (document, start): once for all plans that are tried."""
 
     key: IntArray
     start: IntArray
@@ -82,16 +84,10 @@ class _Segments:
     rank: IntArray
 
     @classmethod
-    def of(cls, layout: Layout, documents: IntArray) -> Self:
-        chosen = np.zeros(layout.num_documents, dtype=bool)
-        chosen[documents] = True
-        segment = np.flatnonzero(chosen[layout.segment_document])
-        key = (layout.segment_document[segment] << POSITION_BITS) + layout.segment_start[segment]
-        order = np.argsort(key)
-        segment = segment[order]
-        return cls(
-            key[order], layout.segment_start[segment], layout.segment_stop[segment], layout.segment_rank[segment]
-        )
+    def of(cls, layout: Layout) -> Self:
+        key = (layout.segment_document << POSITION_BITS) + layout.segment_start
+        order = np.argsort(key, kind="stable")  # which takes little time where they are in order
+        return cls(key[order], layout.segment_start[order], layout.segment_stop[order], layout.segment_rank[order])
 
     def overlaps(
         self, document: IntArray, start: IntArray, stop: IntArray, server: IntArray

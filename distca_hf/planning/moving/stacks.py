@@ -44,7 +44,8 @@ class Stack:
 
     def pairs_left(self) -> int:
         """Attended pairs x groups of heads that are still here."""
-        return sum(causal_pairs(self.start, top) for top in self.tops)
+        squares = sum([top * (top + 1) for top in self.tops])
+        return (squares - len(self.tops) * self.start * (self.start + 1)) // 2
 
     @property
     def has_queries(self) -> bool:
@@ -62,10 +63,10 @@ class Stack:
 
     def parts(self) -> list[Move]:
         """All queries of the stack, those that stay included."""
-        stay = [(head, self.start, top, self.server) for head, top in enumerate(self.tops) if top > self.start]
-        return self.moves + stay
+        start, server = self.start, self.server
+        return self.moves + [(head, start, top, server) for head, top in enumerate(self.tops) if top > start]
 
 
 def tokens_held(holders: Holders, rank: int, start: int, stop: int) -> int:
     """Tokens of [start, stop) that a rank holds."""
-    return sum(max(0, min(stop, last) - max(start, first)) for first, last in holders.get(rank, ()))
+    return sum([max(0, min(stop, last) - max(start, first)) for first, last in holders.get(rank, ())])
