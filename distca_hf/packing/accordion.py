@@ -81,14 +81,23 @@ def fill(line: Line, goal: Goal, others: Goal, peel: bool = True, off: float = O
         others: what all others are to get of the rest.
         peel: whether the share begins with the densest piece, or with its tail if that is too much.
     """
-    scale = line.work_left / (goal.work + others.work) if line.work_left else 0.0
-    work_left, tails = line.work_left, _take_dense(line, goal.tokens, goal.work * scale, off / 2 * goal.load, peel)
+    work = _share_of_work(line, goal, others)
+    work_left, tails = line.work_left, _take_dense(line, goal.tokens, work, off / 2 * goal.load, peel)
     light_tokens = goal.tokens - sum([stop - start for _, _, start, stop, _ in tails])
     left = line.work_left - line.light_work(light_tokens)
     if abs(work_left - left - goal.work) <= off * goal.load and abs(left - others.work) <= off * others.load:
         return tails + line.take_light(light_tokens)
     line.put_back(len(tails))
-    return _take_exactly(line, goal.tokens, goal.work * scale)
+    return _take_exactly(line, goal.tokens, work)
+
+
+def _share_of_work(line: Line, goal: Goal, others: Goal) -> float:
+    """What a goal is to get of the work that there is: in proportion to what it asks for, or to its tokens if nobody
+    asks for any."""
+    asked = goal.work + others.work
+    if asked:
+        return goal.work * (line.work_left / asked)
+    return line.work_left * goal.tokens / max(1, goal.tokens + others.tokens)
 
 
 def _take_dense(line: Line, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:

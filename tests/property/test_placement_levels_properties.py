@@ -223,3 +223,18 @@ def test_ranks_get_the_shares_of_work_that_are_asked_for(case: Case, seed: int) 
     assert_tokens_are_placed_once_and_equally(layout, case, lengths)
     goals = [share * sum(work) / sum(shares) for share in shares]
     assert max(got / goal for got, goal in zip(work, goals, strict=True)) <= 1.012
+
+
+@given(num_ranks=st.integers(2, 16), ranks_per_node=st.integers(1, 8), seed=st.integers(0, 2**32))
+def test_shares_may_leave_nothing_for_ranks_of_a_stripe(num_ranks: int, ranks_per_node: int, seed: int) -> None:
+    """One document is nearly all the work: its stripe gives ranks of small shares more than they are to have."""
+    rng = random.Random(seed)
+    total, shortest = 1000 * num_ranks, 1 + 1000 * num_ranks // 40
+    longest = int(total * rng.uniform(0.3, 0.95))
+    lengths = [longest, *[shortest] * ((total - longest) // shortest), (total - longest) % shortest]
+    lengths = [tokens for tokens in lengths if tokens]
+    case = Case("one", seed, num_ranks, ranks_per_node, 4, 1000)
+    shares = [rng.uniform(0.9, 1.1) for _ in range(num_ranks)]
+    layout = place(lengths, num_ranks, topology=case.topology, head_groups=4, rank_shares=shares)
+
+    assert_tokens_are_placed_once_and_equally(layout, case, lengths)
