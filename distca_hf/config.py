@@ -24,7 +24,7 @@ ENVIRONMENT_PREFIX = "DISTCA_"
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 
-LEGS_BETWEEN_NODES = 2
+LEGS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times"})
 
@@ -89,7 +89,7 @@ class DistCAConfig:
         "exchange_legs",
         0,
         "In how many parts rows travel to and from other ranks, so that the first are computed while others fly: more "
-        "hide slow links, fewer cost less where links are fast. 0: one on a single node, two on several.",
+        "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",

@@ -139,8 +139,8 @@ def test_rows_of_a_leg_lie_together_and_in_order() -> None:
         ({}, 8, 1),
         ({"ranks_per_node": 8}, 8, 1),
         ({"ranks_per_node": 8}, 4, 1),
-        ({"ranks_per_node": 4}, 8, 2),
-        ({"ranks_per_node": 1}, 2, 2),
+        ({"ranks_per_node": 4}, 8, 4),
+        ({"ranks_per_node": 1}, 2, 4),
         ({"exchange_legs": 1, "ranks_per_node": 4}, 8, 1),
         ({"exchange_legs": 7}, 8, 7),
     ],
@@ -148,7 +148,7 @@ def test_rows_of_a_leg_lie_together_and_in_order() -> None:
 def test_legs_by_setting_and_topology(
     settings: dict[str, int], num_ranks: int, num_legs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One where links are fast, two between nodes, unless somebody says otherwise."""
+    """One where links are fast, four between nodes, unless somebody says otherwise."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     assert DistCAConfig(**settings).num_legs(num_ranks) == num_legs
