@@ -5,7 +5,7 @@
 
 Calls are those of a forward pass of so many layers, one behind the other, with real exchanges and no waiting for the
 device; documents are so small that the device keeps up. One line per rank and repeat; `beyond` the kernel function's
-own time are launches of exchanges and copies, views, and the dispatch of the operator.
+own time are launches of exchanges (in one leg) and copies, views, and the dispatch of the operator.
 """
 
 import argparse
@@ -77,8 +77,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     """A placed plan in the middle of training: every rank has agreed to it."""
     transport = open_transport(device, 60.0)
-    lengths = torch.tensor(parse_documents(options.documents)).numpy()
-    plan = plan_in_place(place(lengths, transport.world_size), options.kv_heads)
+    plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
     transfers = key_transfers(plan)
     maps = HostPlanMaps.prepare(plan, transport.rank, 1, transfers).to(device)
     facts = PlanFacts.of(plan, transfers, plan.layout.rank_work)

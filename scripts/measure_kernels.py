@@ -31,11 +31,12 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Keys:
+class Call:
     """Keys and values of a call, and room for what the call writes.
 
     Attributes:
         k, v, dk, dv: `[tasks * keys, kv heads, head dim]`.
+        spans: the tasks.
         out, dq: `[tasks * queries, heads, head dim]`.
         lse: `[tasks * queries, heads]`.
     """
@@ -50,7 +51,7 @@ class Keys:
     dv: torch.Tensor
 
     @classmethod
-    def random(cls, tasks: int, queries: int, keys: int, causal: bool, options: argparse.Namespace) -> "Keys":
+    def random(cls, tasks: int, queries: int, keys: int, causal: bool, options: argparse.Namespace) -> "Call":
         k, v, dk, dv = (_random(tasks * keys, options.kv_heads, options) for _ in range(4))
         out, dq = (_random(tasks * queries, options.heads, options) for _ in range(2))
         lse = torch.empty(tasks * queries, options.heads, device=out.device, dtype=torch.float32)
@@ -63,8 +64,8 @@ def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse
     """Median over some calls, forward and backward together."""
     tasks = max(1, min(CALL_TOKENS // queries, MOST_KEY_TOKENS // keys))
     q, dout = (_random(tasks * queries, options.heads, options) for _ in range(2))
-    own = Keys.random(tasks, queries, queries, True, options)
-    far = [Keys.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
+    own = Call.random(tasks, queries, queries, True, options)
+    far = [Call.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
     scale = options.head_dim**-0.5
 
     def task() -> None:

@@ -25,15 +25,16 @@ from distca_hf.packing.line import Line, Piece, piece_of
 from distca_hf.packing.whole import hand_out_whole
 
 
-# A document of this part of a rank's work is heavy. Near to a full rank it needs the lightest tokens beside it, which
-# it gets by having a rank for itself. Where groups cannot be filled so, fewer documents are heavy.
+# A document of this part of a rank's work is heavy: what is nearly a rank's work leaves room for the lightest tokens
+# only, which a rank of its own has. Where groups cannot be filled so, fewer documents are heavy.
 HEAVY = (0.8, 0.9, 1.0)
-# Documents up to this length are cut readily to fill groups up, which are served one after the other if the mean costs
-# of what they need of them differ by this part at most.
+# Documents up to this length may be cut to fill groups up.
 SHORT_FOR_GROUPS = 2048
+# Groups are served one after the other if the mean costs of what they still need differ by this part at most.
 ALIKE_GROUPS = 0.5
-# A heavy document's head of this part of a rank's work is cut off beforehand: a fifth of the tokens that would be all
-# of it. That costs few bytes, and leaves the accordion light tokens in every group, beside which parts can be large.
+# A heavy document's head of this part of a rank's work is cut off beforehand: the first 22 % of the tokens, if the
+# document is one rank's work. That costs few bytes, and leaves the accordion light tokens in every group, beside which
+# parts can be large.
 HEAD = 0.05
 
 
@@ -96,9 +97,9 @@ def _parted(piece: Piece, work: Work, head_work: float) -> list[Piece]:
 
 def _apportioned(works: Sequence[int], goals: Sequence[Goal]) -> list[int] | None:
     """Ranks of each heavy piece; None for less than two pieces, or if they need more ranks than there are."""
-    if len(works) < 2:
-        return None
     rank_work = _mean_work(goals)
+    if len(works) < 2 or not rank_work:  # stripes may have used up all work that ranks are to have
+        return None
     num_ranks = [math.ceil(of_piece / rank_work) for of_piece in works]
     left = len(goals) - sum(num_ranks)
     if left < 0:

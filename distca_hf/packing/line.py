@@ -120,7 +120,7 @@ class Line:
         return tail
 
     def take_densest(self) -> Piece:
-        """Takes the densest piece, whole."""
+        """Takes the densest piece, whole; nothing is misplaced, and no tail is to be put back."""
         piece = self._pieces.pop()
         if len(self._tokens_before) > len(self._pieces) + 1:
             self._tokens_before.pop()
@@ -165,7 +165,7 @@ class Line:
         return taken
 
     def take_all(self) -> list[Piece]:
-        """Takes everything that is left."""
+        """Takes everything that is left; the line is not used afterwards."""
         taken = self._pieces[self._first :]
         self._first, self.work_left = len(self._pieces), 0
         return taken

@@ -106,7 +106,7 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
     total = int(ends[-1]) if len(ends) else 0
     borders = np.array([total * (rank + 1) // num_ranks for rank in range(num_ranks)], dtype=np.int64)
     stops = np.sort(np.concatenate([ends, borders[borders > 0]]))
-    stops = stops[np.diff(stops, prepend=0) > 0]  # documents end at some borders
+    stops = stops[np.diff(stops, prepend=0) > 0]  # once where a document ends at a border
     starts = np.concatenate([[0], stops])[: len(stops)]
     document = np.searchsorted(ends, starts, side="right")
     first = (ends - lengths)[document]

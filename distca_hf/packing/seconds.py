@@ -33,7 +33,7 @@ PARTS_OF_A_PAIR = 256
 
 @dataclass(frozen=True, eq=False)
 class KernelTimes:
-    """Measured seconds of one causal attention call: the last `query_tokens` of `key_tokens` tokens, all heads.
+    """Measured seconds of one task, forward and backward: the last `query_tokens` of `key_tokens` tokens, all heads.
 
     Between measurements the rate, pairs per second, is interpolated on logarithmic axes; beyond them it stays as it is
     at the border.
@@ -147,7 +147,7 @@ class TimedCost:
 
 
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
-    """`[ranks]` predicted seconds of attention of one layer, forward; a stripe's are divided equally."""
+    """`[ranks]` predicted seconds of attention of one layer, forward and backward; a stripe's are divided equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
     in_stripe = np.zeros(len(seconds), dtype=bool)
     total = _stripe_seconds(layout, times)

@@ -61,7 +61,7 @@ class StripeRule:
         ]
 
     def _crosses(self, document: int, start: int, stop: int) -> bool:
-        """Whether a piece of tokens enough goes on from, or to, another node."""
+        """Whether a piece that ends beyond `CROSSING_TOKENS` goes on from, or to, another node."""
         return start >= CROSSING_TOKENS or self._leaves(document, stop)
 
     def _leaves(self, document: int, stop: int) -> bool:

@@ -56,16 +56,17 @@ class InGroups:
 
 # How much needs for short documents may differ.
 ALIKE = 1.0
-# With this many documents per rank or fewer all ways are tried, or two.
+# With this many documents per rank or fewer there are ways of their own. Groups stand in for ways behind `otherwise`,
+# which rarely move less and would cost time.
 FEW_DOCUMENTS = 12
 SOME_DOCUMENTS = 25
-# A rank of more than this many on one node is less than long documents are: these are cut anyway.
+# With more ranks than this on one node long documents are more work than a rank, and cut anyway.
 FEW_RANKS = 16
 # In a small world; in one of many nodes; on one node of many ranks. The first of them is the one for many documents.
 WAYS = (Way(8192), Way(2048))
 WAYS_OF_MANY_NODES = (Way(8192), Way(None))
 WAYS_OF_MANY_RANKS = (Way(None, peel=True, most_off=3e-3), Way(None, most_off=3e-3))
-# The same for few documents, each of which counts.
+# The same for few documents, each of which counts: in a small world; on one node of many ranks.
 WAYS_OF_FEW_DOCUMENTS = (Way(8192), InGroups(otherwise=(Way(2048),)), Way(32768), Way(None))
 WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (InGroups(otherwise=WAYS_OF_MANY_RANKS),)
 

@@ -50,7 +50,8 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float,
 def hand_out_whole(
     line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
 ) -> tuple[list[list[Piece]], list[float]]:
-    """`deal_whole`, whatever work shares miss: the pieces of each, and the part of its work that it has too much."""
+    """As `deal_whole`, but nothing is dealt anew if shares miss their work: the pieces of each, and the part of its
+    work that it has too much."""
     shares, left = _hand_out_long(line, goals, short_tokens)
     excess = [0.0] * len(goals)
     for share, short in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():

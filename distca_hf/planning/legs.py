@@ -1,9 +1,9 @@
 """Legs: stored prefixes arrive in several parts, so that the first can be attended while the others fly.
 
-Prefixes that only own queries read are cut so that a server computes about as much with each leg, but no finer than is
-worth a kernel call: a server that computes little with what comes takes fewer legs, the last ones, and lets those go
-first that wait for more. A prefix that guests read comes whole, in one leg: the guests of a server are divided among
-the legs.
+Prefixes that only own queries read are cut so that a server computes about as much with each leg. With four legs a
+server takes one for each quarter of a rank's mean work that it computes with what comes: if that is little it takes
+the last ones only, spares itself kernel calls, and lets those go first that wait for more. A prefix that guests read
+comes whole, in one leg: the guests of a server are divided among the legs.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Legs:
     Attributes:
         count: legs.
         num_lines: lines that there may be, see `line_keys`.
-        keys: `[prefixes]` ascending, one for each (server, line).
+        keys: `[prefixes]` ascending, one for each (server, line) that may come in another leg than the first.
         borders: `[prefixes, count + 1]` leg i brings tokens [borders[i], borders[i + 1]).
     """
 
@@ -38,6 +38,9 @@ class Legs:
     @classmethod
     def cut(cls, plan: Plan, count: int) -> "Legs":
         """Legs of all prefixes of a plan."""
+        if count == 1:
+            none = np.zeros(0, dtype=np.int64)
+            return cls(count, 0, none, none.reshape(0, 2))
         tasks, reads = plan.tasks, plan.reads_others
         groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
@@ -82,7 +85,7 @@ def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> 
 
 def _legs_of_own(servers: IntArray, work: IntArray, mean_work: float, count: int) -> tuple[IntArray, IntArray]:
     """Legs [first, stop) of each prefix. The work of a server is a line, one prefix after the other, that is cut in as
-    many equal parts as are worth it; cuts move to the next border of prefixes, or of equal parts of one prefix."""
+    many equal parts as are worth it; cuts move to the nearest border of prefixes, or of equal parts of one."""
     _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
     before = np.cumsum(work) - work
     begin, total = before - before[first_of][server], np.bincount(server, weights=work)

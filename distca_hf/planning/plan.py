@@ -13,7 +13,7 @@ from distca_hf.planning.task import Tasks
 
 
 # Part of every fingerprint: two versions that would route the same tasks differently must not agree.
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ def check_room(plan: LivePlan, where: str, q: torch.Tensor, k: torch.Tensor, v: 
         PlanError: it cannot fit; names both numbers, and what to change.
     """
     free = free_bytes(q.device)
-    needed = needed_bytes(plan.maps, q, k, v)
+    needed = needed_bytes(plan.backward_maps, q, k, v)
     if free is not None and needed > free:
         raise PlanError(
             f"rank {plan.transport.rank}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
@@ -33,6 +33,7 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     """Bytes of one layer's backward: gradients, rows under way, and stored keys and values with their gradients.
 
     Args:
+        maps: of backward, where everything is there in one leg.
         q, k, v: `[T, heads, dim]`.
     """
     groups = maps.rows_per_token

@@ -34,7 +34,7 @@ def keys_part(x: torch.Tensor, call: DeviceCall, kv_heads: int) -> torch.Tensor:
 
 def _own_part(x_TND: torch.Tensor, tokens: slice, heads: tuple[int, int], kv_heads: int) -> torch.Tensor:
     """Some tokens of `[T, heads, ...]`, and of their heads those that belong to KV heads [first, last)."""
-    if heads == (0, kv_heads):
+    if heads == (0, kv_heads):  # and often all rows: every view costs the host a microsecond or two
         return x_TND if tokens.stop - tokens.start == x_TND.shape[0] else x_TND[tokens]
     shared = x_TND.shape[1] // kv_heads
     return x_TND[tokens, heads[0] * shared : heads[1] * shared]

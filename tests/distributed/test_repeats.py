@@ -13,7 +13,7 @@ from support.repeats import equal_repeats
 
 
 NUM_RANKS, REPEATS = 3, 50
-WIDTHS = HEADS, KV_HEADS, DIM = 8, 4, 8
+WIDTHS = _, KV_HEADS, _ = 8, 4, 8  # query heads, KV heads, head dimension
 
 
 @pytest.mark.parametrize(("num_legs", "kv_residency"), [(1, "refetch"), (3, "keep")])

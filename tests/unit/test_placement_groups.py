@@ -109,3 +109,10 @@ def test_few_documents_move_at_most_twice_the_bound(num_ranks: int, tokens_per_r
         assert imbalance(plan.work) <= (1.005 if num_ranks <= 8 else 1.01)
         assert set(plan.layout.rank_tokens.tolist()) == {tokens_per_rank}
     assert statistics.mean(ratios) <= 2.0
+
+
+def test_stripes_may_use_up_all_work_that_ranks_are_to_have() -> None:
+    layout = place([2**28, 1, 1], 8, head_groups=8)
+
+    layout.validate()
+    assert sorted(layout.rank_tokens.tolist()) == [2**25] * 6 + [2**25 + 1] * 2

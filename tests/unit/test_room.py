@@ -65,6 +65,25 @@ def test_plan_is_refused_if_it_cannot_fit(free: int | None, monkeypatch: pytest.
             assert exchanges > 0
 
 
+@pytest.mark.parametrize("num_legs", [1, 4])
+def test_what_comes_in_the_last_leg_needs_room_too(num_legs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 computes little with what comes to it, and so nothing with what the first of four legs brings."""
+    layout = Layout.from_segments([16, 20], [[(0, 0, 15)], [(0, 15, 16), (1, 0, 20)]])
+    asked: list[int] = []
+    needed_bytes = room.needed_bytes
+    monkeypatch.setattr(room, "needed_bytes", lambda *given: asked.append(needed_bytes(*given)) or asked[-1])
+
+    def run(transport: Transport) -> None:
+        live = live_plan(layout, transport, DistCAConfig(kernel="reference"), num_legs=num_legs)
+        attend(*tensors(int(layout.rank_rows[transport.rank]), torch.float32), SCALE, live)
+
+    run_ranks(2, run)
+    sent_and_stored = 2 * 15 * KV
+    assert sorted(asked) == sorted(
+        [4 * (sent_and_stored + 15 * (Q + KV)), 4 * (2 * sent_and_stored + 21 * (Q + KV) + Q)]
+    )
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "expected"),
     [
@@ -135,7 +154,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
         dout = torch.zeros_like(out)
         with LiveBytes() as backward:
             attend_backward(dout, q, k, v, out, lse, kept, SCALE, live)
-        return room.needed_bytes(live.maps, q, k, v), forward.most, backward.most
+        return room.needed_bytes(live.backward_maps, q, k, v), forward.most, backward.most
 
     for needed, forward, backward in run_ranks(NUM_RANKS, run):
         assert max(forward, backward) <= 1.1 * needed
