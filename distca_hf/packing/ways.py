@@ -40,24 +40,22 @@ class InGroups:
     """Heavy documents get ranks for themselves, and light ones fill these up: see `groups`.
 
     Attributes:
-        otherwise: ways to try where there are no such groups.
+        otherwise: the way where there are no such groups.
     """
 
-    otherwise: Sequence[Way]
+    otherwise: Way
 
     def deal(self, line: Line, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
         """As `Way.deal`."""
         pieces, work = line.take_all(), line.work
         in_groups = deal_in_groups(pieces, work, goals, off)
-        if in_groups is not None:
-            return in_groups
-        return deal_in_best_way(lambda: Line(pieces, work), goals, off, self.otherwise)
+        return self.otherwise.deal(Line(pieces, work), goals, off) if in_groups is None else in_groups
 
 
 # How much needs for short documents may differ.
 ALIKE = 1.0
-# With this many documents per rank or fewer there are ways of their own. Groups stand in for ways behind `otherwise`,
-# which rarely move less and would cost time.
+# With this many documents per rank or fewer there are ways of their own. Groups stand in for the way behind
+# `otherwise`, which rarely moves less and would cost time.
 FEW_DOCUMENTS = 12
 SOME_DOCUMENTS = 25
 # With more ranks than this on one node long documents are more work than a rank, and cut anyway.
@@ -65,10 +63,10 @@ FEW_RANKS = 16
 # In a small world; in one of many nodes; on one node of many ranks. The first of them is the one for many documents.
 WAYS = (Way(8192), Way(2048))
 WAYS_OF_MANY_NODES = (Way(8192), Way(None))
-WAYS_OF_MANY_RANKS = (Way(None, peel=True, most_off=3e-3), Way(None, most_off=3e-3))
+WAYS_OF_MANY_RANKS = (Way(None, peel=True, most_off=3e-3),)
 # The same for few documents, each of which counts: in a small world; on one node of many ranks.
-WAYS_OF_FEW_DOCUMENTS = (Way(8192), InGroups(otherwise=(Way(2048),)), Way(32768), Way(None))
-WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (InGroups(otherwise=WAYS_OF_MANY_RANKS),)
+WAYS_OF_FEW_DOCUMENTS = (Way(8192), InGroups(otherwise=Way(2048)), Way(32768), Way(None))
+WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (InGroups(otherwise=Way(None, most_off=3e-3)),)
 
 
 def ways_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Way | InGroups]:
@@ -76,7 +74,7 @@ def ways_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[
     documents_per_rank = documents / ranks_of_node
     few = documents_per_rank <= FEW_DOCUMENTS
     if ranks_of_node > FEW_RANKS:
-        return WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS if few else WAYS_OF_MANY_RANKS[:1]
+        return WAYS_OF_FEW_DOCUMENTS_AND_MANY_RANKS if few else WAYS_OF_MANY_RANKS
     if num_ranks > FEW_RANKS:
         return WAYS_OF_MANY_NODES[: 2 if few else 1]
     return WAYS_OF_FEW_DOCUMENTS if few else WAYS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
