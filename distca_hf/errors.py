@@ -39,3 +39,8 @@ class PeerLostError(DistCAError, RuntimeError):
 
 class StepTimeoutError(DistCAError, TimeoutError):
     """An exchange did not finish before its deadline."""
+
+
+def and_more(others: int) -> str:
+    """Behind the first of some things that are wrong: how many others there are; nothing if there are none."""
+    return f" (and {others} more like it)" if others else ""

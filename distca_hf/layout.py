@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.cost import IntArray, causal_pairs_of
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -58,7 +58,7 @@ def check_document_tokens(values: Any, what: str = "document lengths") -> IntArr
     bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
     if len(bad):
         raise PackingError(
-            f"{what}: document {bad[0]} has {lengths[bad[0]]} tokens (and {len(bad) - 1} more like it); a document "
+            f"{what}: document {bad[0]} has {lengths[bad[0]]} tokens{and_more(len(bad) - 1)}; a document "
             f"has 1 to {MAX_DOCUMENT_TOKENS} tokens. Remove empty documents first, for example with dataset.filter."
         )
     return lengths

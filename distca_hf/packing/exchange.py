@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, join_neighbours
 from distca_hf.packing.accordion import TILE_TOKENS
 from distca_hf.packing.line import Segment
 
@@ -130,14 +130,9 @@ def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
     """Segments with neighbours joined: what two ranks had of one document."""
-    if len({document for document, _, _ in segments}) == len(segments):
-        return segments
-    together: list[Segment] = []
-    for document, start, stop in sorted(segments):
-        if together and together[-1][0] == document and together[-1][2] == start:
-            start = together.pop()[1]
-        together.append((document, start, stop))
-    return together
+    document, start, stop = np.array(segments, dtype=np.int64).reshape(-1, 3).T
+    columns = join_neighbours(document, start, stop, np.zeros_like(document))[:3]
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _mean_position(segment: Segment) -> tuple[int, Segment]:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from distca_hf.config import OverlongPolicy
 from distca_hf.cost import IntArray
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more
 from distca_hf.layout import check_document_tokens
 from distca_hf.packing.columns import ATTENTION_MASK, MASK_COLUMNS, open_columns, read_column
 from distca_hf.telemetry import get_logger
@@ -149,7 +149,7 @@ class DocumentSource:
         if overlong == "error":
             raise PackingError(
                 f"document {first} (row {self._row[first]}) has {tokens[first]} tokens, all ranks together hold "
-                f"{capacity_tokens} (and {len(too_long) - 1} more like it). Use more ranks or tokens_per_rank, or "
+                f"{capacity_tokens}{and_more(len(too_long) - 1)}. Use more ranks or tokens_per_rank, or "
                 "choose overlong='split' or 'truncate'."
             )
         if overlong == "truncate":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distca_hf.packing.accordion import OFF, Goal, deal
-from distca_hf.packing.groups import deal_in_groups
+from distca_hf.packing.heavy import deal_in_groups
 from distca_hf.packing.line import Line, Piece
 from distca_hf.packing.whole import deal_whole
 
@@ -37,7 +37,7 @@ class Way:
 
 @dataclass(frozen=True)
 class InGroups:
-    """Heavy documents get ranks for themselves, and light ones fill these up: see `groups`.
+    """Heavy documents get ranks for themselves, and light ones fill these up: see `heavy`.
 
     Attributes:
         otherwise: the way where there are no such groups.

@@ -1,18 +1,24 @@
-"""Routing of random layouts whose queries stay where they are, against a simulation that moves tokens one by one."""
+"""Routing of random plans, which leave queries where they are, move them, or divide heads, against a simulation that
+moves row by row, by definition."""
 
 import random
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca_hf.cost import TokenBytes
 from distca_hf.packing.placement import place
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.planner import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
+from distca_hf.planning.task import ALL_HEADS
+from distca_hf.planning.traffic import bytes_between
 from distca_hf.planning.transfers import key_transfers
-from support.layouts import random_layout
+from support.layouts import random_layout, random_plan, striped_layout
 from support.simulation import (
     Simulation,
     check_attention,
@@ -24,43 +30,128 @@ from support.simulation import (
 )
 
 
-WORLDS = {
-    "seed": st.integers(0, 2**32 - 1),
-    "num_ranks": st.sampled_from([1, 2, 3, 4, 5, 8]),
-    "num_legs": st.sampled_from([1, 1, 2, 3, 7]),
-}
+@dataclass(frozen=True)
+class Case:
+    """A random plan."""
+
+    kind: Literal["in place", "moved", "striped"]
+    seed: int
+    num_ranks: int
+    head_groups: int
+    num_legs: int
+
+    def simulated(self) -> Simulation:
+        rng = random.Random(self.seed)
+        if self.kind == "striped":
+            return Simulation(plan_in_place(striped_layout(rng, self.num_ranks), self.head_groups), self.num_legs)
+        layout = random_layout(rng, self.num_ranks)
+        if self.kind == "in place":
+            return Simulation(plan_in_place(layout), self.num_legs)
+        return Simulation(random_plan(rng, layout, self.head_groups), self.num_legs)
 
 
-def draw_world(seed: int, num_ranks: int, num_legs: int) -> Simulation:
-    return Simulation(plan_in_place(random_layout(random.Random(seed), num_ranks)), num_legs)
+def cases(kinds: list[str], head_groups: list[int]) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        kind=st.sampled_from(kinds),
+        seed=st.integers(0, 2**32 - 1),
+        num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
+        head_groups=st.sampled_from(head_groups),
+        num_legs=st.sampled_from([1, 1, 2, 3, 7]),
+    )
+
+
+IN_PLACE = cases(["in place"], [1])
+ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8])
+
+
+# --- all plans
+
+
+@settings(max_examples=360)
+@given(case=ANY)
+def test_every_query_attends_to_its_causal_prefix_exactly_once(case: Case) -> None:
+    check_attention(case.simulated())
+
+
+@settings(max_examples=360)
+@given(case=ANY)
+def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
+    simulation = case.simulated()
+    groups = simulation.groups
+    tokens = TokenBytes(query=7 * groups, output=5 * groups, key_value=3 * groups)
+    moved = np.zeros((case.num_ranks, case.num_ranks), dtype=np.int64)
+
+    check_keys(simulation)
+    for rank, routing in enumerate(simulation.routings):
+        moved[rank] += 3 * routing.send_counts
+        if routing.queries is not None:
+            moved[rank] += 7 * routing.queries.send_counts + 5 * routing.queries.receive_counts
+    assert moved.tolist() == bytes_between(simulation.plan, tokens).tolist()
+
+
+@settings(max_examples=360)
+@given(case=ANY)
+def test_shared_rows_and_orders(case: Case) -> None:
+    simulation = case.simulated()
+
+    check_shared_rows(simulation)
+    check_orders(simulation)
+
+
+@settings(max_examples=360)
+@given(case=ANY)
+def test_calls_read_what_their_leg_brings_and_backward_what_all_did(case: Case) -> None:
+    simulation = case.simulated()
+
+    check_legs(simulation)
+    check_kept(simulation)
+
+
+@settings(max_examples=360)
+@given(case=ANY)
+def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
+    """And guest rows are the queries of tasks that have any from elsewhere, tasks whole."""
+    simulation = case.simulated()
+
+    for rank, routing in enumerate(simulation.routings):
+        leaving = {row for row in simulation.held(rank) if simulation.servers[row] != rank}
+        guests = {row for row in simulation.computed(rank) if simulation.task_of[row] in simulation.guest_tasks}
+        if routing.queries is None:
+            assert not leaving
+            assert not guests
+            continue
+        sent = [simulation.home[rank][place] for place in routing.queries.send_rows.numbers]
+        assert sorted(sent) == sorted(leaving)
+        assert sorted(simulation.guests[rank]) == sorted(guests)
+        assert routing.queries.num_rows == len(guests)
+
+
+@settings(max_examples=360)
+@given(case=ANY)
+def test_key_transfers_are_what_the_routings_send(case: Case) -> None:
+    world, num_ranks = case.simulated(), case.num_ranks
+    transfers = key_transfers(world.plan, world.legs)
+    by_leg = np.zeros((case.num_legs, num_ranks, num_ranks), dtype=np.int64)
+    np.add.at(by_leg, (transfers.leg, transfers.source, transfers.destination), transfers.rows)
+
+    assert transfers.rows_between(num_ranks).tolist() == [routing.send_counts.tolist() for routing in world.routings]
+    assert by_leg.tolist() == np.stack([routing.leg_send_counts for routing in world.routings], axis=1).tolist()
+    way = transfers.source, transfers.leg, transfers.destination
+    columns = *way, transfers.document, transfers.head, transfers.start
+    order = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert order == sorted(order)
+    assert (transfers.tokens > 0).all()
+
+
+# --- queries stay where they are
 
 
 @settings(max_examples=120)
-@given(**WORLDS)
-def test_every_missing_key_is_received_once_and_stored_in_order(seed: int, num_ranks: int, num_legs: int) -> None:
-    check_keys(draw_world(seed, num_ranks, num_legs))
-
-
-@settings(max_examples=120)
-@given(**WORLDS)
-def test_every_query_attends_to_its_causal_prefix_exactly_once(seed: int, num_ranks: int, num_legs: int) -> None:
-    check_attention(draw_world(seed, num_ranks, num_legs))
-
-
-@settings(max_examples=120)
-@given(**WORLDS)
-def test_shared_rows_and_orders(seed: int, num_ranks: int, num_legs: int) -> None:
-    world = draw_world(seed, num_ranks, num_legs)
-
-    check_shared_rows(world)
-    check_orders(world)
-
-
-@settings(max_examples=120)
-@given(**WORLDS)
-def test_all_own_rows_are_one_call(seed: int, num_ranks: int, num_legs: int) -> None:
+@given(case=IN_PLACE)
+def test_all_own_rows_are_one_call(case: Case) -> None:
     """In the order of the layout; its tasks are the longest ranges of consecutive tokens."""
-    world = draw_world(seed, num_ranks, num_legs)
+    world = case.simulated()
 
     for rank, routing in enumerate(world.routings):
         assert routing.num_rows == world.plan.layout.rank_rows[rank]
@@ -77,51 +168,26 @@ def test_all_own_rows_are_one_call(seed: int, num_ranks: int, num_legs: int) -> 
 
 
 @settings(max_examples=120)
-@given(**WORLDS)
-def test_stored_keys_are_read_by_as_few_calls_as_can_be(seed: int, num_ranks: int, num_legs: int) -> None:
+@given(case=IN_PLACE)
+def test_stored_keys_are_read_by_as_few_calls_as_can_be(case: Case) -> None:
     """In a leg a new call begins only where queries do not follow each other, or keys of the store do not."""
-    for routing in draw_world(seed, num_ranks, num_legs).routings:
+    for routing in case.simulated().routings:
         for far in routing.far_of_leg:
             for call, following in pairwise(far):
                 assert (call.query_stop, call.key_stop) != (following.query_start, following.key_start)
 
 
 @settings(max_examples=120)
-@given(**WORLDS)
-def test_calls_read_what_their_leg_brings_and_backward_what_all_did(seed: int, num_ranks: int, num_legs: int) -> None:
-    world = draw_world(seed, num_ranks, num_legs)
-
-    check_legs(world)
-    check_kept(world)
-
-
-@settings(max_examples=120)
-@given(**WORLDS)
-def test_key_transfers_are_what_the_routings_send(seed: int, num_ranks: int, num_legs: int) -> None:
-    world = draw_world(seed, num_ranks, num_legs)
-    transfers = key_transfers(world.plan, world.legs)
-    by_leg = np.zeros((num_legs, num_ranks, num_ranks), dtype=np.int64)
-    np.add.at(by_leg, (transfers.leg, transfers.source, transfers.destination), transfers.rows)
-
-    assert transfers.rows_between(num_ranks).tolist() == [routing.send_counts.tolist() for routing in world.routings]
-    assert by_leg.tolist() == np.stack([routing.leg_send_counts for routing in world.routings], axis=1).tolist()
-    columns = (transfers.source, transfers.leg, transfers.destination, transfers.document, transfers.start)
-    order = list(zip(*(column.tolist() for column in columns), strict=True))
-    assert order == sorted(order)
-    assert (transfers.tokens > 0).all()
-
-
-@settings(max_examples=120)
-@given(**WORLDS)
-def test_late_work_is_the_same_on_all_ranks(seed: int, num_ranks: int, num_legs: int) -> None:
+@given(case=IN_PLACE)
+def test_late_work_is_the_same_on_all_ranks(case: Case) -> None:
     """A share of what each has for itself, so that no rank waits for another one's results; not more than any has."""
-    world = draw_world(seed, num_ranks, num_legs)
+    world = case.simulated()
     tasks, work = world.plan.tasks, world.plan.work
-    tokens, squares = tasks.stop - tasks.start, np.zeros(num_ranks)
+    tokens, squares = tasks.stop - tasks.start, np.zeros(case.num_ranks)
     np.add.at(squares, tasks.server, tokens * (tokens + 1) / 2)
     late = [routing.late_share * square for routing, square in zip(world.routings, squares, strict=True)]
 
-    working = [rank for rank in range(num_ranks) if work[rank]]
+    working = [rank for rank in range(case.num_ranks) if work[rank]]
     expected = min(LATE_SHARE * sum(work) / len(working), min(squares[rank] for rank in working))
     for rank, routing in enumerate(world.routings):
         assert 0 <= routing.late_share <= 1
@@ -138,3 +204,38 @@ def test_placed_layouts_are_routed_as_exactly(lengths: list[int], num_ranks: int
 
     check_keys(world)
     check_orders(world)
+
+
+# --- heads are divided
+
+
+@settings(max_examples=120)
+@given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 12), head_groups=st.integers(1, 9))
+def test_ranks_of_a_stripe_have_equal_work(seed: int, num_ranks: int, head_groups: int) -> None:
+    """To within the context of the tokens at the two borders of a share."""
+    rng = random.Random(seed)
+    layout = striped_layout(rng, num_ranks, longest_tokens=5000)
+    for stripe in layout.stripes:
+        tasks = divide_stripe(stripe, head_groups)
+        work = np.zeros(num_ranks, dtype=np.int64)
+        covered = np.zeros((head_groups, stripe.stop), dtype=np.int64)
+        for document, start, stop, rank, group in tasks:
+            assert document == stripe.document
+            assert stripe.first_rank <= rank < stripe.stop_rank
+            work[rank] += (stop * (stop + 1) - start * (start + 1)) // 2
+            covered[group, start:stop] += 1
+        of_stripe = work[stripe.first_rank : stripe.stop_rank]
+        assert of_stripe.max() - of_stripe.min() <= 2 * stripe.stop
+        assert (covered[:, stripe.start :] == 1).all()
+        assert (covered[:, : stripe.start] == 0).all()
+
+
+def test_heads_of_other_documents_stay_together() -> None:
+    """Only a document with a stripe has tasks of single groups."""
+    plan = plan_in_place(striped_layout(random.Random(6), 3), 4)
+    striped = {stripe.document for stripe in plan.layout.stripes}
+
+    assert striped
+    assert len(striped) < plan.layout.num_documents
+    for document, head in zip(plan.tasks.document.tolist(), plan.tasks.head.tolist(), strict=True):
+        assert (head == ALL_HEADS) == (document not in striped)

@@ -42,7 +42,7 @@ def text(content: str) -> Callable[[Path], object]:
 
 BAD_FILES = {
     "zero.json": (text("[5, 0, 7, 0]"), "document 1 has 0 tokens (and 1 more like it)"),
-    "negative.json": (text("[5, -3]"), "document 1 has -3 tokens"),
+    "negative.json": (text("[5, -3]"), "document 1 has -3 tokens; a document has 1"),
     "fraction.json": (text("[5, 2.0]"), "entry 1 is 2.0, not a whole number"),
     "exponent.json": (text("[1e3]"), "entry 0 is 1000.0, not a whole number"),
     "truth.json": (text("[5, true]"), "entry 1 is true"),

@@ -1,4 +1,4 @@
-"""Groups: every heavy document gets ranks for itself, and light documents that fill them up.
+"""Heavy documents: each gets ranks for itself, a group of them, and light documents that fill them up.
 
 A document of more work than one rank is to have is divided over several, and each of them but one needs keys and
 values that others hold. Where ranks hold few documents, most bytes are of these. So it is settled first over how many

@@ -9,7 +9,7 @@ import pytest
 from distca_hf.cost import causal_pairs, imbalance
 from distca_hf.packing.accordion import Goal
 from distca_hf.packing.bound import key_tokens_bound
-from distca_hf.packing.groups import HEAVY, deal_in_groups
+from distca_hf.packing.heavy import HEAVY, deal_in_groups
 from distca_hf.packing.line import Segment, piece_of
 from distca_hf.packing.placement import place
 from distca_hf.planning.planner import plan_in_place
