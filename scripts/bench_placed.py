@@ -35,14 +35,15 @@ FILE_MIXES = ("pretrain", "pretrain_up", "prolong", "prolong_up")
 
 
 def print_balance(ranks: list[int], seeds: int) -> None:
-    """Every mix, documents up to the tokens of one rank and up to those of all (512K at most)."""
+    """Every mix, documents up to the tokens of one rank and up to those of all (512K at most). Batches of 16K tokens
+    per rank are those that fill ranks of 32K by half."""
     table(
         "Placed: balance (limits: tokens +-1; max/mean 1.005 up to 8 ranks, 1.01 beyond)",
         *("mix", "ranks", "tokens/rank", "longest", "documents", "token spread", "in order", "placed, worst seed"),
     )
     for mix in MIXES:
         for num_ranks in ranks:
-            for tokens_per_rank in (32 * K, 128 * K):
+            for tokens_per_rank in (16 * K, 32 * K, 128 * K):
                 for longest in sorted({tokens_per_rank, min(512 * K, num_ranks * tokens_per_rank)}):
                     spread, before, after, documents = 0, [], [], []
                     for seed in range(seeds):
