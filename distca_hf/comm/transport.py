@@ -7,8 +7,7 @@ gloo), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +25,7 @@ log = get_logger(__name__)
 REMEMBERED_EXCHANGES = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AllToAll:
     """Rows to exchange, unevenly, between all ranks.
 
@@ -38,8 +37,8 @@ class AllToAll:
     """
 
     rows: torch.Tensor
-    send_counts: Sequence[int]
-    receive_counts: Sequence[int]
+    send_counts: list[int]
+    receive_counts: list[int]
     where: str
     into: torch.Tensor | None = None
 
@@ -93,12 +92,11 @@ class Traffic:
         self.bytes_sent += (len(asked.rows) - asked.send_counts[rank]) * asked.row_bytes
         self.recent.append(asked.where)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts the time inside as waiting for other ranks."""
+    def wait_for(self, work: dist.Work) -> None:
+        """Waits for other ranks, and counts the time."""
         began = time.perf_counter()
         try:
-            yield
+            work.wait()
         finally:
             self.waited_seconds += time.perf_counter() - began
 
@@ -179,14 +177,15 @@ class TorchTransport:
         self._data_group = data_group
         self._control_group = control_group
         self._rollcall = rollcall
+        self._asynchronous = dist.AllToAllOptions()
+        self._asynchronous.asyncOp = True
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         received = asked.room()
         self.traffic.count(asked, self.rank)
-        receive_counts, send_counts = list(asked.receive_counts), list(asked.send_counts)
-        try:
-            work = dist.all_to_all_single(
-                received, asked.rows, receive_counts, send_counts, group=self._data_group, async_op=True
+        try:  # what dist.all_to_all_single does, without a third of its host time
+            work = self._data_group.alltoall_base(
+                received, asked.rows, asked.receive_counts, asked.send_counts, self._asynchronous
             )
         except RuntimeError as error:
             raise self.failure(error, asked.where) from error
@@ -216,7 +215,7 @@ class TorchTransport:
         return PeerLostError(message)
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class TorchExchange:
     """An all-to-all under way. Keeps the sent rows alive until they have left."""
 
@@ -229,8 +228,7 @@ class TorchExchange:
 
     def wait(self) -> torch.Tensor:
         try:
-            with self.transport.traffic.waiting():
-                self.work.wait()
+            self.transport.traffic.wait_for(self.work)
         except RuntimeError as error:
             raise self.transport.failure(error, self.where, self.began) from error
         return self.received
@@ -248,8 +246,7 @@ class TorchGather:
 
     def wait(self) -> list[list[int]]:
         try:
-            with self.transport.traffic.waiting():
-                self.work.wait()
+            self.transport.traffic.wait_for(self.work)
         except RuntimeError as error:
             raise self.transport.failure(error, self.where, self.began) from error
         return [values.tolist() for values in self.received]

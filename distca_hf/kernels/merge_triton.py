@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from distca_hf.kernels.launch import Launcher
+
 
 MOST_HEADS_OF_A_BLOCK = 8
 
@@ -17,40 +19,47 @@ def _merge_block(  # type: ignore[no-untyped-def]
     lse,
     far_out,
     far_lse,
-    out_stride,
-    lse_stride,
-    far_out_stride,
-    far_lse_stride,
-    heads,
-    dim,
+    OUT_STRIDE: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    FAR_OUT_STRIDE: tl.constexpr,
+    FAR_LSE_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    HEADS_OF_BLOCK: tl.constexpr,
+    DIM_OF_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, DIM)
-    is_head = head < heads
-    near = tl.load(lse + row * lse_stride + head, mask=is_head, other=0.0)
-    far = tl.load(far_lse + row * far_lse_stride + head, mask=is_head, other=0.0)
+    head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
+    column = tl.arange(0, DIM_OF_BLOCK)
+    is_head = head < HEADS
+    near = tl.load(lse + row * LSE_STRIDE + head, mask=is_head, other=0.0)
+    far = tl.load(far_lse + row * FAR_LSE_STRIDE + head, mask=is_head, other=0.0)
     largest = tl.maximum(near, far)
     near_part, far_part = tl.exp(near - largest), tl.exp(far - largest)
     both = near_part + far_part
-    places = head[:, None] * dim + column[None, :]
-    inside = is_head[:, None] & (column < dim)[None, :]
-    near_values = tl.load(out + row * out_stride + places, mask=inside, other=0.0).to(tl.float32)
-    far_values = tl.load(far_out + row * far_out_stride + places, mask=inside, other=0.0).to(tl.float32)
+    places = head[:, None] * DIM + column[None, :]
+    inside = is_head[:, None] & (column < DIM)[None, :]
+    near_values = tl.load(out + row * OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
+    far_values = tl.load(far_out + row * FAR_OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
     merged = near_values * (near_part / both)[:, None] + far_values * (far_part / both)[:, None]
-    tl.store(out + row * out_stride + places, merged.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + row * lse_stride + head, largest + tl.log(both), mask=is_head)
+    tl.store(out + row * OUT_STRIDE + places, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + row * LSE_STRIDE + head, largest + tl.log(both), mask=is_head)
+
+
+_launch = Launcher(_merge_block)
 
 
 def merge_rows(
     out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_TNV: torch.Tensor, far_lse_TN: torch.Tensor
 ) -> None:
-    """See `merge`; half precision, log-sum-exps in fp32."""
+    """See `merge`; log-sum-exps in fp32."""
     rows, heads, dim = out_TNV.shape
+    if not rows:
+        return
     block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
-    tensors = out_TNV, lse_TN, far_out_TNV, far_lse_TN
-    _merge_block[(rows, triton.cdiv(heads, block))](
-        *tensors, *(x.stride(0) for x in tensors), heads, dim, HEADS=block, DIM=triton.next_power_of_2(dim)
+    strides = out_TNV.stride(0), lse_TN.stride(0), far_out_TNV.stride(0), far_lse_TN.stride(0)
+    _launch(
+        (rows, -(-heads // block), 1),
+        (out_TNV, lse_TN, far_out_TNV, far_lse_TN),
+        (*strides, heads, dim, block, triton.next_power_of_2(dim)),
     )

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from distca_hf.kernels.launch import Launcher
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_row(  # type: ignore[no-untyped-def]
@@ -14,24 +16,27 @@ def _add_row(  # type: ignore[no-untyped-def]
     own_of_shared,
     order,
     offsets,
-    target_stride,
-    own_stride,
-    returned_stride,
-    width,
+    TARGET_STRIDE: tl.constexpr,
+    OWN_STRIDE: tl.constexpr,
+    RETURNED_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     shared = tl.program_id(0)
-    column = tl.arange(0, WIDTH)
-    inside = column < width
-    place = target + tl.load(rows + shared) * target_stride + column
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = target + tl.load(rows + shared) * TARGET_STRIDE + column
     total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     own_row = tl.load(own_of_shared + shared)
     if own_row >= 0:
-        total += tl.load(own + own_row * own_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(own + own_row * OWN_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     for at in range(tl.load(offsets + shared), tl.load(offsets + shared + 1)):
         row = tl.load(order + at)
-        total += tl.load(returned + row * returned_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(returned + row * RETURNED_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, total.to(target.dtype.element_ty), mask=inside)
+
+
+_launch = Launcher(_add_row)
 
 
 def add_rows_on_gpu(
@@ -44,12 +49,9 @@ def add_rows_on_gpu(
     offsets: torch.Tensor,
 ) -> None:
     """See `add_rows` and `RowSums`; sums in fp32."""
-    tensors = target_RD, own_RD, returned_RD
     width = target_RD.shape[1]
-    _add_row[(len(rows),)](
-        *tensors,
-        *(rows, own_of_shared, order, offsets),
-        *(x.stride(0) for x in tensors),
-        width,
-        WIDTH=triton.next_power_of_2(width),
+    _launch(
+        (len(rows), 1, 1),
+        (target_RD, own_RD, returned_RD, rows, own_of_shared, order, offsets),
+        (target_RD.stride(0), own_RD.stride(0), returned_RD.stride(0), width, triton.next_power_of_2(width)),
     )

@@ -21,12 +21,12 @@ from distca_hf.errors import PlanError
 from distca_hf.runtime.combine import GradientFlight
 from distca_hf.runtime.dispatch import KeyFlight
 from distca_hf.runtime.finite import check_finite
-from distca_hf.runtime.guests import Homeward, Outward
+from distca_hf.runtime.guest_calls import BackwardGuests, ForwardGuests
 from distca_hf.runtime.heads import calls_of_heads
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import Maps
 from distca_hf.runtime.plans import LivePlan
-from distca_hf.runtime.residency import Kept, keeps_received
+from distca_hf.runtime.residency import Kept, keeps_received, nothing_kept
 from distca_hf.runtime.room import check_room
 from distca_hf.runtime.rows import as_rows
 from distca_hf.runtime.store import Store, StoreGradients
@@ -57,10 +57,13 @@ def attend(
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
     keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
     k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
-    keys, guests = KeyFlight(k, v, maps, travels=maps.exchanges), Outward([as_rows(q_TNH, groups)], maps)
+    keys, guests = KeyFlight(k, v, maps, travels=maps.exchanges), None
+    if maps.queries is not None:
+        guests = ForwardGuests(kernel, as_rows(q_TNH, groups), v, maps.queries, scale, kv_heads)
     for leg in maps.legs:
         keys.start(leg, transport, where)
-        guests.start(leg, transport, where)
+        if guests is not None:
+            guests.start(leg, transport, where)
 
     out, lse = empty_rows(q_TNH, v_TGV)
     _clear_padding(maps, out, lse)
@@ -68,21 +71,20 @@ def attend(
     own = ForwardCalls(kernel, q_TNH, out, lse, scale, kv_heads)
     own.attend(calls.early, k_TGH, v_TGV)
     store = Store.open(k, v, keys.received, maps)
-    (guest_q,) = guests.tensors
-    guest_out, guest_lse = empty_rows(guest_q, v)
-    of_guests = ForwardCalls(kernel, guest_q, guest_out, guest_lse, scale, kv_heads)
-    home = Homeward([guest_out, guest_lse], maps)
     for leg, far in zip(maps.legs, calls.far, strict=True):
         keys.arrive(leg, store)
-        guests.arrive(leg)
         own.attend_far(far, store, at_once=not calls.late)
-        of_guests.attend(leg.guests, store.k, store.v)
-        home.start(leg, transport, where)
+        if guests is not None:
+            guests.attend(leg, store, transport, where)
     own.attend(calls.late, k_TGH, v_TGV)
     own.merge_far()
-    home.land([as_rows(out, groups), as_rows(lse, groups)])
+    if guests is not None:
+        guests.land(as_rows(out, groups), as_rows(lse, groups))
     check_finite(plan, where, output=out)
-    return out, lse, Kept(keys.received, guest_q, guest_out, guest_lse) if keeps else Kept.nothing(k)
+    kept = nothing_kept(plan, k)
+    if keeps:
+        kept = Kept(keys.received, *(kept.guests if guests is None else guests.kept))
+    return out, lse, kept
 
 
 def attend_backward(
@@ -103,11 +105,14 @@ def attend_backward(
     check_finite(plan, where, output_gradient=dout_TNV)
     k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges and not keeps)
-    fetched = [dout_TNV] if keeps else [dout_TNV, q_TNH, out_TNV, lse_TN]
-    guests = Outward([as_rows(x, groups) for x in fetched], maps)
+    guests = None
+    if maps.queries is not None:
+        of_queries = [as_rows(x, groups) for x in (dout_TNV, q_TNH, out_TNV, lse_TN)]
+        guests = BackwardGuests(kernel, of_queries, kept if keeps else None, maps.queries, how)
     for leg in maps.legs:
         keys.start(leg, transport, where)
-        guests.start(leg, transport, where)
+        if guests is not None:
+            guests.start(leg, transport, where)
 
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, maps)
     comes = keys.travels or maps.queries is not None
@@ -116,21 +121,20 @@ def attend_backward(
     own.derive(calls.early, k_TGH, v_TGV, dk, dv)
     store = Store.of_kept(k, v, kept.keys, maps) if keeps else Store.open(k, v, keys.received, maps)
     gradients = StoreGradients(k, v, maps)
-    dout, q, out, lse = (*guests.tensors, *kept.guests) if keeps else guests.tensors
-    dq_of_guests = torch.empty_like(q)
-    of_guests = BackwardCalls(kernel, dout, q, out, lse, dq_of_guests, *how)
-    keys_home, queries_home = GradientFlight(gradients, k, v, maps), Homeward([dq_of_guests], maps)
+    home = GradientFlight(gradients, k, v, maps)
     for leg, far in zip(maps.legs, calls.far, strict=True):
         keys.arrive(leg, store)
-        guests.arrive(leg)
         own.derive_far(far, store, gradients)
-        of_guests.derive_stored(leg.guests, store, gradients)
-        keys_home.start(leg, transport, where)
-        queries_home.start(leg, transport, where)
+        if guests is not None:
+            guests.derive(leg, store, gradients)
+        home.start(leg, transport, where)
+        if guests is not None:
+            guests.send_home(leg, transport, where)
     own.derive(calls.late, k_TGH, v_TGV, dk, dv)
     own.add_far()
-    keys_home.land(as_rows(dk, groups), as_rows(dv, groups))
-    queries_home.land([as_rows(dq, groups)])
+    home.land(as_rows(dk, groups), as_rows(dv, groups))
+    if guests is not None:
+        guests.land(as_rows(dq, groups))
     return dq, dk, dv
 
 

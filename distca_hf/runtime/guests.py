@@ -12,26 +12,21 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.scatter_rows import scatter_rows
-from distca_hf.runtime.maps import LegMaps, Maps
+from distca_hf.kernels.copy_rows import copy_rows
+from distca_hf.runtime.maps import QueryMaps, Way
+from distca_hf.runtime.views import some_rows
 
 
 class Outward:
-    """Rows of layout tensors on their way to where their queries are computed. If no queries move nothing is sent, on
-    all ranks alike, and there are no guests.
+    """Rows of layout tensors on their way to where their queries are computed.
 
     Attributes:
         tensors: `[guest rows, ...]` for each of the tensors, rows of this rank's own tasks among them. Those of a leg
             are there once it has arrived.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], maps: Maps) -> None:
-        self._maps, self._flights = maps.queries, list[Exchange]()
-        self._in_place = False
-        if maps.queries is None:
-            self.tensors = [x.new_empty((0, *x.shape[1:])) for x in tensors]
-            return
-        moves = maps.queries
+    def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryMaps) -> None:
+        self._moves, self._flights = moves, list[Exchange]()
         self._sent = _pack([x.index_select(0, moves.send_rows) for x in tensors])
         self._received = self._sent.new_empty((len(moves.received_to_guest), *self._sent.shape[1:]))
         self._in_place = moves.come_in_order and len(tensors) == 1
@@ -40,59 +35,51 @@ class Outward:
             return
         self.tensors = [x.new_empty((moves.num_rows, *x.shape[1:])) for x in tensors]
         if len(moves.own_rows):
-            for rows, x in zip(self.tensors, tensors, strict=True):
-                rows.index_copy_(0, moves.own_to_guest, x.index_select(0, moves.own_rows))
+            for x, rows in zip(tensors, self.tensors, strict=True):
+                copy_rows((x,), moves.own_rows, (rows,), moves.own_to_guest)
 
-    def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
+    def start(self, way: Way, transport: Transport, where: str) -> None:
         """Starts one leg."""
-        if leg.queries is not None:
-            asked = leg.queries.out(self._sent, self._received, f"{where}, queries")
-            self._flights.append(transport.exchange(asked))
+        asked = way.out(self._sent, self._received, f"{where}, queries")
+        self._flights.append(transport.exchange(asked))
 
-    def arrive(self, leg: LegMaps) -> None:
+    def arrive(self, way: Way) -> None:
         """Waits for the next leg, and puts its rows where they are computed."""
-        if leg.queries is None or self._maps is None:
-            return
         self._flights.pop(0).wait()
         if self._in_place:
             return
-        rows = leg.queries.receive
-        parts = _unpack(self._received[rows], self.tensors)
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            scatter_rows(tensor, self._maps.received_to_guest[rows], part)
+        parts = _unpack(some_rows(self._received, way.receive), self.tensors)
+        places = some_rows(self._moves.received_to_guest, way.receive)
+        for part, tensor in zip(parts, self.tensors, strict=True):
+            copy_rows((part,), None, (tensor,), places)
 
 
 class Homeward:
     """Rows of guests on their way back to the layout rows that they belong to."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], maps: Maps) -> None:
-        self._tensors, self._maps, self._flights = tensors, maps.queries, list[Exchange]()
-        if maps.queries is not None:
-            like = _pack([x[:0] for x in tensors])
-            self._returned = like.new_empty((len(maps.queries.send_rows), *like.shape[1:]))
+    def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryMaps) -> None:
+        self._tensors, self._moves, self._flights = tensors, moves, list[Exchange]()
+        like = _pack([x[:0] for x in tensors])
+        self._returned = like.new_empty((len(moves.send_rows), *like.shape[1:]))
 
-    def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
+    def start(self, way: Way, transport: Transport, where: str) -> None:
         """Starts one leg, whose rows are computed."""
-        if leg.queries is None or self._maps is None:
-            return
-        rows_here = leg.queries.receive
-        if self._maps.come_in_order:
-            rows = [x[rows_here] for x in self._tensors]
+        if self._moves.come_in_order:
+            rows = [some_rows(x, way.receive) for x in self._tensors]
         else:
-            rows = [x.index_select(0, self._maps.received_to_guest[rows_here]) for x in self._tensors]
-        asked = leg.queries.back(_pack(rows), self._returned, f"{where}, results")
+            guests = some_rows(self._moves.received_to_guest, way.receive)
+            rows = [x.index_select(0, guests) for x in self._tensors]
+        asked = way.back(_pack(rows), self._returned, f"{where}, results")
         self._flights.append(transport.exchange(asked))
 
     def land(self, homes: Sequence[torch.Tensor]) -> None:
         """Waits for all legs and puts their rows into `homes`."""
-        if self._maps is None:
-            return
         for flight in self._flights:
             flight.wait()
         for part, guest, home in zip(_unpack(self._returned, self._tensors), self._tensors, homes, strict=True):
-            scatter_rows(home, self._maps.send_rows, part)
-            if len(self._maps.own_rows):
-                home.index_copy_(0, self._maps.own_rows, guest.index_select(0, self._maps.own_to_guest))
+            copy_rows((part,), None, (home,), self._moves.send_rows)
+            if len(self._moves.own_rows):
+                copy_rows((guest,), self._moves.own_to_guest, (home,), self._moves.own_rows)
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

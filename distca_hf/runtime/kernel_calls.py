@@ -57,7 +57,7 @@ class ForwardCalls:
         lse: torch.Tensor,
     ) -> None:
         k, v = keys_part(k, call, self._kv_heads), keys_part(v, call, self._kv_heads)
-        self._kernel.forward(q, k, v, call.spans, self._scale, out, lse.T)
+        self._kernel.forward(q, k, v, call.spans, self._scale, out, lse.t())
 
 
 class BackwardCalls:
@@ -121,7 +121,7 @@ class BackwardCalls:
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
         dout, q, out = (queries_part(x, call, self._kv_heads) for x in self._of_queries)
-        lse = queries_part(self._lse, call, self._kv_heads).T
+        lse = queries_part(self._lse, call, self._kv_heads).t()
         self._kernel.backward(dout, q, k, v, out, lse, call.spans, self._scale, self._deterministic, dq, dk, dv)
 
 

@@ -18,6 +18,7 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.runs import Runs
 from distca_hf.planning.transfers import KeyTransfers, key_transfers
+from distca_hf.runtime.views import some_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +44,20 @@ class Way:
 
     def out(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
         """The leg's part of all rows that leave, into its part of all that come."""
-        return AllToAll(sent[self.send], self.send_counts, self.receive_counts, where, received[self.receive])
+        rows, into = some_rows(sent, self.send), some_rows(received, self.receive)
+        return AllToAll(rows, self.send_counts, self.receive_counts, where, into)
 
     def back(self, rows: torch.Tensor, returned: torch.Tensor, where: str) -> AllToAll:
         """What became of rows that came in the leg, into its part of all that left."""
-        return AllToAll(rows, self.receive_counts, self.send_counts, where, returned[self.send])
+        return AllToAll(rows, self.receive_counts, self.send_counts, where, some_rows(returned, self.send))
 
 
 @dataclass(frozen=True, eq=False)
 class LegMaps:
-    """One leg: rows of keys and of queries that travel together, and the calls that they are for."""
+    """One leg: rows of keys, and of queries if any move, that travel together, and the calls that they are for."""
 
     keys: Way
-    queries: Way | None
+    queries: Way
     far: tuple[DeviceCall, ...]
     guests: tuple[DeviceCall, ...]
 
@@ -246,10 +248,9 @@ def _query_maps(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> Quer
 def _legs(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[LegMaps, ...]:
     """All legs; calls are the far ones of each leg, then the guests of each."""
     count, moves = len(routing.far_of_leg), routing.queries
+    none = np.zeros_like(routing.leg_send_counts)
     keys = _ways(routing.leg_send_counts, routing.leg_receive_counts)
-    queries: list[Way | None] = [None] * count
-    if moves is not None:
-        queries = [*_ways(moves.leg_send_counts, moves.leg_receive_counts)]
+    queries = _ways(none, none) if moves is None else _ways(moves.leg_send_counts, moves.leg_receive_counts)
     return tuple(LegMaps(keys[leg], queries[leg], calls[leg], calls[count + leg]) for leg in range(count))
 
 

@@ -103,6 +103,7 @@ class LivePlan:
         forward_calls, backward_calls: calls of the operator so far.
         layers_kept: layers whose attention is saved for backward at the same time.
         keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
+        nothing: empty tensors, for layers that keep nothing.
         handle: number by which the operator finds the plan.
     """
 
@@ -130,6 +131,7 @@ class LivePlan:
         self.backward_calls = 0
         self.layers_kept = 1
         self.keeps_received: bool | None = None
+        self.nothing: tuple[torch.Tensor, ...] | None = None
         self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:

@@ -12,7 +12,7 @@ from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.runtime.plans import LivePlan
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Kept:
     """What is kept of one layer; empty tensors for what is not.
 
@@ -35,6 +35,14 @@ class Kept:
     def guests(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, outputs and log-sum-exps."""
         return self.guest_q, self.guest_out, self.guest_lse
+
+
+def nothing_kept(plan: LivePlan, k: torch.Tensor) -> Kept:
+    """Empty tensors. They are made once per plan: new ones for each layer cost the host more."""
+    if plan.nothing is None or plan.nothing[0].dtype != k.dtype:
+        nothing = Kept.nothing(k)
+        plan.nothing = nothing.keys, *nothing.guests
+    return Kept(*(x.detach() for x in plan.nothing))
 
 
 def keeps_received(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 import torch
 
 from distca_hf.runtime.maps import DeviceCall
+from distca_hf.runtime.views import some_rows
 
 
 def as_rows(x_TND: torch.Tensor, groups: int) -> torch.Tensor:
@@ -34,15 +35,15 @@ def keys_part(x: torch.Tensor, call: DeviceCall, kv_heads: int) -> torch.Tensor:
 
 def _own_part(x_TND: torch.Tensor, tokens: slice, heads: tuple[int, int], kv_heads: int) -> torch.Tensor:
     """Some tokens of `[T, heads, ...]`, and of their heads those that belong to KV heads [first, last)."""
-    if heads == (0, kv_heads):  # and often all rows: every view costs the host a microsecond or two
-        return x_TND if tokens.stop - tokens.start == x_TND.shape[0] else x_TND[tokens]
+    if heads == (0, kv_heads):
+        return some_rows(x_TND, tokens)
     shared = x_TND.shape[1] // kv_heads
     return x_TND[tokens, heads[0] * shared : heads[1] * shared]
 
 
 def _stored_part(x_RHD: torch.Tensor, rows: slice, rows_per_token: int) -> torch.Tensor:
     """Some rows of `[R, heads, D]` as `[tokens, rows per token * heads, D]`."""
-    chosen = x_RHD[rows]
+    chosen = some_rows(x_RHD, rows)
     if rows_per_token == 1:
         return chosen
     return chosen.view(chosen.shape[0] // rows_per_token, rows_per_token * chosen.shape[1], *chosen.shape[2:])

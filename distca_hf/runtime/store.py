@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.scatter_rows import scatter_rows
 from distca_hf.runtime.maps import Maps
+from distca_hf.runtime.views import some_rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Store:
     """`[store rows, G, H]` and `[store rows, G, V]`; `beside` holds both if they lie side by side."""
 
@@ -44,21 +45,19 @@ class Store:
     def _with_own(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> "Store":
         store = cls.empty(k, v, maps, k.dtype)
         if len(maps.own_rows):
-            for target, own in ((store.k, k), (store.v, v)):
-                target.index_copy_(0, maps.own_to_store, own.index_select(0, maps.own_rows))
+            copy_rows((k, v), maps.own_rows, (store.k, store.v), maps.own_to_store)
         return store
 
     def arrive(self, received: torch.Tensor, rows: slice, maps: Maps) -> None:
         """Puts some received rows where they are read."""
         if self.beside is not received:
-            self._put(maps.received_to_store[rows], received[rows])
+            self._put(some_rows(maps.received_to_store, rows), some_rows(received, rows))
 
     def _put(self, places: torch.Tensor, received: torch.Tensor) -> None:
         if self.beside is not None:
-            scatter_rows(self.beside, places, received)
-            return
-        for target, come in zip((self.k, self.v), apart(received, self.k, self.v), strict=True):
-            scatter_rows(target, places, come)
+            copy_rows((received,), None, (self.beside,), places)
+        else:
+            copy_rows(apart(received, self.k, self.v), None, (self.k, self.v), places)
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps, dtype: torch.dtype) -> "Store":
@@ -73,7 +72,8 @@ class Store:
         """Some rows as they travel."""
         if self.beside is None:
             return side_by_side(self.k, self.v, rows).to(dtype)
-        return (self.beside[rows] if isinstance(rows, slice) else self.beside.index_select(0, rows)).to(dtype)
+        chosen = some_rows(self.beside, rows) if isinstance(rows, slice) else self.beside.index_select(0, rows)
+        return chosen.to(dtype)
 
 
 class StoreGradients:
@@ -100,7 +100,7 @@ class StoreGradients:
         maps = self._maps
         if maps.come_in_order:
             return self.total.travelling(rows, self._dtype)
-        return self.total.travelling(maps.received_to_store[rows], self._dtype)
+        return self.total.travelling(some_rows(maps.received_to_store, rows), self._dtype)
 
 
 def _side_by_side(k: torch.Tensor, maps: Maps) -> bool:
@@ -113,8 +113,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
     if isinstance(rows, slice):
         return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
     both = k.new_empty((len(rows), row_width(k, v)))
-    for part, x in zip(apart(both, k, v), (k, v), strict=True):
-        torch.index_select(x, 0, rows, out=part)
+    copy_rows((k, v), rows, apart(both, k, v), None)
     return both
 
 

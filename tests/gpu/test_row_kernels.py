@@ -1,11 +1,11 @@
-"""Our own Triton kernels, which merge attention, sum gradients and scatter rows, against the same in torch."""
+"""Our own Triton kernels, which merge attention, sum gradients and copy rows, against the same in torch."""
 
 import pytest
 import torch
 
+from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.merge import merge
-from distca_hf.kernels.scatter_rows import scatter_rows
 from distca_hf.kernels.sum_rows import RowSums, add_rows
 
 
@@ -63,13 +63,13 @@ def test_merge_takes_log_sum_exps_of_any_size() -> None:
         assert lse.item() == pytest.approx(max(near, far) + (0.6931472 if near == far else 0))
 
 
-def test_no_rows_are_merged_added_or_scattered() -> None:
+def test_no_rows_are_merged_added_or_copied() -> None:
     out, lse = _random(5, 2, 64, dtype=torch.bfloat16), _random(5, 2, dtype=torch.float32)
     before = out.clone(), lse.clone()
     merge(out[2:2], lse[2:2], out[:0].clone(), lse[:0].clone())
     none = torch.zeros(0, dtype=torch.int64, device="cuda")
     add_rows(out.flatten(1), out[:0].flatten(1), out[:0].flatten(1), RowSums(none, none, none, none, ()))
-    scatter_rows(out, none, out[:0])
+    copy_rows((out[:0],), None, (out,), none)
 
     assert torch.equal(out, before[0])
     assert torch.equal(lse, before[1])
@@ -123,18 +123,48 @@ def test_sums_are_the_same_bit_by_bit() -> None:
     assert all(torch.equal(results[0], again) for again in results[1:])
 
 
-# --- scatter
+# --- copies
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
 @pytest.mark.parametrize("width", [1, 32, 640, 2048, 4100], ids=str)
-def test_rows_are_scattered_as_they_are(width: int, dtype: torch.dtype) -> None:
-    """Those that came may be parts of wider rows; rows nobody writes to stay."""
+def test_rows_are_copied_as_they_are(width: int, dtype: torch.dtype) -> None:
+    """They may be parts of wider rows; rows nobody writes to stay."""
     places = torch.randperm(400, generator=torch.Generator().manual_seed(width))[:300].cuda()
     rows = (100 * _random(300, 2 * width, dtype=torch.float32)).to(dtype)[:, width:]
     target = torch.full((400, width), 7, device="cuda", dtype=dtype)
     expected = target.clone()
     expected[places] = rows
-    scatter_rows(target, places, rows)
+    copy_rows((rows,), None, (target,), places)
 
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("ordered", ["rows", "places", "neither"])
+@pytest.mark.parametrize("widths", [(1024, 1024), (4096, 512), (24, 3)], ids=str)
+def test_rows_of_two_tensors_are_copied_at_once(widths: tuple[int, int], ordered: str) -> None:
+    generator, count = torch.Generator().manual_seed(sum(widths)), 300
+    rows, places = (torch.randperm(400, generator=generator)[:count].cuda() for _ in range(2))
+    sources = [_random(400, width, dtype=torch.bfloat16, seed=width) for width in widths]
+    beside = torch.zeros(400, sum(widths), device="cuda", dtype=torch.bfloat16)
+    targets, expected = beside.split(widths, dim=1), beside.clone()
+    if ordered == "rows":
+        rows, sources = None, [x[:count] for x in sources]
+    if ordered == "places":
+        places, targets = None, [x[:count] for x in targets]
+    chosen = torch.cat([x if rows is None else x[rows] for x in sources], dim=1)
+    expected[slice(count) if places is None else places] = chosen
+    copy_rows(sources, rows, targets, places)
+
+    assert torch.equal(beside, expected)
+
+
+def test_kernels_take_any_address() -> None:
+    """Triton compiles for aligned addresses; others follow, and the other way around."""
+    for first in (0, 1, 0, 3):
+        target, rows = torch.zeros(5, 70, device="cuda"), torch.rand(5, 70, device="cuda")
+        copy_rows((rows[:, first : first + 64],), None, (target[:, first : first + 64],), torch.arange(5).cuda())
+
+        assert torch.equal(target[:, first : first + 64], rows[:, first : first + 64])
+        assert (target[:, :first] == 0).all()
+        assert (target[:, first + 64 :] == 0).all()

@@ -1,0 +1,51 @@
+"""Rows are copied from where they are to where they belong, and nothing else is written."""
+
+import pytest
+import torch
+
+from distca_hf.kernels.copy_rows import copy_rows
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4)], ids=str)
+def test_rows_are_written_to_their_places(shape: tuple[int, ...]) -> None:
+    target, places = torch.zeros(6, *shape), torch.tensor([4, 0, 3])
+    rows = torch.arange(1.0, 4.0).view(3, *[1] * len(shape)).expand(3, *shape)
+    copy_rows((rows,), None, (target,), places)
+
+    assert target.flatten(1)[:, 0].tolist() == [2, 0, 0, 3, 1, 0]
+    assert (target == target.flatten(1)[:, 0].view(6, *[1] * len(shape))).all()
+
+
+def test_rows_of_two_tensors_are_gathered_side_by_side() -> None:
+    k, v, rows = torch.arange(12.0).view(6, 2), -torch.arange(6.0).view(6, 1), torch.tensor([5, 0, 2])
+    beside = torch.full((3, 4), 7.0)
+    copy_rows((k, v), rows, (beside[:, :2], beside[:, 2:3]), None)
+
+    assert beside.tolist() == [[10, 11, -5, 7], [0, 1, 0, 7], [4, 5, -2, 7]]
+
+
+def test_chosen_rows_go_to_chosen_places() -> None:
+    target = torch.zeros(4)
+    copy_rows((torch.arange(1.0, 6.0),), torch.tensor([4, 1]), (target,), torch.tensor([0, 3]))
+
+    assert target.tolist() == [5, 0, 0, 2]
+
+
+def test_no_rows_change_nothing() -> None:
+    target = torch.ones(3, 2)
+    copy_rows((torch.zeros(0, 2),), None, (target,), torch.zeros(0, dtype=torch.int64))
+
+    assert (target == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (torch.zeros(3), "3 rows of torch.float32 for 2 places"),
+        (torch.zeros(2, dtype=torch.int64), "torch.int64 for 2"),
+    ],
+    ids=["more rows", "another dtype"],
+)
+def test_rows_that_do_not_fit_are_refused(source: torch.Tensor, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        copy_rows((source,), None, (torch.zeros(5),), torch.tensor([0, 1]))
