@@ -16,7 +16,12 @@ from torch import nn
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import ENABLED
-from distca_hf.integrations.checkpointing import checkpointed_modules, recomputes_attention, save_attention
+from distca_hf.integrations.checkpointing import (
+    checkpointed_modules,
+    recomputes_attention,
+    reuse_received,
+    save_attention,
+)
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.model_check import (
     attention_layers,
@@ -118,6 +123,8 @@ class ForwardWatch:
         self._check_length(plan)
         if self._plugin.checkpointed_attention != "recompute":
             self._save_attention(module)
+        elif self._plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
+            reuse_received(self._checkpointed_modules(module))
         layers_kept = 1 if self._recomputes_attention(module) else self._attention_layers
         plan.begin_forward_pass(
             self._calls,
@@ -130,6 +137,7 @@ class ForwardWatch:
                 "layers saved at the same time": layers_kept,
             },
             layers_kept,
+            self._attention_layers,
         )
         return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
 

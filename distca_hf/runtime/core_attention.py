@@ -26,16 +26,24 @@ from distca_hf.runtime.heads import calls_of_heads
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import Maps
 from distca_hf.runtime.plans import LivePlan
-from distca_hf.runtime.residency import Kept, keeps_received, nothing_kept
+from distca_hf.runtime.residency import Came, Kept, keeps_received, nothing_kept
 from distca_hf.runtime.room import check_room
 from distca_hf.runtime.rows import as_rows
 from distca_hf.runtime.store import Store, StoreGradients
 
 
 def attend(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: LivePlan
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    scale: float,
+    plan: LivePlan,
+    came: Came | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     """Attention of every row to the causal prefix of its document, wherever that prefix is held.
+
+    Args:
+        came: what came from other ranks before, when the same was computed; it does not travel again.
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
@@ -57,9 +65,11 @@ def attend(
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
     keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
     k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
-    keys, guests = KeyFlight(k, v, maps, travels=maps.exchanges), None
+    keys = KeyFlight(k, v, maps, travels=maps.exchanges, came=None if came is None else came.keys)
+    guests = None
     if maps.queries is not None:
-        guests = ForwardGuests(kernel, as_rows(q_TNH, groups), v, maps.queries, scale, kv_heads)
+        q = as_rows(q_TNH, groups)
+        guests = ForwardGuests(kernel, q, v, maps.queries, scale, kv_heads, None if came is None else came.guest_q)
     for leg in maps.legs:
         keys.start(leg, transport, where)
         if guests is not None:

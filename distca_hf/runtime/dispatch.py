@@ -13,15 +13,24 @@ from distca_hf.runtime.store import Store, row_width, side_by_side
 class KeyFlight:
     """Keys and values on their way to the servers.
 
+    Args:
+        came: what they brought before; they stay then.
+
     Attributes:
         travels: whether they do; otherwise nothing is sent, on all ranks alike.
         received: `[received rows, G * H + G * V]`; a leg's rows are there once it has arrived.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, maps: Maps, *, travels: bool) -> None:
-        self.travels, self._maps, self._flights = travels, maps, list[Exchange]()
-        self.received = k.new_empty((len(maps.received_to_store) if travels else 0, row_width(k, v)))
-        if travels:
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, maps: Maps, *, travels: bool, came: torch.Tensor | None = None
+    ) -> None:
+        self.travels, self._maps, self._flights = travels and came is None, maps, list[Exchange]()
+        self._brings = travels
+        if came is not None:
+            self.received = came
+        else:
+            self.received = k.new_empty((len(maps.received_to_store) if travels else 0, row_width(k, v)))
+        if self.travels:
             self._sent = side_by_side(k, v, maps.send_rows)
 
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
@@ -33,4 +42,5 @@ class KeyFlight:
         """Waits for the next leg, and puts its rows where they are read."""
         if self.travels:
             self._flights.pop(0).wait()
+        if self._brings:
             store.arrive(self.received, leg.keys.receive, self._maps)

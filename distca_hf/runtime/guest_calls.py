@@ -21,15 +21,27 @@ from distca_hf.runtime.store import Store, StoreGradients
 class ForwardGuests:
     """Forward.
 
+    Args:
+        came: `[guest rows, ...]` guests that came before; the queries stay then.
+
     Attributes:
         kept: queries, outputs and log-sum-exps of guests, `[guest rows, ...]`; complete after the last leg.
     """
 
     def __init__(
-        self, kernel: Kernel, q: torch.Tensor, v: torch.Tensor, moves: QueryMaps, scale: float, kv_heads: int
+        self,
+        kernel: Kernel,
+        q: torch.Tensor,
+        v: torch.Tensor,
+        moves: QueryMaps,
+        scale: float,
+        kv_heads: int,
+        came: torch.Tensor | None,
     ) -> None:
-        self._outward = Outward([q], moves)
-        (guest_q,) = self._outward.tensors
+        self._outward, guest_q = None, came
+        if guest_q is None:
+            self._outward = Outward([q], moves)
+            guest_q = self._outward.tensors[0]
         out, lse = empty_rows(guest_q, v)
         self._calls = ForwardCalls(kernel, guest_q, out, lse, scale, kv_heads)
         self._homeward = Homeward([out, lse], moves)
@@ -37,11 +49,13 @@ class ForwardGuests:
 
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Queries of a leg leave for where they are guests."""
-        self._outward.start(leg.queries, transport, where)
+        if self._outward is not None:
+            self._outward.start(leg.queries, transport, where)
 
     def attend(self, leg: LegMaps, store: Store, transport: Transport, where: str) -> None:
         """Waits for the leg's guests, attends, and sends their results home."""
-        self._outward.arrive(leg.queries)
+        if self._outward is not None:
+            self._outward.arrive(leg.queries)
         self._calls.attend(leg.guests, store.k, store.v)
         self._homeward.start(leg.queries, transport, where)
 

@@ -14,7 +14,7 @@ import torch
 from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.plans import LivePlan, find_plan
-from distca_hf.runtime.residency import Kept
+from distca_hf.runtime.residency import Came, Kept
 
 
 # Output, log-sum-exp, and what is kept of other ranks: keys and values, guests' queries, outputs, log-sum-exps.
@@ -26,9 +26,27 @@ def flash_attn(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
+    return _forward(q_TNH, k_TGH, v_TGV, scale, plan)
+
+
+def flash_attn_again(
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, came: Came
+) -> Outputs:
+    """The operator's outputs once more, from what came from other ranks the first time; bit by bit the same."""
+    return _forward(q_TNH, k_TGH, v_TGV, scale, plan, Came(came.keys.detach(), came.guest_q.detach()))
+
+
+def _forward(
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    scale: float,
+    plan: int,
+    came: Came | None = None,
+) -> Outputs:
     live = find_plan(plan)
     try:
-        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live)
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, came)
     except Exception as error:
         _add_place(error, live, live.forward_calls, "forward")
         raise

@@ -1,7 +1,8 @@
 """Residency: whether what came from other ranks stays in memory until backward, or is fetched again.
 
-Kept are keys and values, and queries of guests with their outputs. The decision is the same on all ranks and in all
-layers of a micro-batch: fetching is an exchange.
+Kept are keys and values, and queries of guests with their outputs. Where attention is recomputed one layer after the
+other, received rows of all layers may wait for that, too. Both decisions are the same on all ranks and in all layers
+of a micro-batch: fetching is an exchange.
 """
 
 from dataclasses import dataclass
@@ -37,6 +38,19 @@ class Kept:
         return self.guest_q, self.guest_out, self.guest_lse
 
 
+@dataclass(eq=False, slots=True)
+class Came:
+    """What came from other ranks in a layer's forward pass.
+
+    Attributes:
+        keys: `[rows, G * H + G * V]` keys and values.
+        guest_q: `[guest rows, ...]`.
+    """
+
+    keys: torch.Tensor
+    guest_q: torch.Tensor
+
+
 def nothing_kept(plan: LivePlan, k: torch.Tensor) -> Kept:
     """Empty tensors. They are made once per plan: new ones for each layer cost the host more."""
     if plan.nothing is None or plan.nothing[0].dtype != k.dtype:
@@ -61,12 +75,29 @@ def keeps_received(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_T
     return plan.keeps_received
 
 
+def waits_for_recomputation(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
+    """Whether received rows of all layers wait until their attention is recomputed."""
+    setting, budget = plan.config.kv_residency, plan.config.kv_budget_gib * 2**30
+    if setting == "auto" and keeps_received(plan, q_TNH, k_TGH, v_TGV):
+        return came_bytes(plan, q_TNH, k_TGH, v_TGV) * plan.attention_layers <= budget
+    return setting == "keep"
+
+
 def kept_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
-    """Bytes of one layer on the rank that receives most."""
-    facts, (heads, dim), (kv_heads, value_dim) = plan.facts, q_TNH.shape[1:], v_TGV.shape[1:]
-    key_bytes = kv_heads * (k_TGH.shape[2] + value_dim) * k_TGH.element_size()
-    lse_bytes = accumulation_dtype(q_TNH.dtype).itemsize
-    query_bytes = heads * ((dim + value_dim) * q_TNH.element_size() + lse_bytes)
+    """Bytes of one layer's `Kept` on the rank that receives most."""
+    result_bytes = v_TGV.shape[2] * q_TNH.element_size() + accumulation_dtype(q_TNH.dtype).itemsize
+    return _most_bytes(plan, k_TGH, v_TGV, q_TNH.shape[1] * (q_TNH.shape[2] * q_TNH.element_size() + result_bytes))
+
+
+def came_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Bytes of one layer's `Came` on the rank that receives most."""
+    return _most_bytes(plan, k_TGH, v_TGV, q_TNH.shape[1:].numel() * q_TNH.element_size())
+
+
+def _most_bytes(plan: LivePlan, k_TGH: torch.Tensor, v_TGV: torch.Tensor, query_bytes: int) -> int:
+    """Of received keys and values, and of guests with so many bytes per query, on the rank where these are most."""
+    facts = plan.facts
+    key_bytes = (k_TGH.shape[1:].numel() + v_TGV.shape[1:].numel()) * k_TGH.element_size()
     received = zip(facts.key_rows_received, facts.guest_rows, strict=True)
     most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)
     return most // facts.rows_per_token

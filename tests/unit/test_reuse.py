@@ -1,0 +1,149 @@
+"""Recomputed attention: what came from other ranks does not travel again, and every bit is the same."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.integrations import reuse
+from distca_hf.integrations.reuse import ReceivedRows
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import key_transfers
+from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.residency import Came, came_bytes
+from distca_hf.testing.loopback import run_ranks
+from support.parity import SCALE, live_plan
+from support.plans import NUM_RANKS, anywhere, divided, placed, striped
+
+
+LAYERS, WIDTHS = 3, ((4, 8), (2, 8), (2, 8))
+GIB = 2**30
+PLANS = [placed, anywhere, divided, striped]
+
+
+def moving(make: Callable[[int], Plan]) -> Plan:
+    """The first plan of a kind in which keys travel."""
+    return next(plan for plan in map(make, range(100)) if len(key_transfers(plan)))
+
+
+class Layers:
+    """Checkpointed layers of attention on this rank's rows."""
+
+    def __init__(self, plan: Plan, transport: Transport, num_legs: int = 1, **settings: Any) -> None:
+        config = DistCAConfig(kernel="reference", deterministic=True, **settings)
+        self.live = live_plan(plan.layout, transport, config, plan=plan, num_legs=num_legs)
+        self.live.attention_layers = LAYERS
+        generator = torch.Generator().manual_seed(transport.rank)
+        rows = int(plan.layout.rank_rows[transport.rank])
+        self.inputs = [torch.randn(rows, *width, generator=generator).requires_grad_() for width in WIDTHS]
+
+    def __call__(self) -> torch.Tensor:
+        q, k, v = self.inputs
+        contexts = ReceivedRows()
+        for _ in range(LAYERS):
+            q = checkpoint(self._layer, q, k, v, use_reentrant=False, context_fn=contexts)
+        return q
+
+    def _layer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, *_ = flash_attn(q, torch.tanh(k), torch.tanh(v), SCALE, self.live.handle)
+        return q + torch.tanh(out)
+
+
+def train(plan: Plan, num_legs: int = 1, **settings: Any) -> list[tuple[list[torch.Tensor], int, int]]:
+    """Of each rank: output and gradients, exchanges of forward and of backward."""
+
+    def run(transport: Transport) -> tuple[list[torch.Tensor], int, int]:
+        layers = Layers(plan, transport, num_legs, **settings)
+        out = layers()
+        forward = transport.traffic.exchanges
+        gradients = torch.autograd.grad(out.square().sum(), layers.inputs)
+        return [out.detach(), *gradients], forward, transport.traffic.exchanges - forward
+
+    return run_ranks(NUM_RANKS, run)
+
+
+@pytest.mark.parametrize("num_legs", [1, 3])
+@pytest.mark.parametrize("make", PLANS)
+def test_only_results_travel_again_and_all_bits_are_the_same(make: Callable[[int], Plan], num_legs: int) -> None:
+    plan = moving(make)
+    moves = 1 if plan.moves_queries else 0  # queries out, results home
+    kept, fetched = (train(plan, num_legs, kv_residency=setting) for setting in ("keep", "refetch"))
+    for (numbers, forward, backward), (expected, forward_expected, backward_expected) in zip(
+        kept, fetched, strict=True
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(numbers, expected, strict=True))
+        assert forward == forward_expected == LAYERS * num_legs * (1 + 2 * moves)
+        recomputed = num_legs * moves  # results of guests
+        assert backward == LAYERS * (recomputed + 1 + 2 * moves)
+        assert backward_expected == LAYERS * (num_legs * (1 + 2 * moves) + 2 + 2 * moves)
+
+
+@pytest.mark.parametrize("make", PLANS)
+def test_ranks_decide_alike_around_the_budget(make: Callable[[int], Plan]) -> None:
+    """Received rows of all layers wait, or those of none do; what one layer needs until its backward is kept."""
+    plan = moving(make)
+    moves = 1 if plan.moves_queries else 0
+
+    def most_bytes(transport: Transport) -> int:
+        layers = Layers(plan, transport)
+        return came_bytes(layers.live, *layers.inputs)
+
+    (most,) = set(run_ranks(NUM_RANKS, most_bytes))
+    for spare, waits in ((0, True), (-1, False)):
+        budget = (LAYERS * most + spare) / GIB
+        for _, _, backward in train(plan, kv_budget_gib=budget):
+            recomputed = moves if waits else 1 + 2 * moves
+            assert backward == LAYERS * (recomputed + 1 + 2 * moves)
+
+
+def test_backward_may_run_twice_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def remembered(keys: torch.Tensor, guest_q: torch.Tensor) -> Came:
+        held.append(weakref.ref(keys))
+        return Came(keys, guest_q)
+
+    monkeypatch.setattr(reuse, "Came", remembered)
+
+    def run(transport: Transport) -> tuple[bool, int]:
+        layers = Layers(moving(placed), transport, kv_residency="keep")
+        loss = layers().square().sum()
+        before = transport.traffic.exchanges
+        first, second = (torch.autograd.grad(loss, layers.inputs, retain_graph=True) for _ in range(2))
+        return all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), transport.traffic.exchanges - before
+
+    assert run_ranks(NUM_RANKS, run) == [(True, 2 * LAYERS)] * NUM_RANKS
+    gc.collect()
+    assert len(held) == NUM_RANKS * LAYERS
+    assert all(keys() is None for keys in held)
+
+
+def test_more_attention_calls_than_before_are_an_error() -> None:
+    calls = iter([1, 2])
+
+    def differs(live: LivePlan, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(next(calls)):
+            x = torch.tanh(flash_attn(x, x, x, SCALE, live.handle)[0])
+        return layer(x)
+
+    def run(transport: Transport) -> str:
+        from distca_hf.packing.placement import place
+
+        live = live_plan(place([4], 1), transport, DistCAConfig(kernel="reference"))
+        x = torch.randn(4, 1, 4, requires_grad=True)
+        region = functools.partial(differs, live, nn.Linear(4, 4))
+        loss = checkpoint(region, x, use_reentrant=False, context_fn=ReceivedRows()).sum()
+        with pytest.raises(RuntimeError, match="more than the 1 attention calls of its forward pass") as error:
+            loss.backward()
+        return str(error.value)
+
+    assert "kv_residency='refetch'" in run_ranks(1, run)[0]
