@@ -18,7 +18,7 @@ In the table, each figure of the slowest or largest rank:
     loss                mean over all labels; if those of the modes differ, the script exits with 1 at its end
     planned max/mean    attended pairs of the busiest rank over the mean
 
-Settings of the product come from its environment variables, for example DISTCA_RECEIVED_KV=keep. With --compile the
+Settings of the product come from its environment variables, for example DISTCA_KV_RESIDENCY=keep. With --compile the
 second plan of a training compiles once more: leave --warmup at 2 or above.
 """
 

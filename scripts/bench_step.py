@@ -8,7 +8,7 @@ A step is forward and backward of the model without its head, and FSDP's collect
 (`bench_step_modes` says what they are) run in one process with the same weights, documents, kernel and process groups,
 and with equally many tokens per rank; one after the other, again and again, so that a device that slows down does so
 for all. Before that, their attention is compared with exact attention (`bench_step_check`). Settings of the product
-come from its environment variables, for example DISTCA_RECEIVED_KV=keep or DISTCA_KERNEL_TIMES=table.json.
+come from its environment variables, for example DISTCA_KV_RESIDENCY=refetch or DISTCA_KERNEL_TIMES=table.json.
 
 In the table, each figure of the slowest or largest rank:
 

@@ -26,6 +26,8 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distca_hf.integrations.offload import OffloadedAttention
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -211,6 +213,8 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
         keywords: dict[str, Any] = {"use_reentrant": False}
         if options.checkpointing == "saved":
             keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        if options.checkpointing == "offloaded":
+            keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
     if options.fsdp:
         _shard(model.layers, model.root, options.dtype, device)

@@ -15,6 +15,8 @@ from distca_hf.config import DistCAConfig
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Everything is recomputed; attention is saved; the product's attention waits on the host; nothing is recomputed.
+CHECKPOINTING = ("full", "saved", "offloaded", "none")
 
 
 def shared_options(description: str | None) -> argparse.ArgumentParser:
@@ -34,7 +36,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--modes", help="comma-separated; by default all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
-    parser.add_argument("--checkpointing", choices=["full", "saved", "none"], default="full")
+    parser.add_argument("--checkpointing", choices=[*CHECKPOINTING], default="full")
     parser.add_argument("--fsdp", action=flag, default=True, help="without it gradients are not exchanged")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
@@ -55,6 +57,8 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.modes = options.modes and options.modes.split(",")
+    if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
+        parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, or one of them")
     unknown = [name for name in options.modes or () if name not in known_modes]
     if unknown:
         parser.error(f"mode {unknown[0]!r} is none of {', '.join(known_modes)}")

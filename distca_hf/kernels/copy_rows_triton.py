@@ -1,6 +1,7 @@
 """`copy_rows` on a GPU: one Triton kernel, one program for each row of each tensor, or for parts of long ones."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -52,6 +53,13 @@ def _copy_row(  # type: ignore[no-untyped-def]
 _launch = Launcher(_copy_row)
 
 
+@lru_cache
+def _blocks(*widths: int) -> tuple[int, int]:
+    """Elements of a block, and blocks of a row."""
+    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(widths)))
+    return block, sum(-(-width // block) for width in widths)
+
+
 def copy_rows_on_gpu(
     count: int,
     sources: Sequence[torch.Tensor],
@@ -70,8 +78,7 @@ def copy_rows_on_gpu(
         tensors += source, target
         numbers += source.stride(0), target.stride(0), width
         widths.append(width)
-    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(widths)))
-    blocks = sum(-(-width // block) for width in widths)
+    block, blocks = _blocks(*widths)
     if len(widths) == 1:
         tensors += tensors
         numbers += 0, 0, 0
