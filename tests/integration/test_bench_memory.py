@@ -1,0 +1,31 @@
+"""The benchmark of memory runs on two CPU processes, where there is nothing to count."""
+
+import json
+from pathlib import Path
+
+from support.commands import SCRIPTS, run_command
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_every_way_runs_all_its_steps(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2", "scripts/bench_memory.py"]
+    steps = ["--tokens-per-rank", "256", "--longest", "400", "--steps", "4", "--parts", "2"]
+    printed = run_command([*launch, "--device", "cpu", "--config", str(config), *steps])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+
+    expected = [[way, part] for way in ("constant", "placed", "packs") for part in ("1 to 2", "3 to 4")]
+    assert [row[:2] for row in rows[2:]] == expected
+    assert all(row[2:] == ["0.00", "0.00", "-", "0", "0"] for row in rows[2:])
+    assert "documents prolong_up, longest 400; 256 tokens per rank and step" in printed
