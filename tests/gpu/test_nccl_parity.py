@@ -19,6 +19,7 @@ from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.layouts import random_plan
 from support.parity import live_plan
 from support.ranks import run_ranks
+from support.recomputing import Layers, Trained, expected_exchanges, train
 from support.repeats import equal_repeats
 
 
@@ -109,3 +110,28 @@ def test_fifty_repeats_are_bit_equal(kv_residency: Residency, num_legs: int, kin
     equal = run_ranks(num_ranks, _equal_repeats, tmp_path, *arguments, timeout_seconds=110.0, backend="nccl")
 
     assert equal == [REPEATS] * num_ranks
+
+
+def _recomputed(num_ranks: int, num_legs: int, kind: str) -> list[Trained]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan, transport = _plan(num_ranks, kind), open_transport(device, 60.0)
+    residencies: tuple[Residency, ...] = ("keep", "refetch")
+    return [
+        train(Layers(plan, transport, config, num_legs, (HEADS, GROUPS, DIM), device, torch.bfloat16))
+        for config in (DistCAConfig(kv_residency=each, deterministic=True) for each in residencies)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["placed", "moved heads"])
+@pytest.mark.parametrize("num_legs", [1, 3])
+def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, kind: str, tmp_path: Path) -> None:
+    num_ranks = min(4, torch.cuda.device_count())
+    plan = _plan(num_ranks, kind)
+    by_rank = run_ranks(
+        num_ranks, _recomputed, tmp_path, num_ranks, num_legs, kind, timeout_seconds=110.0, backend="nccl"
+    )
+
+    for kept, fetched in by_rank:
+        assert all(torch.equal(now, before) for now, before in zip(kept.numbers, fetched.numbers, strict=True))
+        assert (kept.forward, kept.backward) == expected_exchanges(plan, num_legs, waits=True, keeps=True)
+        assert (fetched.forward, fetched.backward) == expected_exchanges(plan, num_legs, waits=False, keeps=False)

@@ -15,6 +15,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations import reuse
 from distca_hf.integrations.reuse import ReceivedRows
+from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
@@ -23,9 +24,9 @@ from distca_hf.runtime.residency import Came, came_bytes
 from distca_hf.testing.loopback import run_ranks
 from support.parity import SCALE, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
+from support.recomputing import LAYERS, Layers, Trained, expected_exchanges, train
 
 
-LAYERS, WIDTHS = 3, ((4, 8), (2, 8), (2, 8))
 GIB = 2**30
 PLANS = [placed, anywhere, divided, striped]
 
@@ -35,74 +36,36 @@ def moving(make: Callable[[int], Plan]) -> Plan:
     return next(plan for plan in map(make, range(100)) if len(key_transfers(plan)))
 
 
-class Layers:
-    """Checkpointed layers of attention on this rank's rows."""
-
-    def __init__(self, plan: Plan, transport: Transport, num_legs: int = 1, **settings: Any) -> None:
-        config = DistCAConfig(kernel="reference", deterministic=True, **settings)
-        self.live = live_plan(plan.layout, transport, config, plan=plan, num_legs=num_legs)
-        self.live.attention_layers = LAYERS
-        generator = torch.Generator().manual_seed(transport.rank)
-        rows = int(plan.layout.rank_rows[transport.rank])
-        self.inputs = [torch.randn(rows, *width, generator=generator).requires_grad_() for width in WIDTHS]
-
-    def __call__(self) -> torch.Tensor:
-        q, k, v = self.inputs
-        contexts = ReceivedRows()
-        for _ in range(LAYERS):
-            q = checkpoint(self._layer, q, k, v, use_reentrant=False, context_fn=contexts)
-        return q
-
-    def _layer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, *_ = flash_attn(q, torch.tanh(k), torch.tanh(v), SCALE, self.live.handle)
-        return q + torch.tanh(out)
-
-
-def train(plan: Plan, num_legs: int = 1, **settings: Any) -> list[tuple[list[torch.Tensor], int, int]]:
-    """Of each rank: output and gradients, exchanges of forward and of backward."""
-
-    def run(transport: Transport) -> tuple[list[torch.Tensor], int, int]:
-        layers = Layers(plan, transport, num_legs, **settings)
-        out = layers()
-        forward = transport.traffic.exchanges
-        gradients = torch.autograd.grad(out.square().sum(), layers.inputs)
-        return [out.detach(), *gradients], forward, transport.traffic.exchanges - forward
-
-    return run_ranks(NUM_RANKS, run)
+def trained(plan: Plan, num_legs: int = 1, **settings: Any) -> list[Trained]:
+    """A step of every rank."""
+    config = DistCAConfig(kernel="reference", deterministic=True, **settings)
+    return run_ranks(NUM_RANKS, lambda transport: train(Layers(plan, transport, config, num_legs)))
 
 
 @pytest.mark.parametrize("num_legs", [1, 3])
 @pytest.mark.parametrize("make", PLANS)
 def test_only_results_travel_again_and_all_bits_are_the_same(make: Callable[[int], Plan], num_legs: int) -> None:
     plan = moving(make)
-    moves = 1 if plan.moves_queries else 0  # queries out, results home
-    kept, fetched = (train(plan, num_legs, kv_residency=setting) for setting in ("keep", "refetch"))
-    for (numbers, forward, backward), (expected, forward_expected, backward_expected) in zip(
-        kept, fetched, strict=True
-    ):
-        assert all(torch.equal(x, y) for x, y in zip(numbers, expected, strict=True))
-        assert forward == forward_expected == LAYERS * num_legs * (1 + 2 * moves)
-        recomputed = num_legs * moves  # results of guests
-        assert backward == LAYERS * (recomputed + 1 + 2 * moves)
-        assert backward_expected == LAYERS * (num_legs * (1 + 2 * moves) + 2 + 2 * moves)
+    kept, fetched = (trained(plan, num_legs, kv_residency=setting) for setting in ("keep", "refetch"))
+    for now, before in zip(kept, fetched, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(now.numbers, before.numbers, strict=True))
+        assert (now.forward, now.backward) == expected_exchanges(plan, num_legs, waits=True, keeps=True)
+        assert (before.forward, before.backward) == expected_exchanges(plan, num_legs, waits=False, keeps=False)
 
 
 @pytest.mark.parametrize("make", PLANS)
 def test_ranks_decide_alike_around_the_budget(make: Callable[[int], Plan]) -> None:
     """Received rows of all layers wait, or those of none do; what one layer needs until its backward is kept."""
     plan = moving(make)
-    moves = 1 if plan.moves_queries else 0
 
     def most_bytes(transport: Transport) -> int:
-        layers = Layers(plan, transport)
+        layers = Layers(plan, transport, DistCAConfig(kernel="reference"))
         return came_bytes(layers.live, *layers.inputs)
 
     (most,) = set(run_ranks(NUM_RANKS, most_bytes))
     for spare, waits in ((0, True), (-1, False)):
-        budget = (LAYERS * most + spare) / GIB
-        for _, _, backward in train(plan, kv_budget_gib=budget):
-            recomputed = moves if waits else 1 + 2 * moves
-            assert backward == LAYERS * (recomputed + 1 + 2 * moves)
+        for rank in trained(plan, kv_budget_gib=(LAYERS * most + spare) / GIB):
+            assert (rank.forward, rank.backward) == expected_exchanges(plan, 1, waits=waits, keeps=True)
 
 
 def test_backward_may_run_twice_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +78,7 @@ def test_backward_may_run_twice_and_nothing_stays(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reuse, "Came", remembered)
 
     def run(transport: Transport) -> tuple[bool, int]:
-        layers = Layers(moving(placed), transport, kv_residency="keep")
+        layers = Layers(moving(placed), transport, DistCAConfig(kernel="reference", kv_residency="keep"))
         loss = layers().square().sum()
         before = transport.traffic.exchanges
         first, second = (torch.autograd.grad(loss, layers.inputs, retain_graph=True) for _ in range(2))
@@ -136,8 +99,6 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
         return layer(x)
 
     def run(transport: Transport) -> str:
-        from distca_hf.packing.placement import place
-
         live = live_plan(place([4], 1), transport, DistCAConfig(kernel="reference"))
         x = torch.randn(4, 1, 4, requires_grad=True)
         region = functools.partial(differs, live, nn.Linear(4, 4))
