@@ -22,15 +22,15 @@ def copy_rows(
         ValueError: there are more rows than places or fewer, or another dtype.
     """
     for source, target in zip(sources, targets, strict=True):
-        count, room = len(source if rows is None else rows), len(target if places is None else places)
-        if source.dtype != target.dtype or count != room:
+        count, room = (source if rows is None else rows).shape[0], (target if places is None else places).shape[0]
+        if count != room or source.dtype is not target.dtype:
             raise ValueError(f"{count} rows of {source.dtype} for {room} places of {target.dtype}")
-    if not count:
-        return
+        if not count:
+            return
     if targets[0].is_cuda:
         from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
 
-        copy_rows_on_gpu(count, sources, rows, targets, places)
+        copy_rows_on_gpu(sources, rows, targets, places)
         return
     for source, target in zip(sources, targets, strict=True):
         chosen = source if rows is None else source.index_select(0, rows)

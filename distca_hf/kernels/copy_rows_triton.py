@@ -11,6 +11,7 @@ from distca_hf.kernels.launch import Launcher
 
 
 MOST_ELEMENTS_OF_A_BLOCK = 2048
+NOTHING = torch.Size((0,))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -23,9 +24,9 @@ def _copy_row(  # type: ignore[no-untyped-def]
     places,
     SOURCE_STRIDE: tl.constexpr,
     TARGET_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
     OTHER_SOURCE_STRIDE: tl.constexpr,
     OTHER_TARGET_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
     OTHER_WIDTH: tl.constexpr,
     ANY_ROWS: tl.constexpr,
     ANY_PLACES: tl.constexpr,
@@ -53,15 +54,7 @@ def _copy_row(  # type: ignore[no-untyped-def]
 _launch = Launcher(_copy_row)
 
 
-@lru_cache
-def _blocks(*widths: int) -> tuple[int, int]:
-    """Elements of a block, and blocks of a row."""
-    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(widths)))
-    return block, sum(-(-width // block) for width in widths)
-
-
 def copy_rows_on_gpu(
-    count: int,
     sources: Sequence[torch.Tensor],
     rows: torch.Tensor | None,
     targets: Sequence[torch.Tensor],
@@ -70,20 +63,19 @@ def copy_rows_on_gpu(
     """See `copy_rows`; one or two tensors."""
     index = places if rows is None else rows
     assert index is not None
-    tensors: list[torch.Tensor] = []
-    numbers: list[int] = []
-    widths: list[int] = []
-    for source, target in zip(sources, targets, strict=True):
-        width = source.shape[1:].numel()
-        tensors += source, target
-        numbers += source.stride(0), target.stride(0), width
-        widths.append(width)
-    block, blocks = _blocks(*widths)
-    if len(widths) == 1:
-        tensors += tensors
-        numbers += 0, 0, 0
-    _launch(
-        (count, blocks, 1),
-        (*tensors, index if rows is None else rows, index if places is None else places),
-        (*numbers, rows is not None, places is not None, block),
-    )
+    source, target, other, other_target = sources[0], targets[0], sources[-1], targets[-1]
+    row, other_row = source.shape[1:], other.shape[1:] if len(sources) > 1 else NOTHING
+    strides = source.stride(0), target.stride(0), other.stride(0), other_target.stride(0)
+    blocks, constants = _constants(strides, row, other_row, rows is not None, places is not None)
+    indices = index if rows is None else rows, index if places is None else places
+    _launch((index.shape[0], blocks, 1), (source, target, other, other_target, *indices), constants)
+
+
+@lru_cache
+def _constants(
+    strides: tuple[int, int, int, int], row: torch.Size, other_row: torch.Size, any_rows: bool, any_places: bool
+) -> tuple[int, tuple[int, ...]]:
+    """Blocks of a row, and constants of the kernel."""
+    widths = row.numel(), other_row.numel()
+    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(widths)))
+    return sum(-(-width // block) for width in widths), (*strides, *widths, any_rows, any_places, block)
