@@ -89,7 +89,7 @@ class Traffic:
     def count(self, asked: "AllToAll", rank: int) -> None:
         """Adds one exchange. Rows a rank sends to itself are not traffic."""
         self.exchanges += 1
-        self.bytes_sent += (len(asked.rows) - asked.send_counts[rank]) * asked.row_bytes
+        self.bytes_sent += (asked.rows.shape[0] - asked.send_counts[rank]) * asked.row_bytes
         self.recent.append(asked.where)
 
     def wait_for(self, work: dist.Work) -> None:

@@ -29,7 +29,7 @@ class KeyFlight:
         if came is not None:
             self.received = came
         else:
-            self.received = k.new_empty((len(maps.received_to_store) if travels else 0, row_width(k, v)))
+            self.received = k.new_empty((maps.received_to_store.shape[0] if travels else 0, row_width(k, v)))
         if self.travels:
             self._sent = side_by_side(k, v, maps.send_rows)
 

@@ -112,7 +112,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
     """Some rows of `[rows, G, H]` and `[rows, G, V]` as `[chosen, G * H + G * V]`."""
     if isinstance(rows, slice):
         return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
-    both = k.new_empty((len(rows), row_width(k, v)))
+    both = k.new_empty((rows.shape[0], row_width(k, v)))
     copy_rows((k, v), rows, apart(both, k, v), None)
     return both
 
@@ -120,7 +120,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
 def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
     (groups, dim), value_dim = k.shape[1:], v.shape[2]
-    width, count = groups * dim, len(rows)
+    width, count = groups * dim, rows.shape[0]
     stride = rows.stride(0)
     return (
         rows.as_strided((count, groups, dim), (stride, dim, 1)),

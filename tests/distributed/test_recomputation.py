@@ -1,10 +1,16 @@
 """A model that recomputes attention, over real ranks: its exchanges run once, its numbers are those without."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 import distca_hf
 from support.data import random_dataset
@@ -16,17 +22,21 @@ LAYERS, STEPS = 3, 4
 Trained = tuple[list[float], list[int], list[int]]  # losses and gradient norms, exchanges of forward, and of backward
 
 
-def _train(kv_residency: str, checkpointed: bool, compiled: bool = False) -> Trained:
+def _train(kv_residency: str, form: str) -> Trained:
     torch._dynamo.reset()
     model = tiny_model(num_hidden_layers=LAYERS).train()
     plugin = distca_hf.DistCAPlugin(
         tokens_per_rank=96, checkpointed_attention="recompute", kv_residency=kv_residency, exchange_legs=1
     )
     distca_hf.enable(model, plugin)
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.model.layers if compiled else ():
+    if form in ("reentrant", "non-reentrant", "compiled"):
+        model.gradient_checkpointing_enable({"use_reentrant": form == "reentrant"})
+    for layer in model.model.layers if form == "compiled" else ():
         layer.compile(fullgraph=True, backend="aot_eager")
+    if form == "wrapper":  # as activation_checkpointing of fsdp_config does
+        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        layers = set(model.model.layers)
+        apply_activation_checkpointing(model, wrapper, check_fn=lambda module: module in layers)
     wrapped = nn.parallel.DistributedDataParallel(model)
     numbers, forward, backward = [], [], []
     for _, batch in zip(range(STEPS), plugin.dataloader(random_dataset()), strict=False):
@@ -45,23 +55,26 @@ def _train(kv_residency: str, checkpointed: bool, compiled: bool = False) -> Tra
 
 def _all() -> dict[str, Trained]:
     return {
-        "plain": _train("refetch", False),
-        "refetch": _train("refetch", True),
-        "keep": _train("keep", True),
-        "auto": _train("auto", True),
-        "compiled": _train("keep", True, compiled=True),
+        "plain": _train("refetch", ""),
+        "refetch": _train("refetch", "non-reentrant"),
+        "keep": _train("keep", "non-reentrant"),
+        "auto": _train("auto", "non-reentrant"),
+        "wrapper": _train("auto", "wrapper"),
+        "compiled": _train("auto", "compiled"),
+        "reentrant": _train("auto", "reentrant"),
     }
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_recomputation_exchanges_nothing_where_rows_are_kept(world: int, tmp_path: Path) -> None:
-    for trained in run_ranks(world, _all, tmp_path):
+def test_recomputation_exchanges_nothing_where_rows_are_kept(tmp_path: Path) -> None:
+    for trained in run_ranks(3, _all, tmp_path):
         numbers, forward, _ = trained["plain"]
         assert max(forward) == LAYERS
         for again in trained.values():
             assert again[0] == pytest.approx(numbers, rel=1e-5)
             assert again[1] == forward
-        # Gradients go home once. Without keeping, keys come again for recomputation, and once more for backward; a
-        # layer compiled together with its checkpointing keeps them from recomputation on.
-        for kind, times in (("plain", 2), ("refetch", 3), ("keep", 1), ("auto", 1), ("compiled", 2)):
-            assert trained[kind][2] == [times * calls for calls in forward], kind
+        # Gradients go home once. Without keeping, keys come again for recomputation, and once more for backward; what
+        # is compiled together with its checkpointing, or reentrant, keeps them from recomputation on.
+        times = {"plain": 2, "refetch": 3, "keep": 1, "auto": 1, "wrapper": 1, "compiled": 2, "reentrant": 2}
+        assert {kind: again[2] for kind, again in trained.items()} == {
+            kind: [count * calls for calls in forward] for kind, count in times.items()
+        }
