@@ -4,35 +4,35 @@ Recomputing attention costs an exchange and the largest part of a long document'
 cost `N * V` elements and `N` fp32 numbers per token and layer: 8.1 KB for an 8B Llama in bf16, as much as the layer's
 input, which is saved anyway. They may wait on the host (`offload`).
 
-Where it is recomputed all the same, at least what came from other ranks is kept (`reuse`).
+Where it is recomputed all the same, at least what came from other ranks is kept (`runtime.waiting`).
 
 Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
 (`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
-cannot save a part of a layer.
+cannot save a part of a layer, and torch.compile traces contexts of torch's own selective checkpointing only.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.attention_mode import FLASH_ATTN, FLASH_ATTN_LOCAL
-from distca_hf.integrations.offload import OffloadedAttention
-from distca_hf.integrations.reuse import ReceivedRows
+from distca_hf.integrations.offload import SAVED_OPERATORS, OffloadedAttention
+from distca_hf.runtime.waiting import waiting_contexts
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
 
 FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+Checkpoint = functools.partial[Any]
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = operator in (FLASH_ATTN, FLASH_ATTN_LOCAL)
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _save_attention = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -49,16 +49,11 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
 
 def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
     """Whether some checkpointed modules recompute everything, attention too."""
-    functions = [
-        getattr(module, name, None)
-        for module in modules
-        for name in FUNCTIONS
-        if getattr(module, "gradient_checkpointing", True)
-    ]
     return any(
-        isinstance(function, functools.partial)
-        and isinstance(function.keywords.get("context_fn"), ReceivedRows | None)
-        for function in functions
+        _recomputes_all(function) or _keeps_received(function)
+        for module in modules
+        if getattr(module, "gradient_checkpointing", True)
+        for _, function in _functions(module)
     )
 
 
@@ -72,39 +67,67 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
     Raises:
         ConfigError: outputs on the host, of modules that are compiled together with their checkpointing.
     """
-    if on_host and _compiled(modules):
+    if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ConfigError(
             "checkpointed_attention='offload' cannot be compiled: torch.compile traces checkpointing of its own kind "
             "only. Compile modules inside the checkpointed ones (attention, MLP), or use checkpointed_attention='save'"
         )
-    return _set_contexts(modules, OffloadedAttention() if on_host else _save_attention)
+    contexts = OffloadedAttention() if on_host else _save_attention
+
+    def saving(function: Checkpoint) -> Checkpoint:
+        if on_host:
+            return functools.partial(_checkpoint_on_host, function, context_fn=contexts)
+        return functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
+
+    return _replace(modules, saving)
 
 
-def reuse_received(modules: Sequence[nn.Module]) -> bool:
-    """Lets checkpointed modules that recompute attention keep what came from other ranks in forward.
+def keep_received(modules: Sequence[nn.Module]) -> bool:
+    """Lets checkpointed modules that recompute attention keep what came from other ranks in forward. What is compiled
+    together with its checkpointing exchanges again.
 
     Returns:
-        False if some cannot, and exchange again: reentrant ones, and those compiled together with their checkpointing.
+        False if some of them are checkpointed in a way that cannot: reentrant.
     """
-    return not _compiled(modules) and _set_contexts(modules, ReceivedRows())
+    return _replace(modules, lambda function: functools.partial(_checkpoint_keeping_received, function))
 
 
-def _compiled(modules: Sequence[nn.Module]) -> bool:
-    """torch.compile traces checkpointing of its own kind only."""
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def _checkpoint_on_host(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+    """Graphs of a compiled model break here."""
+    return function(*args, **kwargs)
 
 
-def _set_contexts(modules: Sequence[nn.Module], contexts: Callable[[], Any]) -> bool:
-    """Whether all that recompute everything so far now do so in these contexts."""
+def _checkpoint_keeping_received(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    return function(*args, **kwargs, context_fn=waiting_contexts)
+
+
+def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoint]) -> bool:
+    """Replaces what recomputes everything so far; whether all of them can be."""
     able = True
     for module in modules:
-        for name in FUNCTIONS:
-            function = getattr(module, name, None)
-            if not isinstance(function, functools.partial) or "context_fn" in function.keywords:
+        for name, function in _functions(module):
+            if not _recomputes_all(function):
                 continue
-            if not function.keywords.get("use_reentrant"):
-                keywords = {**function.keywords, "use_reentrant": False, "context_fn": contexts}
-                setattr(module, name, functools.partial(function.func, *function.args, **keywords))
-            elif getattr(module, "gradient_checkpointing", True):
-                able = False
+            if function.keywords.get("use_reentrant"):
+                able = able and not getattr(module, "gradient_checkpointing", True)
+                continue
+            plain = {**function.keywords, "use_reentrant": False}
+            setattr(module, name, made(functools.partial(function.func, *function.args, **plain)))
     return able
+
+
+def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:
+    """Names and values of what checkpoints a module."""
+    named = [(name, getattr(module, name, None)) for name in FUNCTIONS]
+    return [(name, function) for name, function in named if isinstance(function, functools.partial)]
+
+
+def _recomputes_all(function: Checkpoint) -> bool:
+    return function.func is not _checkpoint_keeping_received and "context_fn" not in function.keywords
+
+
+def _keeps_received(function: Checkpoint) -> bool:
+    return function.func is _checkpoint_keeping_received

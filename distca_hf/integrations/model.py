@@ -18,8 +18,8 @@ from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import ENABLED
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
+    keep_received,
     recomputes_attention,
-    reuse_received,
     save_attention,
 )
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
@@ -121,10 +121,11 @@ class ForwardWatch:
                 "unchanged"
             )
         self._check_length(plan)
+        keeps_received = False
         if self._plugin.checkpointed_attention != "recompute":
             self._save_attention(module)
         elif self._plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
-            reuse_received(self._checkpointed_modules(module))
+            keeps_received = keep_received(self._checkpointed_modules(module))
         layers_kept = 1 if self._recomputes_attention(module) else self._attention_layers
         plan.begin_forward_pass(
             self._calls,
@@ -135,9 +136,10 @@ class ForwardWatch:
                 "attention layers": self._attention_layers,
                 "checksum of their names and heads": self._attention_checksum,
                 "layers saved at the same time": layers_kept,
+                "received rows wait for recomputation": int(keeps_received),
             },
             layers_kept,
-            self._attention_layers,
+            self._calls or self._attention_layers,
         )
         return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
 

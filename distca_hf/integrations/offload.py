@@ -11,8 +11,13 @@ import weakref
 from typing import Any, Self
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca_hf.integrations.attention_mode import AttentionMode
+import distca_hf.runtime.local
+import distca_hf.runtime.op  # noqa: F401 (both register operators)
+
+
+SAVED_OPERATORS = (torch.ops.distca.flash_attn.default, torch.ops.distca.flash_attn_local.default)
 
 
 class OffloadedAttention:
@@ -22,11 +27,11 @@ class OffloadedAttention:
         self._regions: list[weakref.ref[_Region]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self) -> tuple[AttentionMode, "_Restoring"]:
+    def __call__(self) -> tuple["_Storing", "_Restoring"]:
         region = _Region(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward
         self._regions.append(weakref.ref(region))
-        return AttentionMode(region.run), _Restoring(region)
+        return _Storing(region), _Restoring(region)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of copies."""
@@ -49,12 +54,6 @@ class _Region:
         self._saved: list[list[tuple[torch.Tensor, torch.device]]] = []
         self._fetched: list[list[torch.Tensor]] | None = None
         self._taken = 0
-
-    def run(self, operator: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        """A call of forward."""
-        outputs: tuple[torch.Tensor, ...] = operator(*args)
-        self.save(outputs)
-        return outputs
 
     def save(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Starts copies of a call's outputs to the host."""
@@ -107,14 +106,37 @@ class _Region:
             return host.to(device, non_blocking=True)
 
 
-class _Restoring(AttentionMode):
-    """Recomputation: attention returns what it did before."""
+class _Mode(TorchDispatchMode):
+    """Looks at attention operators; everything else runs as it is."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, region: _Region) -> None:
-        super().__init__(lambda operator, *args: region.take())
+        super().__init__()
         self._region = region
+
+
+class _Storing(_Mode):
+    """Forward: what attention returns is copied to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if func in SAVED_OPERATORS:
+            self._region.save(outputs)
+        return outputs
+
+
+class _Restoring(_Mode):
+    """Recomputation: attention returns what it did before."""
 
     def __enter__(self) -> Self:
         self._region.begin()
         super().__enter__()
         return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAVED_OPERATORS:
+            return self._region.take()
+        return func(*args, **(kwargs or {}))

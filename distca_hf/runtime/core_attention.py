@@ -26,7 +26,7 @@ from distca_hf.runtime.heads import calls_of_heads
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import Maps
 from distca_hf.runtime.plans import LivePlan
-from distca_hf.runtime.residency import Came, Kept, keeps_received, nothing_kept
+from distca_hf.runtime.residency import Kept, Received, keeps_received, nothing_kept
 from distca_hf.runtime.room import check_room
 from distca_hf.runtime.rows import as_rows
 from distca_hf.runtime.store import Store, StoreGradients
@@ -38,12 +38,12 @@ def attend(
     v_TGV: torch.Tensor,
     scale: float,
     plan: LivePlan,
-    came: Came | None = None,
+    received: Received | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     """Attention of every row to the causal prefix of its document, wherever that prefix is held.
 
     Args:
-        came: what came from other ranks before, when the same was computed; it does not travel again.
+        received: what came from other ranks before, when the same was computed; it does not travel again.
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
@@ -65,11 +65,11 @@ def attend(
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
     keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
     k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
-    keys = KeyFlight(k, v, maps, travels=maps.exchanges, came=None if came is None else came.keys)
+    keys = KeyFlight(k, v, maps, travels=maps.exchanges, received=None if received is None else received.keys)
     guests = None
     if maps.queries is not None:
-        q = as_rows(q_TNH, groups)
-        guests = ForwardGuests(kernel, q, v, maps.queries, scale, kv_heads, None if came is None else came.guest_q)
+        q, came = as_rows(q_TNH, groups), None if received is None else received.guest_q
+        guests = ForwardGuests(kernel, q, v, maps.queries, scale, kv_heads, came)
     for leg in maps.legs:
         keys.start(leg, transport, where)
         if guests is not None:
@@ -91,10 +91,10 @@ def attend(
     if guests is not None:
         guests.land(as_rows(out, groups), as_rows(lse, groups))
     check_finite(plan, where, output=out)
-    kept = nothing_kept(plan, k)
-    if keeps:
-        kept = Kept(keys.received, *(kept.guests if guests is None else guests.kept))
-    return out, lse, kept
+    if keeps and guests is not None:
+        return out, lse, Kept(keys.received, *guests.kept)
+    nothing = nothing_kept(plan, k)
+    return out, lse, Kept(keys.received, *nothing.guests) if keeps else nothing
 
 
 def attend_backward(

@@ -14,22 +14,22 @@ class KeyFlight:
     """Keys and values on their way to the servers.
 
     Args:
-        came: what they brought before; they stay then.
+        travels: whether any do, on all ranks alike; otherwise there is nothing to receive.
+        received: what they brought before; then they stay, and what came is put where it is read once more.
 
     Attributes:
-        travels: whether they do; otherwise nothing is sent, on all ranks alike.
+        travels: whether keys are sent now.
         received: `[received rows, G * H + G * V]`; a leg's rows are there once it has arrived.
     """
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, maps: Maps, *, travels: bool, came: torch.Tensor | None = None
+        self, k: torch.Tensor, v: torch.Tensor, maps: Maps, *, travels: bool, received: torch.Tensor | None = None
     ) -> None:
-        self.travels, self._maps, self._flights = travels and came is None, maps, list[Exchange]()
-        self._brings = travels
-        if came is not None:
-            self.received = came
-        else:
-            self.received = k.new_empty((maps.received_to_store.shape[0] if travels else 0, row_width(k, v)))
+        self.travels, self._maps, self._flights = travels and received is None, maps, list[Exchange]()
+        self._brings_rows = travels
+        if received is None:
+            received = k.new_empty((maps.received_to_store.shape[0] if travels else 0, row_width(k, v)))
+        self.received = received
         if self.travels:
             self._sent = side_by_side(k, v, maps.send_rows)
 
@@ -42,5 +42,5 @@ class KeyFlight:
         """Waits for the next leg, and puts its rows where they are read."""
         if self.travels:
             self._flights.pop(0).wait()
-        if self._brings:
+        if self._brings_rows:
             store.arrive(self.received, leg.keys.receive, self._maps)

@@ -22,7 +22,7 @@ class ForwardGuests:
     """Forward.
 
     Args:
-        came: `[guest rows, ...]` guests that came before; the queries stay then.
+        received: `[guest rows, ...]` guests that came before; the queries stay then.
 
     Attributes:
         kept: queries, outputs and log-sum-exps of guests, `[guest rows, ...]`; complete after the last leg.
@@ -36,9 +36,9 @@ class ForwardGuests:
         moves: QueryMaps,
         scale: float,
         kv_heads: int,
-        came: torch.Tensor | None,
+        received: torch.Tensor | None,
     ) -> None:
-        self._outward, guest_q = None, came
+        self._outward, guest_q = None, received
         if guest_q is None:
             self._outward = Outward([q], moves)
             guest_q = self._outward.tensors[0]

@@ -54,7 +54,11 @@ class Way:
 
 @dataclass(frozen=True, eq=False)
 class LegMaps:
-    """One leg: rows of keys, and of queries if any move, that travel together, and the calls that they are for."""
+    """One leg: rows of keys and of queries that travel together, and the calls that they are for.
+
+    Attributes:
+        queries: no rows if on no rank queries move.
+    """
 
     keys: Way
     queries: Way

@@ -14,7 +14,8 @@ import torch
 from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.plans import LivePlan, find_plan
-from distca_hf.runtime.residency import Came, Kept
+from distca_hf.runtime.residency import Kept, waits_for_recomputation
+from distca_hf.runtime.waiting import current_scope
 
 
 # Output, log-sum-exp, and what is kept of other ranks: keys and values, guests' queries, outputs, log-sum-exps.
@@ -26,30 +27,15 @@ def flash_attn(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
-    return _forward(q_TNH, k_TGH, v_TGV, scale, plan)
-
-
-def flash_attn_again(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, came: Came
-) -> Outputs:
-    """The operator's outputs once more, from what came from other ranks the first time; bit by bit the same."""
-    return _forward(q_TNH, k_TGH, v_TGV, scale, plan, Came(came.keys.detach(), came.guest_q.detach()))
-
-
-def _forward(
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    v_TGV: torch.Tensor,
-    scale: float,
-    plan: int,
-    came: Came | None = None,
-) -> Outputs:
-    live = find_plan(plan)
+    live, scope = find_plan(plan), current_scope()
     try:
-        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, came)
+        received = scope.take() if scope is not None and scope.recomputes else None
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, received)
     except Exception as error:
         _add_place(error, live, live.forward_calls, "forward")
         raise
+    if scope is not None and not scope.recomputes:
+        scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
     return out, lse, kept.keys, *kept.guests
 
 

@@ -102,8 +102,9 @@ class LivePlan:
         num_layers: attention calls of one forward pass, once known.
         forward_calls, backward_calls: calls of the operator so far.
         layers_kept: layers whose attention is saved for backward at the same time.
-        attention_layers: of the model.
+        attention_calls: of one forward pass.
         keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
+        waits_for_recomputation: whether received rows of all layers wait for that; None before the first.
         nothing: empty tensors, for layers that keep nothing.
         handle: number by which the operator finds the plan.
     """
@@ -130,8 +131,9 @@ class LivePlan:
         self.num_layers: int | None = None
         self.forward_calls = 0
         self.backward_calls = 0
-        self.layers_kept = self.attention_layers = 1
+        self.layers_kept = self.attention_calls = 1
         self.keeps_received: bool | None = None
+        self.waits_for_recomputation: bool | None = None
         self.nothing: tuple[torch.Tensor, ...] | None = None
         self.handle = _register.add(self, config.plans_in_flight)
 
@@ -152,7 +154,7 @@ class LivePlan:
         return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
 
     def begin_forward_pass(
-        self, num_layers: int | None, facts: Mapping[str, int], layers_kept: int = 1, attention_layers: int = 1
+        self, num_layers: int | None, facts: Mapping[str, int], layers_kept: int = 1, attention_calls: int = 1
     ) -> None:
         """A model begins its forward pass with this plan; all ranks are shown the facts of this one.
 
@@ -160,11 +162,11 @@ class LivePlan:
             num_layers: attention calls of the pass, if known.
             facts: what must be the same on all ranks.
             layers_kept: layers whose attention is saved for backward at the same time.
-            attention_layers: of the model.
+            attention_calls: of the pass, as far as is known before the first one.
         """
         self.agree()
         self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
-        self.layers_kept, self.attention_layers = layers_kept, attention_layers
+        self.layers_kept, self.attention_calls = layers_kept, attention_calls
         facts = {**facts, "fingerprint": self.fingerprint}
         self.agreement = Agreement.start(self.transport, Occasion.FORWARD, self.micro_batch, facts, {})
 

@@ -32,6 +32,10 @@ class Kept:
         keys, q, out = k.new_empty((0, 0)), k.new_empty((0, 0, 0)), k.new_empty((0, 0, 0))
         return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)))
 
+    def received(self) -> "Received":
+        """What of it came from other ranks."""
+        return Received(self.keys, self.guest_q).once_more()
+
     @property
     def guests(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, outputs and log-sum-exps."""
@@ -39,7 +43,7 @@ class Kept:
 
 
 @dataclass(eq=False, slots=True)
-class Came:
+class Received:
     """What came from other ranks in a layer's forward pass.
 
     Attributes:
@@ -50,11 +54,16 @@ class Came:
     keys: torch.Tensor
     guest_q: torch.Tensor
 
+    def once_more(self) -> "Received":
+        """The same memory in tensors of their own: an operator's outputs get a history."""
+        return Received(self.keys.detach(), self.guest_q.detach())
+
 
 def nothing_kept(plan: LivePlan, k: torch.Tensor) -> Kept:
     """Empty tensors. They are made once per plan: new ones for each layer cost the host more."""
     if plan.nothing is None or plan.nothing[0].dtype != k.dtype:
-        nothing = Kept.nothing(k)
+        with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
+            nothing = Kept.nothing(k)
         plan.nothing = nothing.keys, *nothing.guests
     return Kept(*(x.detach() for x in plan.nothing))
 
@@ -76,11 +85,15 @@ def keeps_received(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_T
 
 
 def waits_for_recomputation(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-    """Whether received rows of all layers wait until their attention is recomputed."""
-    setting, budget = plan.config.kv_residency, plan.config.kv_budget_gib * 2**30
-    if setting == "auto" and keeps_received(plan, q_TNH, k_TGH, v_TGV):
-        return came_bytes(plan, q_TNH, k_TGH, v_TGV) * plan.attention_layers <= budget
-    return setting == "keep"
+    """Whether received rows of all layers wait until their attention is recomputed; decided by the first layer."""
+    if plan.waits_for_recomputation is None:
+        setting, budget = plan.config.kv_residency, plan.config.kv_budget_gib * 2**30
+        if setting == "auto" and keeps_received(plan, q_TNH, k_TGH, v_TGV):
+            of_all_layers = received_bytes(plan, q_TNH, k_TGH, v_TGV) * plan.attention_calls
+            plan.waits_for_recomputation = of_all_layers <= budget
+        else:
+            plan.waits_for_recomputation = setting == "keep"
+    return plan.waits_for_recomputation
 
 
 def kept_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
@@ -89,8 +102,8 @@ def kept_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: 
     return _most_bytes(plan, k_TGH, v_TGV, q_TNH.shape[1] * (q_TNH.shape[2] * q_TNH.element_size() + result_bytes))
 
 
-def came_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
-    """Bytes of one layer's `Came` on the rank that receives most."""
+def received_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Bytes of one layer's `Received` on the rank that receives most."""
     return _most_bytes(plan, k_TGH, v_TGV, q_TNH.shape[1:].numel() * q_TNH.element_size())
 
 

@@ -51,7 +51,9 @@ def _wrapped(model: nn.Module) -> None:
     apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, layers))
 
 
-def _steps(checkpoint: Callable[[nn.Module], None], compiled: bool, attention: str = "save") -> tuple[list, list]:
+def _steps(
+    checkpoint: Callable[[nn.Module], None], compiled: bool, attention: str = "save", whole: bool = False
+) -> tuple[list, list]:
     """Losses with gradient norms, and forward calls of attention, of three steps."""
     model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention=attention)
@@ -60,6 +62,8 @@ def _steps(checkpoint: Callable[[nn.Module], None], compiled: bool, attention: s
     if compiled:
         for layer in model.model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
+    if whole:
+        model.compile(backend="aot_eager")
     numbers, calls = [], []
     for _, batch in zip(range(3), plugin.dataloader(random_dataset()), strict=False):
         model.zero_grad()
@@ -106,13 +110,19 @@ def test_numbers_are_equal_and_saved_attention_runs_once(
     assert calls == [(forward_calls, NUM_LAYERS)] * 3
 
 
-@pytest.mark.parametrize("checkpoint", [_non_reentrant, _wrapped], ids=["default", "wrapper"])
+@pytest.mark.parametrize(
+    ("checkpoint", "whole"),
+    [(_non_reentrant, False), (_wrapped, False), (_non_reentrant, True)],
+    ids=["default", "wrapper", "compiled model"],
+)
 def test_attention_outputs_on_the_host_are_the_same(
-    checkpoint: Callable[[nn.Module], None], expected: list[tuple[float, float]]
+    checkpoint: Callable[[nn.Module], None], whole: bool, expected: list[tuple[float, float]]
 ) -> None:
-    numbers, calls = _steps(checkpoint, compiled=False, attention="offload")
+    torch._dynamo.reset()
+    numbers, calls = _steps(checkpoint, compiled=False, attention="offload", whole=whole)
 
-    assert numbers == expected
+    for got, before in zip(numbers, expected, strict=True):
+        assert got == (pytest.approx(before, rel=1e-5) if whole else before)
     assert calls == [(NUM_LAYERS, NUM_LAYERS)] * 3
 
 

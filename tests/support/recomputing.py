@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.integrations.reuse import ReceivedRows
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.waiting import waiting_contexts
 from support.parity import SCALE, live_plan
 
 
@@ -35,7 +35,7 @@ class Layers:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.live = live_plan(plan.layout, transport, config, device, plan, num_legs)
-        self.live.attention_layers = LAYERS
+        self.live.attention_calls = LAYERS
         generator = torch.Generator().manual_seed(transport.rank)
         rows, (heads, kv_heads, dim) = int(plan.layout.rank_rows[transport.rank]), widths
         self.inputs = [
@@ -45,7 +45,7 @@ class Layers:
 
     def __call__(self) -> torch.Tensor:
         q, k, v = self.inputs
-        contexts = ReceivedRows()
+        contexts = waiting_contexts
         for _ in range(LAYERS):
             q = checkpoint(self._layer, q, k, v, use_reentrant=False, context_fn=contexts)
         return q
