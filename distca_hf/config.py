@@ -76,14 +76,14 @@ class DistCAConfig:
     kv_residency: Residency = _setting(
         "kv_residency",
         "auto",
-        "Keys and values received from other ranks: keep them in memory until backward (keep), fetch them again "
-        "(refetch), or keep them while they fit kv_budget_gib (auto).",
+        "Keys and values received from other ranks: keep them in memory until recomputation and backward (keep), "
+        "fetch them again (refetch), or keep them while they fit kv_budget_gib (auto).",
     )
     kv_budget_gib: float = _setting(
         "kv_budget_gib",
         4.0,
-        "With kv_residency=auto: memory for what all layers keep, on the rank that receives most. Where attention is "
-        "recomputed only one layer counts.",
+        "With kv_residency=auto: memory for what all layers keep until backward, on the rank that receives most; "
+        "where attention is recomputed for what one layer keeps, and for what waits for that in all layers.",
     )
     exchange_legs: int = _setting(
         "exchange_legs",

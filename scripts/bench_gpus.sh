@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # scripts/bench_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks shows them.
-# Prints tables, and writes figures to OUT/PART.json. Without parts all of them run, for about half an hour on four H200.
+# Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but `shown` run, for about half
+# an hour on four H200.
 #
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above

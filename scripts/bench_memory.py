@@ -16,7 +16,7 @@ since the part began, and had to give back its cache to get it.
 
 import argparse
 from collections.abc import Iterator
-from itertools import chain, islice, repeat
+from itertools import chain, islice, pairwise, repeat
 
 import datasets
 import numpy as np
@@ -65,10 +65,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         batches = _batches(way, options, plugin, config.get_text_config().vocab_size, longest, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        of_part = options.steps // options.parts
-        for part in range(options.parts):
-            figures = _run(model, islice(batches, of_part), device)
-            _print(f"| {way} | {part * of_part + 1} to {(part + 1) * of_part} | {figures} |")
+        for first, last in pairwise(np.linspace(0, options.steps, min(options.parts, options.steps) + 1, dtype=int)):
+            figures = _run(model, islice(batches, last - first), device)
+            _print(f"| {way} | {first + 1} to {last} | {figures} |")
 
 
 def _run(model: Backbone, batches: Batches, device: torch.device) -> str:

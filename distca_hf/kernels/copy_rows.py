@@ -19,12 +19,13 @@ def copy_rows(
     all of them in order. No place occurs twice. Rows may lie apart; elements of a row follow each other, in both.
 
     Raises:
-        ValueError: there are more rows than places or fewer, or another dtype.
+        ValueError: there are more rows than places or fewer, or others: another shape or dtype.
     """
     for source, target in zip(sources, targets, strict=True):
         count, room = (source if rows is None else rows).shape[0], (target if places is None else places).shape[0]
-        if count != room or source.dtype is not target.dtype:
-            raise ValueError(f"{count} rows of {source.dtype} for {room} places of {target.dtype}")
+        if count != room or source.dtype is not target.dtype or source.shape[1:] != target.shape[1:]:
+            shapes = f"{(count, *source.shape[1:])} of {source.dtype} to {(room, *target.shape[1:])} of {target.dtype}"
+            raise ValueError(f"cannot copy rows {shapes}")
         if not count:
             return
     if targets[0].is_cuda:

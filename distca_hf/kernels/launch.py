@@ -2,7 +2,8 @@
 
 `kernel[grid](...)` finds out with every launch what the kernel is to be specialised on, and looks for settings in the
 environment: 20 to 75 µs, more than these kernels run for. Here all numbers of a kernel are constants, and what was
-compiled is found by them, and launched as Triton's tutorial of persistent kernels does.
+compiled is found by them, and launched as Triton's tutorial of persistent kernels does. For NVIDIA GPUs: on others
+Triton also specialises on how far pointers reach.
 """
 
 from typing import Any

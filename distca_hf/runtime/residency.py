@@ -1,8 +1,8 @@
 """Residency: whether what came from other ranks stays in memory until backward, or is fetched again.
 
 Kept are keys and values, and queries of guests with their outputs. Where attention is recomputed one layer after the
-other, received rows of all layers may wait for that, too. Both decisions are the same on all ranks and in all layers
-of a micro-batch: fetching is an exchange.
+other, received rows of all layers may wait for that, too (`runtime.waiting`). Both decisions are the same on all ranks
+and in all layers of a micro-batch: fetching is an exchange.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Rows are copied from where they are to where they belong, and nothing else is written."""
 
+import re
+
 import pytest
 import torch
 
@@ -41,11 +43,15 @@ def test_no_rows_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (torch.zeros(3), "3 rows of torch.float32 for 2 places"),
-        (torch.zeros(2, dtype=torch.int64), "torch.int64 for 2"),
+        (torch.zeros(3, 4), "(3, 4) of torch.float32 to (2, 4) of torch.float32"),
+        (torch.zeros(2, 5), "(2, 5) of torch.float32 to (2, 4) of torch.float32"),
+        (torch.zeros(2, 4).long(), "(2, 4) of torch.int64 to (2, 4) of torch.float32"),
     ],
-    ids=["more rows", "another dtype"],
+    ids=["more rows", "wider rows", "another dtype"],
 )
 def test_rows_that_do_not_fit_are_refused(source: torch.Tensor, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        copy_rows((source,), None, (torch.zeros(5),), torch.tensor([0, 1]))
+    target = torch.zeros(5, 4)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        copy_rows((target[:2], source), None, (target, target), torch.tensor([0, 1]))
+
+    assert not target.any()

@@ -15,7 +15,7 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan, PlanFacts
-from distca_hf.runtime.residency import keeps_received, kept_bytes
+from distca_hf.runtime.residency import keeps_received, kept_bytes, received_bytes, waits_for_recomputation
 from distca_hf.testing.loopback import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
@@ -99,6 +99,41 @@ def test_half_precision_keeps_log_sum_exps_in_fp32() -> None:
     bytes_of_both = 2 * KV_HEADS * (DIM + VALUE_DIM) + HEADS * (2 * (DIM + VALUE_DIM) + 4)
 
     assert kept_bytes(plan_of(facts), *tensors(5, torch.bfloat16)) == bytes_of_both
+
+
+def test_a_plan_may_be_used_for_inference_before_training() -> None:
+    """Reference log-probabilities on the batch that is trained on next."""
+    live = plan_of({"key_rows_received": (0,), "guest_rows": (0,)}, kv_residency="refetch", kernel="reference")
+    inputs = tensors(5)
+    with torch.inference_mode():
+        expected, *_ = flash_attn(*inputs, SCALE, live.handle)
+    out, *_ = flash_attn(*inputs, SCALE, live.handle)
+    out.sum().backward()
+
+    assert torch.equal(out, expected)
+    assert inputs[0].grad is not None
+
+
+# --- what waits for recomputation
+
+
+def test_the_budget_counts_received_rows_of_all_calls() -> None:
+    most = 700 * KEY_BYTES + 20 * 4 * HEADS * DIM
+    for spare, waits in ((0, True), (-1, False)):
+        live = plan_of(RECEIVED, kv_budget_gib=(7 * most + spare) / GIB)
+        live.attention_calls = 7
+
+        assert received_bytes(live, *tensors(5)) == most
+        assert waits_for_recomputation(live, *tensors(5)) == waits
+        live.attention_calls = 1000
+        assert waits_for_recomputation(live, *tensors(5)) == waits  # the first layer decides for all
+
+
+@pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
+def test_other_settings_decide_alone(setting: str, waits: bool) -> None:
+    live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=0)
+
+    assert waits_for_recomputation(live, *tensors(5)) == waits
 
 
 # --- what is really kept
