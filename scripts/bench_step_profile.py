@@ -17,18 +17,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distca_hf.comm import transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import combine, dispatch, guests, kernel_calls
+from distca_hf.runtime import combine, dispatch, guest_flights, kernel_calls
 
 
 # Steps of the product's runtime, and what they are called here. One that it no longer has is not named.
 STEPS: tuple[tuple[Any, str, str], ...] = (
     (dispatch.KeyFlight, "start", "distca dispatch: keys leave"),
-    (guests.Outward, "start", "distca dispatch: queries leave"),
+    (guest_flights.Outward, "start", "distca dispatch: queries leave"),
     (kernel_calls, "merge", "distca prefixes are merged"),
     (combine.GradientFlight, "start", "distca combine: gradients leave"),
     (combine.GradientFlight, "land", "distca combine: gradients are summed"),
-    (guests.Homeward, "start", "distca combine: results leave"),
-    (guests.Homeward, "land", "distca combine: results land"),
+    (guest_flights.Homeward, "start", "distca combine: results leave"),
+    (guest_flights.Homeward, "land", "distca combine: results land"),
 )
 
 

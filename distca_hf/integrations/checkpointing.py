@@ -50,7 +50,7 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
 def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
     """Whether some checkpointed modules recompute everything, attention too."""
     return any(
-        _recomputes_all(function) or _keeps_received(function)
+        "context_fn" not in function.keywords
         for module in modules
         if getattr(module, "gradient_checkpointing", True)
         for _, function in _functions(module)
@@ -75,9 +75,8 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
     contexts = OffloadedAttention() if on_host else _save_attention
 
     def saving(function: Checkpoint) -> Checkpoint:
-        if on_host:
-            return functools.partial(_checkpoint_on_host, function, context_fn=contexts)
-        return functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
+        runs = functools.partial(_checkpoint_on_host, function) if on_host else function
+        return functools.partial(runs, context_fn=contexts)
 
     return _replace(modules, saving)
 
@@ -109,13 +108,12 @@ def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoi
     able = True
     for module in modules:
         for name, function in _functions(module):
-            if not _recomputes_all(function):
+            if "context_fn" in function.keywords or function.func is _checkpoint_keeping_received:
                 continue
             if function.keywords.get("use_reentrant"):
                 able = able and not getattr(module, "gradient_checkpointing", True)
-                continue
-            plain = {**function.keywords, "use_reentrant": False}
-            setattr(module, name, made(functools.partial(function.func, *function.args, **plain)))
+            else:
+                setattr(module, name, made(functools.partial(function, use_reentrant=False)))
     return able
 
 
@@ -123,11 +121,3 @@ def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:
     """Names and values of what checkpoints a module."""
     named = [(name, getattr(module, name, None)) for name in FUNCTIONS]
     return [(name, function) for name, function in named if isinstance(function, functools.partial)]
-
-
-def _recomputes_all(function: Checkpoint) -> bool:
-    return function.func is not _checkpoint_keeping_received and "context_fn" not in function.keywords
-
-
-def _keeps_received(function: Checkpoint) -> bool:
-    return function.func is _checkpoint_keeping_received

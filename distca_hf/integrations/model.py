@@ -121,11 +121,11 @@ class ForwardWatch:
                 "unchanged"
             )
         self._check_length(plan)
-        keeps_received = False
+        rows_wait = False
         if self._plugin.checkpointed_attention != "recompute":
             self._save_attention(module)
         elif self._plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
-            keeps_received = keep_received(self._checkpointed_modules(module))
+            rows_wait = keep_received(self._checkpointed_modules(module))
         layers_kept = 1 if self._recomputes_attention(module) else self._attention_layers
         plan.begin_forward_pass(
             self._calls,
@@ -136,7 +136,7 @@ class ForwardWatch:
                 "attention layers": self._attention_layers,
                 "checksum of their names and heads": self._attention_checksum,
                 "layers saved at the same time": layers_kept,
-                "received rows wait for recomputation": int(keeps_received),
+                "received rows wait for recomputation": int(rows_wait),
             },
             layers_kept,
             self._calls or self._attention_layers,

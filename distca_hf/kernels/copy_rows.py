@@ -19,19 +19,22 @@ def copy_rows(
     all of them in order. No place occurs twice. Rows may lie apart; elements of a row follow each other, in both.
 
     Raises:
-        ValueError: there are more rows than places or fewer, or others: another shape or dtype.
+        ValueError: there are more rows than places or fewer, or others: another shape or dtype; or neither is given.
     """
     for source, target in zip(sources, targets, strict=True):
         count, room = (source if rows is None else rows).shape[0], (target if places is None else places).shape[0]
         if count != room or source.dtype is not target.dtype or source.shape[1:] != target.shape[1:]:
             shapes = f"{(count, *source.shape[1:])} of {source.dtype} to {(room, *target.shape[1:])} of {target.dtype}"
             raise ValueError(f"cannot copy rows {shapes}")
-        if not count:
-            return
+    index = places if rows is None else rows
+    if index is None:
+        raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
+    if not index.shape[0]:
+        return
     if targets[0].is_cuda:
         from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
 
-        copy_rows_on_gpu(sources, rows, targets, places)
+        copy_rows_on_gpu(sources, rows, targets, places, index)
         return
     for source, target in zip(sources, targets, strict=True):
         chosen = source if rows is None else source.index_select(0, rows)

@@ -15,6 +15,13 @@ NOTHING = torch.Size((0,))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _copy_block(source, target, block, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_row(  # type: ignore[no-untyped-def]
     source,
     target,
@@ -40,15 +47,11 @@ def _copy_row(  # type: ignore[no-untyped-def]
         row = tl.load(rows + row)
     block = tl.program_id(1)
     if block < tl.cdiv(WIDTH, BLOCK):
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        values = tl.load(source + row * SOURCE_STRIDE + column, mask=inside)
-        tl.store(target + place * TARGET_STRIDE + column, values, mask=inside)
+        _copy_block(source + row * SOURCE_STRIDE, target + place * TARGET_STRIDE, block, WIDTH, BLOCK)
     else:
-        column = (block - tl.cdiv(WIDTH, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < OTHER_WIDTH
-        values = tl.load(other_source + row * OTHER_SOURCE_STRIDE + column, mask=inside)
-        tl.store(other_target + place * OTHER_TARGET_STRIDE + column, values, mask=inside)
+        other_block = block - tl.cdiv(WIDTH, BLOCK)
+        from_row, to_row = other_source + row * OTHER_SOURCE_STRIDE, other_target + place * OTHER_TARGET_STRIDE
+        _copy_block(from_row, to_row, other_block, OTHER_WIDTH, BLOCK)
 
 
 _launch = Launcher(_copy_row)
@@ -59,10 +62,9 @@ def copy_rows_on_gpu(
     rows: torch.Tensor | None,
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
+    index: torch.Tensor,
 ) -> None:
-    """See `copy_rows`; one or two tensors."""
-    index = places if rows is None else rows
-    assert index is not None
+    """See `copy_rows`; one or two tensors, and the rows or places that are given."""
     source, target, other, other_target = sources[0], targets[0], sources[-1], targets[-1]
     row, other_row = source.shape[1:], other.shape[1:] if len(sources) > 1 else NOTHING
     strides = source.stride(0), target.stride(0), other.stride(0), other_target.stride(0)

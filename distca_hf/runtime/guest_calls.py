@@ -11,7 +11,7 @@ import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime.guests import Homeward, Outward
+from distca_hf.runtime.guest_flights import Homeward, Outward
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import LegMaps, QueryMaps
 from distca_hf.runtime.residency import Kept

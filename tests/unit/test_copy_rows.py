@@ -55,3 +55,8 @@ def test_rows_that_do_not_fit_are_refused(source: torch.Tensor, told: str) -> No
         copy_rows((target[:2], source), None, (target, target), torch.tensor([0, 1]))
 
     assert not target.any()
+
+
+def test_whole_tensors_are_not_copied_by_rows() -> None:
+    with pytest.raises(ValueError, match="neither rows nor places"):
+        copy_rows((torch.ones(2),), None, (torch.zeros(2),), None)
