@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# scripts/test.sh [PYTEST ARGUMENTS]: installs into .venv, then checks style and types and runs the test suite.
+# scripts/test.sh [PYTEST ARGUMENTS]: installs into .venv, then checks style and types and runs the test suite in two processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/pytest "$@"
+exec .venv/bin/pytest --numprocesses 2 --dist worksteal "$@"
