@@ -24,7 +24,8 @@ def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torc
         f"documents {PRESETS.get(options.documents, options.documents)}",
         f"{tokens} tokens per rank and step"
         + (f" in {options.accumulation} micro-steps" * (options.accumulation > 1)),
-        f"checkpointing {options.checkpointing}, {'FSDP2' if options.fsdp else 'no FSDP'}"
+        f"checkpointing {options.checkpointing}, "
+        + (f"FSDP2, gradients summed in {str(options.reduce_dtype)[6:]}" if options.fsdp else "no FSDP")
         + (f", compiled by {options.compile}" if options.compile else "")
         + (", liger" if options.liger else ""),
     ]

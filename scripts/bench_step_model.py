@@ -217,7 +217,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
             keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
     if options.fsdp:
-        _shard(model.layers, model.root, options.dtype, device)
+        _shard(model.layers, model.root, options, device)
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one variant for each way to attend
         for layer in model.layers:
@@ -234,10 +234,10 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _shard(layers: Sequence[nn.Module], root: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Weights and gradient sums in fp32, everything in between in `dtype`."""
+def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
+    """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, mp_policy=policy)

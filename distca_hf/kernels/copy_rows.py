@@ -4,7 +4,9 @@ On a GPU one Triton kernel copies whole rows of up to two tensors: torch's `inde
 memory's rate, and every operator costs the host more than the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -15,30 +17,74 @@ def copy_rows(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> None:
-    """Writes rows `rows` `[n]` of each source to rows `places` `[n]` of its target; None, for one of the two, means
-    all of them in order. No place occurs twice. Rows may lie apart; elements of a row follow each other, in both.
+    """Writes rows `rows` `[n]` of the sources to rows `places` `[n]` of the targets; None, for one of the two, means
+    all of them in order. No place occurs twice. Rows may lie apart; elements of a row follow each other.
+
+    One or two tensors are copied. Two on one side may be one on the other, in which their rows lie side by side.
 
     Raises:
-        ValueError: there are more rows than places or fewer, or others: another shape or dtype; or neither is given.
+        ValueError: there are more rows than places or fewer, or others: another width or dtype; or neither is given.
     """
-    for source, target in zip(sources, targets, strict=True):
-        count, room = (source if rows is None else rows).shape[0], (target if places is None else places).shape[0]
-        if count != room or source.dtype is not target.dtype or source.shape[1:] != target.shape[1:]:
-            shapes = f"{(count, *source.shape[1:])} of {source.dtype} to {(room, *target.shape[1:])} of {target.dtype}"
-            raise ValueError(f"cannot copy rows {shapes}")
-    index = places if rows is None else rows
-    if index is None:
+    if rows is None and places is None:
         raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
-    if not index.shape[0]:
+    count = _count(sources, rows)
+    if count != _count(targets, places):
+        raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
+    if not count:
         return
     if targets[0].is_cuda:
-        from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
-
-        copy_rows_on_gpu(sources, rows, targets, places, index)
+        _on_gpu()(sources, rows, targets, places, count)
         return
-    for source, target in zip(sources, targets, strict=True):
-        chosen = source if rows is None else source.index_select(0, rows)
+    widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
+    for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
+        chosen = (source if rows is None else source.index_select(0, rows)).reshape(count, *target.shape[1:])
         if places is None:
             target.copy_(chosen)
         else:
             target.index_copy_(0, places, chosen)
+
+
+# Shape of one row of a tensor, strides of the tensor, dtype.
+KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
+    """What a kernel is made for."""
+    return tuple([(x.shape[1:], x.stride(), x.dtype) for x in tensors])
+
+
+def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
+    """Elements of a row of each tensor that is copied.
+
+    Raises:
+        ValueError: rows of sources and targets are not the same.
+    """
+    widths, room = ([shape.numel() for shape, *_ in kinds] for kinds in (sources, targets))
+    same = widths == room if len(widths) == len(room) else sum(widths) == sum(room)
+    if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
+        told = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
+        raise ValueError(f"cannot copy rows {' to '.join(told)}")
+    return max(widths, room, key=len)
+
+
+def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
+    """Rows that are read or written: chosen ones, or those of all tensors."""
+    if chosen is not None:
+        return chosen.shape[0]
+    count = tensors[0].shape[0]
+    if tensors[-1].shape[0] != count:
+        raise ValueError(f"cannot copy rows of tensors with {count} and {tensors[-1].shape[0]} of them together")
+    return count
+
+
+def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
+    """What is copied, apart."""
+    return [*tensors] if len(tensors) == len(widths) else [*tensors[0].flatten(1).split(list(widths), dim=1)]
+
+
+@cache
+def _on_gpu() -> Callable[..., Any]:
+    """The kernel; Triton comes with torch for GPUs alone."""
+    from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
+
+    return copy_rows_on_gpu

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.launch import Launcher
+from distca_hf.kernels.copy_rows import KindOfRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.launch import Launch
 
 
 MOST_ELEMENTS_OF_A_BLOCK = 2048
-NOTHING = torch.Size((0,))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,6 +33,8 @@ def _copy_row(  # type: ignore[no-untyped-def]
     TARGET_STRIDE: tl.constexpr,
     OTHER_SOURCE_STRIDE: tl.constexpr,
     OTHER_TARGET_STRIDE: tl.constexpr,
+    OTHER_SOURCE_COLUMN: tl.constexpr,
+    OTHER_TARGET_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     OTHER_WIDTH: tl.constexpr,
     ANY_ROWS: tl.constexpr,
@@ -49,12 +51,9 @@ def _copy_row(  # type: ignore[no-untyped-def]
     if block < tl.cdiv(WIDTH, BLOCK):
         _copy_block(source + row * SOURCE_STRIDE, target + place * TARGET_STRIDE, block, WIDTH, BLOCK)
     else:
-        other_block = block - tl.cdiv(WIDTH, BLOCK)
-        from_row, to_row = other_source + row * OTHER_SOURCE_STRIDE, other_target + place * OTHER_TARGET_STRIDE
-        _copy_block(from_row, to_row, other_block, OTHER_WIDTH, BLOCK)
-
-
-_launch = Launcher(_copy_row)
+        from_row = other_source + row * OTHER_SOURCE_STRIDE + OTHER_SOURCE_COLUMN
+        to_row = other_target + place * OTHER_TARGET_STRIDE + OTHER_TARGET_COLUMN
+        _copy_block(from_row, to_row, block - tl.cdiv(WIDTH, BLOCK), OTHER_WIDTH, BLOCK)
 
 
 def copy_rows_on_gpu(
@@ -62,22 +61,47 @@ def copy_rows_on_gpu(
     rows: torch.Tensor | None,
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
-    index: torch.Tensor,
+    count: int,
 ) -> None:
-    """See `copy_rows`; one or two tensors, and the rows or places that are given."""
-    source, target, other, other_target = sources[0], targets[0], sources[-1], targets[-1]
-    row, other_row = source.shape[1:], other.shape[1:] if len(sources) > 1 else NOTHING
-    strides = source.stride(0), target.stride(0), other.stride(0), other_target.stride(0)
-    blocks, constants = _constants(strides, row, other_row, rows is not None, places is not None)
+    """See `copy_rows`; `count` rows, at least one."""
+    any_rows, any_places = rows is not None, places is not None
+    kinds = kinds_of_rows(sources), kinds_of_rows(targets)
+    launch, blocks = _launch_of(targets[0].device, *kinds, any_rows, any_places)
+    index = places if rows is None else rows
+    assert index is not None
     indices = index if rows is None else rows, index if places is None else places
-    _launch((index.shape[0], blocks, 1), (source, target, other, other_target, *indices), constants)
+    launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], *indices)
 
 
 @lru_cache
-def _constants(
-    strides: tuple[int, int, int, int], row: torch.Size, other_row: torch.Size, any_rows: bool, any_places: bool
-) -> tuple[int, tuple[int, ...]]:
-    """Blocks of a row, and constants of the kernel."""
-    widths = row.numel(), other_row.numel()
-    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(widths)))
-    return sum(-(-width // block) for width in widths), (*strides, *widths, any_rows, any_places, block)
+def _launch_of(
+    device: torch.device,
+    sources: tuple[KindOfRows, ...],
+    targets: tuple[KindOfRows, ...],
+    any_rows: bool,
+    any_places: bool,
+) -> tuple[Launch, int]:
+    """The kernel for such tensors, and its blocks of a row.
+
+    Raises:
+        ValueError: rows do not fit, or their elements do not follow each other.
+    """
+    width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
+    for row, (_, *apart), _ in (*sources, *targets):
+        if not _follow_each_other(row, apart):
+            raise ValueError(f"cannot copy rows {tuple(row)} whose elements lie {apart} apart: make them contiguous")
+    strides = (kinds[end][1][0] for end in (0, -1) for kinds in (sources, targets))
+    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(width, other_width)))
+    columns = (width if len(sources) < len(targets) else 0, width if len(targets) < len(sources) else 0)
+    constants = *strides, *columns, width, other_width, any_rows, any_places, block
+    return Launch(_copy_row, constants, device), -(-width // block) - (-other_width // block)
+
+
+def _follow_each_other(row: torch.Size, strides: Sequence[int]) -> bool:
+    """Whether elements of a row with this shape lie one behind the other."""
+    expected = 1
+    for size, stride in zip(reversed(row), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

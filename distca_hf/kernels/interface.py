@@ -6,7 +6,7 @@ Tensor names end in their shape:
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -163,6 +163,7 @@ def has_fused_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype.itemsize <= 4
 
 
+@cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """max(fp32, dtype): what log-sum-exps and gradient sums are kept in."""
     return torch.promote_types(torch.float32, dtype)

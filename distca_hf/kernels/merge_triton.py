@@ -3,11 +3,13 @@
 Shape legend in `kernels.interface`.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.launch import Launcher
+from distca_hf.kernels.launch import Launch
 
 
 MOST_HEADS_OF_A_BLOCK = 8
@@ -46,20 +48,23 @@ def _merge_block(  # type: ignore[no-untyped-def]
     tl.store(lse + row * LSE_STRIDE + head, largest + tl.log(both), mask=is_head)
 
 
-_launch = Launcher(_merge_block)
-
-
-def merge_rows(
+def merge_on_gpu(
     out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_TNV: torch.Tensor, far_lse_TN: torch.Tensor
 ) -> None:
     """See `merge`; log-sum-exps in fp32."""
     rows, heads, dim = out_TNV.shape
     if not rows:
         return
-    block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
     strides = out_TNV.stride(0), lse_TN.stride(0), far_out_TNV.stride(0), far_lse_TN.stride(0)
-    _launch(
-        (rows, -(-heads // block), 1),
-        (out_TNV, lse_TN, far_out_TNV, far_lse_TN),
-        (*strides, heads, dim, block, triton.next_power_of_2(dim)),
-    )
+    launch, blocks = _launch_of(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch(rows, blocks, out_TNV, lse_TN, far_out_TNV, far_lse_TN)
+
+
+@lru_cache
+def _launch_of(
+    device: torch.device, dtype: torch.dtype, strides: tuple[int, int, int, int], heads: int, dim: int
+) -> tuple[Launch, int]:
+    """The kernel for such tensors, and its blocks of heads."""
+    block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
+    constants = *strides, heads, dim, block, triton.next_power_of_2(dim)
+    return Launch(_merge_block, constants, device), -(-heads // block)

@@ -1,10 +1,12 @@
 """`sum_rows` on a GPU: one Triton kernel, one program for each row."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.launch import Launcher
+from distca_hf.kernels.launch import Launch
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -36,9 +38,6 @@ def _add_row(  # type: ignore[no-untyped-def]
     tl.store(place, total.to(target.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_add_row)
-
-
 def add_rows_on_gpu(
     target_RD: torch.Tensor,
     own_RD: torch.Tensor,
@@ -49,9 +48,15 @@ def add_rows_on_gpu(
     offsets: torch.Tensor,
 ) -> None:
     """See `add_rows` and `RowSums`; sums in fp32."""
-    width = target_RD.shape[1]
-    _launch(
-        (len(rows), 1, 1),
-        (target_RD, own_RD, returned_RD, rows, own_of_shared, order, offsets),
-        (target_RD.stride(0), own_RD.stride(0), returned_RD.stride(0), width, triton.next_power_of_2(width)),
-    )
+    strides = target_RD.stride(0), own_RD.stride(0), returned_RD.stride(0)
+    dtypes = target_RD.dtype, own_RD.dtype, returned_RD.dtype
+    launch = _launch_of(target_RD.device, dtypes, strides, target_RD.shape[1])
+    launch(rows.shape[0], 1, target_RD, own_RD, returned_RD, rows, own_of_shared, order, offsets)
+
+
+@lru_cache
+def _launch_of(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[int, int, int], width: int
+) -> Launch:
+    """The kernel for such tensors."""
+    return Launch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)

@@ -17,7 +17,6 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 
 import torch
 
-from distca_hf.errors import PlanError
 from distca_hf.runtime.combine import GradientFlight
 from distca_hf.runtime.dispatch import KeyFlight
 from distca_hf.runtime.finite import check_finite
@@ -57,9 +56,7 @@ def attend(
     """
     plan.agree()
     where, maps, transport = plan.begin_forward(), plan.maps, plan.transport
-    kernel = plan.kernel(q_TNH, k_TGH, v_TGV)
-    for x in (q_TNH, k_TGH, v_TGV):
-        _check_fit(x, plan, where)
+    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, where)
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
@@ -110,7 +107,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v from those of the output; what was not kept is fetched again."""
     where, maps, transport = plan.begin_backward(), plan.backward_maps, plan.transport
-    kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV), plan.keeps_received is True, maps.rows_per_token
+    kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV, where), plan.keeps_received is True, maps.rows_per_token
     how = scale, plan.config.deterministic, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
     k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
@@ -166,22 +163,3 @@ def _clear_padding(maps: Maps, *tensors_T: torch.Tensor) -> None:
     if maps.num_tokens * maps.rows_per_token < maps.num_rows:
         for x in tensors_T:
             x[maps.num_tokens :] = 0
-
-
-def _check_fit(x: torch.Tensor, plan: LivePlan, where: str) -> None:
-    maps = plan.maps
-    if x.device != maps.send_rows.device:
-        raise PlanError(
-            f"rank {plan.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
-            f"on {maps.send_rows.device}; keep the model where the loader puts batches (its argument device)"
-        )
-    if x.shape[0] * maps.rows_per_token != maps.num_rows:
-        raise PlanError(
-            f"rank {plan.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
-            f"{maps.num_rows // maps.rows_per_token}; feed the batch to the model as the loader made it"
-        )
-    if x.shape[1] % maps.rows_per_token:
-        raise PlanError(
-            f"rank {plan.transport.rank}, {where}: the plan divides heads in {maps.rows_per_token} groups, the "
-            f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
-        )

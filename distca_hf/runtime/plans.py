@@ -170,16 +170,41 @@ class LivePlan:
         facts = {**facts, "fingerprint": self.fingerprint}
         self.agreement = Agreement.start(self.transport, Occasion.FORWARD, self.micro_batch, facts, {})
 
-    def kernel(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> Kernel:
-        """The kernel for these tensors.
+    def kernel(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, where: str = "no layer yet"
+    ) -> Kernel:
+        """The kernel for these tensors, which fit the plan. Layers ask for the same one again and again.
 
         Raises:
-            UnsupportedAttentionError: there is none.
+            PlanError: they do not fit.
+            UnsupportedAttentionError: there is no kernel for them.
         """
-        job = q_TNH.dtype, q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]
-        if job not in self._kernels:  # layers ask for the same one again and again
-            self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q_TNH, k_TGH, v_TGV))
-        return self._kernels[job]
+        tensors = q_TNH, k_TGH, v_TGV
+        job = tuple([x.shape for x in tensors] + [x.dtype for x in tensors] + [x.device for x in tensors])
+        kernel = self._kernels.get(job)
+        if kernel is None:
+            for x in tensors:
+                self._check_fit(x, where)
+            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(*tensors))
+        return kernel
+
+    def _check_fit(self, x: torch.Tensor, where: str) -> None:
+        maps = self.maps
+        if x.device != maps.send_rows.device:
+            raise PlanError(
+                f"rank {self.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
+                f"on {maps.send_rows.device}; keep the model where the loader puts batches (its argument device)"
+            )
+        if x.shape[0] * maps.rows_per_token != maps.num_rows:
+            raise PlanError(
+                f"rank {self.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
+                f"{maps.num_rows // maps.rows_per_token}; feed the batch to the model as the loader made it"
+            )
+        if x.shape[1] % maps.rows_per_token:
+            raise PlanError(
+                f"rank {self.transport.rank}, {where}: the plan divides heads in {maps.rows_per_token} groups, the "
+                f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
+            )
 
     def begin_forward(self) -> str:
         """Counts a forward call of the operator and names the place."""

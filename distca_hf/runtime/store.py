@@ -45,7 +45,7 @@ class Store:
     def _with_own(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> "Store":
         store = cls.empty(k, v, maps, k.dtype)
         if len(maps.own_rows):
-            copy_rows((k, v), maps.own_rows, (store.k, store.v), maps.own_to_store)
+            copy_rows((k, v), maps.own_rows, store._tensors, maps.own_to_store)
         return store
 
     def arrive(self, received: torch.Tensor, rows: slice, maps: Maps) -> None:
@@ -54,10 +54,12 @@ class Store:
             self._put(some_rows(maps.received_to_store, rows), some_rows(received, rows))
 
     def _put(self, places: torch.Tensor, received: torch.Tensor) -> None:
-        if self.beside is not None:
-            copy_rows((received,), None, (self.beside,), places)
-        else:
-            copy_rows(apart(received, self.k, self.v), None, (self.k, self.v), places)
+        copy_rows((received,), None, self._tensors, places)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        """What holds keys and values."""
+        return (self.k, self.v) if self.beside is None else (self.beside,)
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, maps: Maps, dtype: torch.dtype) -> "Store":
@@ -113,7 +115,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
     if isinstance(rows, slice):
         return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
     both = k.new_empty((rows.shape[0], row_width(k, v)))
-    copy_rows((k, v), rows, apart(both, k, v), None)
+    copy_rows((k, v), rows, (both,), None)
     return both
 
 

@@ -125,6 +125,8 @@ def _recomputed(num_ranks: int, num_legs: int, kind: str) -> list[Trained]:
 @pytest.mark.parametrize("kind", ["placed", "moved heads"])
 @pytest.mark.parametrize("num_legs", [1, 3])
 def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, kind: str, tmp_path: Path) -> None:
+    """Own calls have other numbers of heads where nothing comes; torch's kernel sums in another order then."""
+    pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
     num_ranks = min(4, torch.cuda.device_count())
     plan = _plan(num_ranks, kind)
     by_rank = run_ranks(

@@ -155,8 +155,22 @@ def test_rows_of_two_tensors_are_copied_at_once(widths: tuple[int, int], ordered
     chosen = torch.cat([x if rows is None else x[rows] for x in sources], dim=1)
     expected[slice(count) if places is None else places] = chosen
     copy_rows(sources, rows, targets, places)
-
     assert torch.equal(beside, expected)
+
+    if places is not None:
+        together = torch.zeros_like(beside)
+        copy_rows(sources, rows, (together,), places)
+        assert torch.equal(together, expected)
+
+        taken = [torch.zeros(count, 1, width, device="cuda", dtype=torch.bfloat16) for width in widths]
+        copy_rows((together,), places, taken, None)
+        assert torch.equal(torch.cat([x.flatten(1) for x in taken], dim=1), chosen)
+
+
+def test_rows_whose_elements_lie_apart_are_refused() -> None:
+    rows = torch.zeros(2, 5, 3, device="cuda").transpose(0, 1)
+    with pytest.raises(ValueError, match="make them contiguous"):
+        copy_rows((rows,), torch.arange(5).cuda(), (torch.zeros(5, 2, 3, device="cuda"),), None)
 
 
 def test_kernels_take_any_address() -> None:

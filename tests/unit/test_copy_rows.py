@@ -43,9 +43,9 @@ def test_no_rows_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (torch.zeros(3, 4), "(3, 4) of torch.float32 to (2, 4) of torch.float32"),
-        (torch.zeros(2, 5), "(2, 5) of torch.float32 to (2, 4) of torch.float32"),
-        (torch.zeros(2, 4).long(), "(2, 4) of torch.int64 to (2, 4) of torch.float32"),
+        (torch.zeros(3, 4), "2 and 3 of them together"),
+        (torch.zeros(2, 5), "(4,) of torch.float32 and (5,) of torch.float32 to (4,) of"),
+        (torch.zeros(2, 4).long(), "(4,) of torch.float32 and (4,) of torch.int64 to (4,) of"),
     ],
     ids=["more rows", "wider rows", "another dtype"],
 )
@@ -55,6 +55,25 @@ def test_rows_that_do_not_fit_are_refused(source: torch.Tensor, told: str) -> No
         copy_rows((target[:2], source), None, (target, target), torch.tensor([0, 1]))
 
     assert not target.any()
+
+
+@pytest.mark.parametrize(("rows", "places"), [([0, 1, 2], [3, 4]), (None, [3]), ([0], None)], ids=str)
+def test_as_many_places_as_rows_are_needed(rows: list[int] | None, places: list[int] | None) -> None:
+    target = torch.zeros(5, 4)
+    with pytest.raises(ValueError, match=r"cannot copy \d rows to \d places"):
+        copy_rows((target[:2],), rows and torch.tensor(rows), (target,), places and torch.tensor(places))
+
+
+def test_rows_side_by_side_are_taken_apart_and_put_together() -> None:
+    """Whatever the shapes of the rows."""
+    k, v, beside = torch.arange(24.0).view(6, 2, 2), -torch.arange(6.0).view(6, 1), torch.zeros(4, 5)
+    copy_rows((k, v), torch.tensor([5, 2]), (beside,), torch.tensor([3, 0]))
+    assert beside.tolist() == [[8, 9, 10, 11, -2], [0] * 5, [0] * 5, [20, 21, 22, 23, -5]]
+
+    again_k, again_v = torch.zeros(2, 2, 2), torch.zeros(2, 1)
+    copy_rows((beside,), torch.tensor([3, 0]), (again_k, again_v), None)
+    assert torch.equal(again_k, k[[5, 2]])
+    assert torch.equal(again_v, v[[5, 2]])
 
 
 def test_whole_tensors_are_not_copied_by_rows() -> None:

@@ -1,4 +1,4 @@
-"""Compiled kernels are found by what they were compiled for; whatever address is not aligned is left to Triton."""
+"""What a first launch compiled is launched again; whatever address is not aligned is left to Triton."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,76 +6,79 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels.launch import ALIGNMENT, Launcher
+from distca_hf.kernels import launch
+from distca_hf.kernels.launch import ALIGNMENT, Launch
+
+
+DEVICE = torch.device("cuda", 3)
 
 
 class Compiled:
-    """What a first launch returns, and later ones launch."""
+    """What Triton returns for a first launch, and launches in the end."""
 
-    def __init__(self, launches: list[str]) -> None:
-        self._launches = launches
+    function, packed_metadata = "function", "metadata"
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments: self._launches.append("compiled")
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self.run: Callable[..., None] = lambda *given: launches.append(given)
 
 
 class Kernel:
-    """A kernel of Triton's, which compiles with every launch of its own."""
+    """A function of Triton's."""
 
     def __init__(self) -> None:
-        self.launches: list[str] = []
-        self.arguments: list[tuple[Any, ...]] = []
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
-        def launch(*arguments: Any) -> Compiled:
-            self.launches.append("compiles")
-            self.arguments.append((grid, *arguments))
-            return Compiled(self.launches)
+        def compile_and_launch(*arguments: Any) -> Compiled:
+            self.compiled.append((*grid, *arguments))
+            return Compiled(self.launched)
 
-        return launch
+        return compile_and_launch
 
 
 @pytest.fixture
-def kernel() -> Kernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(launch, "current_stream", lambda device: f"stream of device {device}")
     return Kernel()
 
 
-def aligned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def aligned(*shape: int) -> torch.Tensor:
     """Rows of zeros whose address is a multiple of ALIGNMENT, whatever the allocator does."""
-    numbers = torch.zeros(torch.Size(shape).numel() + ALIGNMENT, dtype=dtype)
+    numbers = torch.zeros(torch.Size(shape).numel() + ALIGNMENT)
     first = next(at for at in range(ALIGNMENT) if numbers[at:].data_ptr() % ALIGNMENT == 0)
     return numbers[first : first + torch.Size(shape).numel()].view(shape)
 
 
-def test_one_kind_is_compiled_once(kernel: Kernel) -> None:
-    launch, grid = Launcher(kernel), (3, 1, 1)
-    x, y = aligned(4, 8), aligned(2, 8)
-    launch(grid, (x, y), (8, 16))
-    launch((5, 2, 1), (y, x), (8, 16))
+def test_kernel_is_compiled_once(kernel: Kernel) -> None:
+    copy, x, y = Launch(kernel, (8, 16), DEVICE), aligned(4, 8), aligned(2, 8)
+    copy(3, 1, x, y)
+    copy(5, 2, y, x)
 
-    assert kernel.launches == ["compiles", "compiled"]
-    assert kernel.arguments[0][0] == grid
-    assert kernel.arguments[0][1] is x
-    assert kernel.arguments[0][3:] == (8, 16)
-
-
-def test_other_numbers_and_dtypes_are_compiled_apart(kernel: Kernel) -> None:
-    launch, x = Launcher(kernel), aligned(4, 8)
-    for tensors, constants in (
-        ((x,), (8,)),
-        ((x,), (16,)),
-        ((aligned(4, 8, dtype=torch.float64),), (8,)),
-        ((x,), (8,)),
-    ):
-        launch((1, 1, 1), tensors, constants)
-
-    assert kernel.launches == ["compiles"] * 3 + ["compiled"]
+    [compiled], [launched] = kernel.compiled, kernel.launched
+    assert compiled[:3] == (3, 1, 1)
+    assert compiled[3] is x
+    assert compiled[5:] == (8, 16)
+    assert launched[:9] == (5, 2, 1, "stream of device 3", "function", "metadata", None, None, None)
+    assert launched[9] is y
+    assert launched[11:] == (8, 16)
 
 
 def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:
-    launch, x = Launcher(kernel), aligned(4, 8)
-    launch((1, 1, 1), (x, x), (8,))
-    launch((1, 1, 1), (x, x[:, 1:]), (8,))
-    launch((1, 1, 1), (x, x), (8,))
+    copy, x = Launch(kernel, (8,), DEVICE), aligned(4, 8)
+    copy(1, 1, x, x)
+    copy(1, 1, x, x[:, 1:])
+    copy(1, 1, x, x)
 
-    assert kernel.launches == ["compiles", "compiles", "compiled"]
+    assert len(kernel.compiled) == 2
+    assert len(kernel.launched) == 1
+
+
+def test_first_address_may_be_any(kernel: Kernel) -> None:
+    """What Triton compiles for it is good for such addresses alone, and is not kept."""
+    copy, x = Launch(kernel, (), DEVICE), aligned(4, 8)
+    for given in (x[:, 1:], x, x):
+        copy(1, 1, given)
+
+    assert len(kernel.compiled) == 2
+    assert len(kernel.launched) == 1

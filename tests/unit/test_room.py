@@ -147,7 +147,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
     def run(transport: Transport) -> tuple[int, int, int]:
         config = DistCAConfig(kv_residency=kv_residency)
         live = live_plan(plan.layout, QuietTransport(transport), config, plan=plan, num_legs=num_legs)
-        live.kernel = lambda q, k, v: NoKernel()
+        live.kernel = lambda q, k, v, where: NoKernel()
         q, k, v = tensors(int(plan.layout.rank_rows[transport.rank]), torch.bfloat16)
         with LiveBytes() as forward:
             out, lse, kept = attend(q, k, v, SCALE, live)
