@@ -6,9 +6,10 @@ memory's rate, and every operator costs the host more than the device.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
+
+from distca_hf.kernels.row_kinds import kinds_of_rows, widths_of_parts
 
 
 def copy_rows(
@@ -44,29 +45,6 @@ def copy_rows(
             target.index_copy_(0, places, chosen)
 
 
-# Shape of one row of a tensor, strides of the tensor, dtype.
-KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-
-def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
-    """What a kernel is made for."""
-    return tuple([(x.shape[1:], x.stride(), x.dtype) for x in tensors])
-
-
-def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
-    """Elements of a row of each tensor that is copied.
-
-    Raises:
-        ValueError: rows of sources and targets are not the same.
-    """
-    widths, room = ([shape.numel() for shape, *_ in kinds] for kinds in (sources, targets))
-    same = widths == room if len(widths) == len(room) else sum(widths) == sum(room)
-    if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
-        told = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
-        raise ValueError(f"cannot copy rows {' to '.join(told)}")
-    return max(widths, room, key=len)
-
-
 def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
     """Rows that are read or written: chosen ones, or those of all tensors."""
     if chosen is not None:
@@ -83,7 +61,7 @@ def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch
 
 
 @cache
-def _on_gpu() -> Callable[..., Any]:
+def _on_gpu() -> Callable[..., None]:
     """The kernel; Triton comes with torch for GPUs alone."""
     from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
 

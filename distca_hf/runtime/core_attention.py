@@ -134,6 +134,7 @@ def attend_backward(
         own.derive_far(far, store, gradients)
         if guests is not None:
             guests.derive(leg, store, gradients)
+        gradients.complete()
         home.start(leg, transport, where)
         if guests is not None:
             guests.send_home(leg, transport, where)

@@ -113,10 +113,10 @@ class BackwardCalls:
     def _run_stored(self, call: DeviceCall, store: Store, gradients: StoreGradients, dq: torch.Tensor) -> None:
         total = gradients.total
         k, v, dk, dv = (keys_part(x, call, self._kv_heads) for x in (store.k, store.v, total.k, total.v))
-        call_dk, call_dv = gradients.target(dk), gradients.target(dv)
+        call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
         self._run(call, (k, v, call_dk, call_dv), dq)
-        gradients.settle(call_dk, dk)
-        gradients.settle(call_dv, dv)
+        gradients.settle(call, call_dk, dk)
+        gradients.settle(call, call_dv, dv)
 
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys

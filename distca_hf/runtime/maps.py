@@ -1,6 +1,6 @@
 """Maps: a routing as tensors on the device, made once per micro-batch and used by every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.sum_rows import RowSums
 from distca_hf.planning.calls import KernelCall
 from distca_hf.planning.legs import Legs
+from distca_hf.planning.overlaps import adding_calls
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.runs import Runs
@@ -23,7 +24,11 @@ from distca_hf.runtime.views import some_rows
 
 @dataclass(frozen=True, eq=False)
 class DeviceCall:
-    """A kernel call with its offsets on the device; names as in `KernelCall`."""
+    """A kernel call with its offsets on the device; names as in `KernelCall`.
+
+    Attributes:
+        adds: a larger call reads the same stored keys and writes their gradients; this one adds to them.
+    """
 
     queries: slice
     keys: slice
@@ -31,6 +36,7 @@ class DeviceCall:
     heads: tuple[int, int] | None
     stored_rows_per_token: int
     pairs: int
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Maps:
         queries: queries that move, or None if on no rank any does.
         calls_of_heads: what `runtime.heads` made of the calls, by layer.
         sums: where gradients of sent keys, and of own rows of the store, are added.
-        store_sums: several calls read the same stored keys, so their gradients must be added.
+        store_sums: gradients of stored keys are sums of many calls.
     """
 
     num_rows: int
@@ -164,7 +170,9 @@ class HostMaps:
             _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
         )
         offsets = self.offsets.to(device, non_blocking=True)
-        own_calls, *others = _device_calls(self.calls, offsets)
+        stored = [(call.key_start, call.key_stop) for call in (*routing.far, *routing.guests)]
+        adding = adding_calls(stored)
+        own_calls, *others = _device_calls(self.calls, offsets, adding or frozenset())
         return Maps(
             num_rows=routing.num_rows,
             held=routing.held,
@@ -174,8 +182,7 @@ class HostMaps:
             come_in_order=routing.come_in_order,
             kept_in_order=routing.kept_in_order,
             exchanges=routing.exchanges,
-            store_sums=sum(call.key_stop - call.key_start for call in (*routing.far, *routing.guests))
-            > routing.store_rows,
+            store_sums=adding is None,
             send_rows=send,
             received_to_store=received,
             kept_to_store=kept,
@@ -268,8 +275,11 @@ def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[Way]:
     return [Way(*way) for way in ways]
 
 
-def _device_calls(kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor) -> tuple[tuple[DeviceCall, ...], ...]:
-    made, at = [], 0
+def _device_calls(
+    kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor, adding: Container[int]
+) -> tuple[tuple[DeviceCall, ...], ...]:
+    """Own calls, then those on stored keys; of the latter some add to gradients."""
+    made, at, stored = [], 0, -len(kinds[0])
     for calls in kinds:
         of_kind = []
         for call in calls:
@@ -283,7 +293,9 @@ def _device_calls(kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor) 
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
-            of_kind.append(DeviceCall(queries, keys, spans, call.heads, call.stored_rows_per_token, call.pairs))
+            rows, adds = call.stored_rows_per_token, stored in adding
+            of_kind.append(DeviceCall(queries, keys, spans, call.heads, rows, call.pairs, adds))
+            stored += 1
         made.append(tuple(of_kind))
     return tuple(made)
 

@@ -40,6 +40,8 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     elements = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
     summed = accumulation_dtype(k.dtype).itemsize if maps.store_sums else k.element_size()
     stored = maps.store_rows * elements * (k.element_size() + summed)
+    on_store = [call for leg in maps.legs for call in (*leg.far, *leg.guests)]
+    stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
     # Keys that were fetched again, and gradients on their way home.
     under_way = 2 * (len(maps.send_rows) + len(maps.received_to_store)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))

@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.runtime.maps import Maps
+from distca_hf.runtime.maps import DeviceCall, Maps
 from distca_hf.runtime.views import some_rows
 
 
@@ -79,23 +79,35 @@ class Store:
 
 
 class StoreGradients:
-    """Gradients of a store. Where several calls read the same rows they add to them, in max(fp32, dtype)."""
+    """Gradients of a store. Where two calls read the same rows the smaller one adds to what the larger one writes;
+    where more do they all add, in max(fp32, dtype)."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> None:
         self._maps, self._dtype = maps, k.dtype
+        self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.total = Store.empty(k, v, maps, accumulation_dtype(k.dtype) if maps.store_sums else k.dtype)
         if maps.store_sums:
             self.total.k.zero_()
             self.total.v.zero_()
 
-    def target(self, total: torch.Tensor) -> torch.Tensor:
+    def target(self, call: DeviceCall, total: torch.Tensor) -> torch.Tensor:
         """Where a call writes its part of some rows of the gradients."""
-        return torch.empty(total.shape, dtype=self._dtype, device=total.device) if self._maps.store_sums else total
+        if self._maps.store_sums or call.adds:
+            return torch.empty(total.shape, dtype=self._dtype, device=total.device)
+        return total
 
-    def settle(self, part: torch.Tensor, total: torch.Tensor) -> None:
-        """Adds what a call wrote."""
+    def settle(self, call: DeviceCall, part: torch.Tensor, total: torch.Tensor) -> None:
+        """Adds what a call wrote, or has `complete` do it."""
         if self._maps.store_sums:
             total += part
+        elif call.adds:
+            self._to_add.append((part, total))
+
+    def complete(self) -> None:
+        """Adds what is still to be added, once all calls have written their parts."""
+        for part, total in self._to_add:
+            total += part
+        self._to_add.clear()
 
     def travelling(self, rows: slice) -> torch.Tensor:
         """Gradients of some received rows, in their order."""

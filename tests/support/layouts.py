@@ -17,6 +17,9 @@ SHARED = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0
 # Rank 0 reads the beginning of d0 twice: two of its tokens before d0[2:4], and those and five more before d0[7:9].
 SCATTERED = Layout.from_segments([9, 5], [[(0, 2, 4), (0, 7, 9), (1, 3, 5)], [(0, 0, 2), (0, 4, 7), (1, 0, 3)]])
 
+# Rank 0 reads the beginning of d0 three times.
+THRICE = Layout.from_segments([12], [[(0, 2, 4), (0, 6, 8), (0, 10, 12)], [(0, 0, 2), (0, 4, 6), (0, 8, 10)]])
+
 
 def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) -> Layout:
     """Documents cut anywhere, segments on any rank in any order, some ranks empty, some padded."""

@@ -16,7 +16,7 @@ from distca_hf.planning.planner import plan_in_place
 from distca_hf.runtime import combine, kernel_calls, room
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.testing.loopback import run_ranks
-from support.layouts import SCATTERED, SHARED, random_layout, random_plan, striped_layout
+from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
 from support.memory import LiveBytes, QuietTransport
 from support.parity import SCALE, live_plan
 
@@ -96,18 +96,27 @@ def test_what_comes_in_the_last_leg_needs_room_too(num_legs: int, monkeypatch: p
                 4 * (2 * 2 * KV + 2 * 2 * KV + 7 * (Q + KV) + 6 * Q),
             ],
         ),
-        # Both ranks send and store, rank 0 two documents; there two calls read the same keys, so gradients of ten
-        # tokens are summed in fp32.
+        # Both ranks send and store, rank 0 two documents; there two calls read the keys of two tokens, whose gradients
+        # one adds to those of the other.
         (
             SCATTERED,
             torch.bfloat16,
             [
-                2 * (10 * KV + 2 * (2 + 8) * KV + 6 * (Q + KV) + 6 * Q) + 4 * 10 * KV,
+                2 * (2 * 10 * KV + 2 * KV + 2 * (2 + 8) * KV + 6 * (Q + KV) + 6 * Q),
                 2 * (2 * 4 * KV + 2 * (8 + 2) * KV + 8 * (Q + KV) + 3 * Q),
             ],
         ),
+        # Three calls of rank 0 read the keys of two tokens, so gradients of all ten are summed in fp32; of rank 1 two.
+        (
+            THRICE,
+            torch.bfloat16,
+            [
+                2 * (10 * KV + 2 * (4 + 6) * KV + 6 * (Q + KV) + 6 * Q) + 4 * 10 * KV,
+                2 * (2 * 8 * KV + 4 * KV + 2 * (6 + 4) * KV + 6 * (Q + KV) + 4 * Q),
+            ],
+        ),
     ],
-    ids=["one document", "summed"],
+    ids=["one document", "added", "summed"],
 )
 def test_needed_bytes_by_hand(layout: Layout, dtype: torch.dtype, expected: list[int]) -> None:
     def run(transport: Transport) -> int:

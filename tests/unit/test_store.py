@@ -19,7 +19,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.rows import keys_part
 from distca_hf.runtime.store import Store, StoreGradients, apart, row_width, side_by_side
 from distca_hf.testing.loopback import run_ranks
-from support.layouts import SCATTERED, SHARED
+from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SCALE, Case, compare, live_plan
 
 
@@ -126,27 +126,34 @@ def parts_of(maps: Maps, dtype: torch.dtype) -> Iterator[tuple[DeviceCall, torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(dtype: torch.dtype) -> None:
-    maps, (k, v) = maps_of(SCATTERED, 0), keys(6, dtype)
-    assert maps.store_sums
+@pytest.mark.parametrize(
+    ("layout", "reads"),
+    [(SCATTERED, [2] * 2 + [1] * 8), (THRICE, [3] * 2 + [2] * 4 + [1] * 4)],
+    ids=["two calls", "three calls"],
+)
+def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
+    layout: Layout, reads: list[int], dtype: torch.dtype
+) -> None:
+    maps, (k, v) = maps_of(layout, 0), keys(6, dtype)
     gradients = StoreGradients(k, v, maps)
     precise = accumulation_dtype(dtype)
     expected = [torch.zeros(maps.store_rows, KV_HEADS, dim, dtype=precise) for dim in (DIM, VALUE_DIM)]
-    reads = torch.zeros(maps.store_rows)
+    counted = torch.zeros(maps.store_rows)
     for call, *parts in parts_of(maps, dtype):
-        reads[call.keys] += 1
+        counted[call.keys] += 1
         totals = [keys_part(x, call, 1) for x in (gradients.total.k, gradients.total.v)]
-        targets = [gradients.target(total) for total in totals]
+        targets = [gradients.target(call, total) for total in totals]
         for target, part, total, sum_of in zip(targets, parts, totals, expected, strict=True):
             assert target.dtype == dtype
             target.copy_(part)
-            gradients.settle(target, total)
+            gradients.settle(call, target, total)
             sum_of[call.keys] += part.to(precise)
+    gradients.complete()
 
-    assert reads.tolist() == [2] * 2 + [1] * 8
+    assert counted.tolist() == reads
     for total, sum_of in zip((gradients.total.k, gradients.total.v), expected, strict=True):
-        assert total.dtype == precise
-        assert torch.equal(total, sum_of)
+        assert total.dtype == (precise if max(reads) > 2 else dtype)
+        assert torch.equal(total, sum_of.to(total.dtype))
     came = maps.received_to_store
     for rows in (slice(0, len(came)), slice(2, 5)):
         travelling = gradients.travelling(rows)
@@ -160,22 +167,34 @@ def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_fro
     gradients = StoreGradients(k, v, maps)
     for call, *parts in parts_of(maps, torch.bfloat16):
         for part, total in zip(parts, (gradients.total.k, gradients.total.v), strict=True):
-            target = gradients.target(keys_part(total, call, 1))
+            target = gradients.target(call, keys_part(total, call, 1))
             target.copy_(part)
-            gradients.settle(target, keys_part(total, call, 1))
+            gradients.settle(call, target, keys_part(total, call, 1))
 
     travelling = gradients.travelling(slice(0, 2))
     assert travelling.data_ptr() == gradients.total.k.data_ptr()
     assert torch.equal(travelling, side_by_side(*parts, ALL))
 
 
-@pytest.mark.parametrize(("layout", "rank", "sums"), [(SCATTERED, 0, True), (SCATTERED, 1, False), (SHARED, 1, False)])
-def test_sums_are_known_from_the_calls(layout: Layout, rank: int, sums: bool) -> None:
-    assert maps_of(layout, rank).store_sums == sums
+@pytest.mark.parametrize(
+    ("layout", "rank", "adding", "sums"),
+    [
+        (SCATTERED, 0, [(0, 2)], False),
+        (SCATTERED, 1, [], False),
+        (SHARED, 1, [], False),
+        (THRICE, 0, [], True),
+    ],
+)
+def test_sums_are_known_from_the_calls(layout: Layout, rank: int, adding: list[tuple[int, int]], sums: bool) -> None:
+    """Only the smaller of two calls that read the same keys adds; of three all do."""
+    maps = maps_of(layout, rank)
+
+    added = [(call.keys.start, call.keys.stop) for leg in maps.legs for call in leg.far if call.adds]
+    assert (added, maps.store_sums) == (adding, sums)
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("layout", [SCATTERED, SHARED], ids=["scattered", "shared"])
+@pytest.mark.parametrize("layout", [SCATTERED, SHARED, THRICE], ids=["scattered", "shared", "thrice"])
 def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed: int) -> None:
     case = Case.draw(seed, layout)
 
