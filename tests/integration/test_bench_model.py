@@ -43,7 +43,9 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     modes = json.loads(out.read_text())["modes"]
 
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("| ")] == ["mode", "local", "placed"]
-    assert f"{LONGEST} tokens per rank and step; checkpointing saved, FSDP2; head" in printed
+    assert (
+        f"{LONGEST} tokens per rank and step; checkpointing saved, FSDP2, gradients summed in float32; head" in printed
+    )
     assert modes["placed"]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
     assert modes["local"]["imbalance"] == pytest.approx(2 / (1 + 4 * 64 * 65 / (LONGEST * (LONGEST + 1))))
     assert modes["placed"]["imbalance"] < 1.01
