@@ -12,10 +12,10 @@ import torch
 
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Spans, empty_gradients, empty_outputs
+from distca_hf.runtime.operators import register
 
 
-@torch.library.custom_op("distca::flash_attn_local", mutates_args=())
-def flash_attn_local(
+def _flash_attn_local(
     q_TNH: torch.Tensor,
     k_SGH: torch.Tensor,
     v_SGV: torch.Tensor,
@@ -32,8 +32,7 @@ def flash_attn_local(
     return out, lse
 
 
-@flash_attn_local.register_fake
-def _(
+def _shapes(
     q_TNH: torch.Tensor,
     k_SGH: torch.Tensor,
     v_SGV: torch.Tensor,
@@ -46,8 +45,7 @@ def _(
     return empty_outputs(q_TNH, v_SGV)
 
 
-@torch.library.custom_op("distca::flash_attn_local_backward", mutates_args=())
-def flash_attn_local_backward(
+def _flash_attn_local_backward(
     dout_TNV: torch.Tensor,
     q_TNH: torch.Tensor,
     k_SGH: torch.Tensor,
@@ -69,10 +67,7 @@ def flash_attn_local_backward(
     return dq, dk, dv
 
 
-flash_attn_local_backward.register_fake(empty_gradients)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
@@ -86,4 +81,5 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     return *gradients, None, None, None, None, None
 
 
-flash_attn_local.register_autograd(_backward, setup_context=_setup_context)
+flash_attn_local = register(_flash_attn_local, _shapes, _backward, _save)
+flash_attn_local_backward = register(_flash_attn_local_backward, empty_gradients)

@@ -13,6 +13,7 @@ import torch
 
 from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
 from distca_hf.runtime.core_attention import attend, attend_backward
+from distca_hf.runtime.operators import register
 from distca_hf.runtime.plans import LivePlan, find_plan
 from distca_hf.runtime.residency import Kept, waits_for_recomputation
 from distca_hf.runtime.waiting import current_scope
@@ -22,8 +23,7 @@ from distca_hf.runtime.waiting import current_scope
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("distca::flash_attn", mutates_args=())
-def flash_attn(
+def _flash_attn(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
@@ -39,8 +39,7 @@ def flash_attn(
     return out, lse, kept.keys, *kept.guests
 
 
-@flash_attn.register_fake
-def _(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int) -> Outputs:
+def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int) -> Outputs:
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
     new_size = torch.library.get_ctx().new_dynamic_size
@@ -51,8 +50,7 @@ def _(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: floa
     return out, lse, some(k_TGH, 2), some(q_TNH, 3), some(q_TNH, 3), some(lse, 2)
 
 
-@torch.library.custom_op("distca::flash_attn_backward", mutates_args=())
-def flash_attn_backward(
+def _flash_attn_backward(
     dout_TNV: torch.Tensor,
     q_TNH: torch.Tensor,
     k_TGH: torch.Tensor,
@@ -76,10 +74,7 @@ def flash_attn_backward(
         raise
 
 
-flash_attn_backward.register_fake(empty_gradients)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, scale, plan = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
@@ -95,7 +90,8 @@ def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch
     return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.scale, ctx.plan), None, None
 
 
-flash_attn.register_autograd(_backward, setup_context=_setup_context)
+flash_attn = register(_flash_attn, _shapes, _backward, _save)
+flash_attn_backward = register(_flash_attn_backward, empty_gradients)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:
