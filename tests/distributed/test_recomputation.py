@@ -75,9 +75,9 @@ def test_recomputation_exchanges_nothing_where_rows_are_kept(tmp_path: Path) -> 
             assert again[0] == pytest.approx(numbers, rel=1e-5)
             assert again[1] == forward
         # Gradients go home once. Without keeping, keys come again for recomputation, and once more for backward; what
-        # is compiled together with its checkpointing, or reentrant, keeps them from recomputation on.
-        times = {"plain": 2, "refetch": 3, "auto": 1, "wrapper": 1}
-        times |= {"compiled layers": 2, "compiled model": 2, "reentrant": 2}
-        assert {kind: again[2] for kind, again in trained.items()} == {
-            kind: [count * calls for calls in forward] for kind, count in times.items()
-        }
+        # is reentrant keeps them from recomputation on. So does what is compiled together with its checkpointing, if
+        # torch's partitioner recomputes attention; that of 2.11 does not.
+        times = {"plain": [2], "refetch": [3], "auto": [1], "wrapper": [1], "reentrant": [2]}
+        times |= {"compiled layers": [1, 2], "compiled model": [1, 2]}
+        for kind, counts in times.items():
+            assert trained[kind][2] in [[count * calls for calls in forward] for count in counts], kind
