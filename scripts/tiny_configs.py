@@ -8,7 +8,7 @@ besides is in `EXCEPTIONS`.
 import dataclasses
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 
 VOCABULARY = 128
@@ -122,13 +122,23 @@ def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         settings |= LATENT
     if "layer_types" in fields:
         settings |= _one_layer_of_each_kind(config_class)
-    for name, part in config_class.sub_configs_defaults.items():
-        part_class = CONFIG_MAPPING[part.model_type] if part.model_type else part.config_class
+    for name, part_class in _parts(config_class).items():
         settings[name] = _settings(part_class) | {"model_type": part_class.model_type}
     for name, value in EXCEPTIONS.get(config_class.model_type, {}).items():
         part_settings = settings.get(name)
         settings[name] = part_settings | value if isinstance(part_settings, dict) else value
     return settings
+
+
+def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
+    """Classes of parts that a class has by default, by name."""
+    if hasattr(config_class, "sub_configs_defaults"):
+        parts = config_class.sub_configs_defaults.items()
+        return {
+            name: CONFIG_MAPPING[part.model_type] if part.model_type else part.config_class for name, part in parts
+        }
+    parts = config_class.sub_configs.items()  # Transformers 5.17; a part of any class has no default
+    return {name: part for name, part in parts if part is not AutoConfig}
 
 
 def _one_layer_of_each_kind(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
