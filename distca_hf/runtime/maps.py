@@ -128,10 +128,15 @@ class Maps:
 
 @dataclass(frozen=True, eq=False)
 class HostMaps:
-    """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy."""
+    """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy.
+
+    Attributes:
+        adding: indices of calls on stored keys that add to gradients (see `adding_calls`).
+    """
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
+    adding: frozenset[int] | None
     runs: tuple[Runs, ...]
     table: torch.Tensor
     offsets: torch.Tensor
@@ -157,6 +162,7 @@ class HostMaps:
         return cls(
             routing=routing,
             calls=calls,
+            adding=adding_calls([(call.key_start, call.key_stop) for call in (*routing.far, *routing.guests)]),
             runs=tuple(runs),
             table=_pinned(_table(Runs.join(runs)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
@@ -170,9 +176,7 @@ class HostMaps:
             _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
         )
         offsets = self.offsets.to(device, non_blocking=True)
-        stored = [(call.key_start, call.key_stop) for call in (*routing.far, *routing.guests)]
-        adding = adding_calls(stored)
-        own_calls, *others = _device_calls(self.calls, offsets, adding or frozenset())
+        own_calls, *others = _device_calls(self.calls, offsets, self.adding or frozenset())
         return Maps(
             num_rows=routing.num_rows,
             held=routing.held,
@@ -182,7 +186,7 @@ class HostMaps:
             come_in_order=routing.come_in_order,
             kept_in_order=routing.kept_in_order,
             exchanges=routing.exchanges,
-            store_sums=adding is None,
+            store_sums=self.adding is None,
             send_rows=send,
             received_to_store=received,
             kept_to_store=kept,
