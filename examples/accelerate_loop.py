@@ -7,6 +7,7 @@ whichever rank holds it.
 """
 
 import random
+import time
 from contextlib import nullcontext
 from itertools import islice
 
@@ -61,7 +62,8 @@ def main() -> None:
         accelerator.print(
             f"step {step}: loss {accelerator.reduce(loss_sum, 'mean').item():.5f}, max/mean work {balance}"
         )
-    accelerator.wait_for_everyone()  # gloo may hang if a group is destroyed while its last operation is being freed
+    accelerator.wait_for_everyone()
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
     accelerator.end_training()
 
 

@@ -8,6 +8,7 @@ Self-contained: random documents, a tiny Llama. Prints which distributed type it
 
 import os
 import random
+import time
 
 import torch
 from datasets import Dataset
@@ -60,7 +61,8 @@ def main() -> None:
     trainer.accelerator.print(f"distributed type: {trainer.accelerator.distributed_type.name}")
     distca_hf.DistCAPlugin(tokens_per_rank=1024).attach(trainer)
     trainer.train()
-    trainer.accelerator.wait_for_everyone()  # gloo may hang if a group is destroyed while its last operation is freed
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
     trainer.accelerator.end_training()
 
 

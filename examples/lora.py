@@ -8,6 +8,7 @@ tokenised dataset. The argument is the folder to write to.
 
 import random
 import sys
+import time
 
 import torch
 from datasets import Dataset
@@ -52,7 +53,8 @@ def main(output: str) -> None:
     distca_hf.DistCAPlugin(tokens_per_rank=1024).attach(trainer)
     trainer.train()
     trainer.save_model()  # of a PEFT model the adapter
-    trainer.accelerator.wait_for_everyone()  # gloo may hang if a group is destroyed while its last operation is freed
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
     trainer.accelerator.end_training()
 
 

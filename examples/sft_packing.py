@@ -7,6 +7,7 @@ Without `packing=True` documents are placed instead, and with `max_length=None` 
 """
 
 import random
+import time
 
 import torch
 from datasets import Dataset
@@ -58,7 +59,8 @@ def main() -> None:
     trainer = SFTTrainer(model=model, args=args, train_dataset=generated_texts(200), processing_class=word_tokenizer())
     distca_hf.DistCAPlugin().attach(trainer)
     trainer.train()
-    trainer.accelerator.wait_for_everyone()  # gloo may hang if a group is destroyed while its last operation is freed
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
     trainer.accelerator.end_training()
 
 

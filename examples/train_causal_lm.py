@@ -7,6 +7,7 @@ Without a recipe every argument of `TrainingArguments` and below can be given on
 distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +44,8 @@ def main() -> None:
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded, the model is wanted whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
-    trainer.accelerator.wait_for_everyone()  # a group that is destroyed under its last operation may abort the process
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
     trainer.accelerator.end_training()
 
 

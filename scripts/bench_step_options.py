@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -86,5 +87,6 @@ def _open_group(device_type: str) -> torch.device:
 def on_all_ranks(measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace) -> None:
     """Measures on this rank's device, between the beginning and the end of the process group."""
     measure(options, _open_group(options.device))
-    dist.barrier()  # gloo may hang if a group is destroyed while its last operation is being freed
+    dist.barrier()
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
     dist.destroy_process_group()
