@@ -63,7 +63,7 @@ def main() -> None:
             f"step {step}: loss {accelerator.reduce(loss_sum, 'mean').item():.5f}, max/mean work {balance}"
         )
     accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     accelerator.end_training()
 
 

@@ -54,7 +54,7 @@ def main(output: str) -> None:
     trainer.train()
     trainer.save_model()  # of a PEFT model the adapter
     trainer.accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     trainer.accelerator.end_training()
 
 

@@ -25,7 +25,11 @@ def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torc
         f"{tokens} tokens per rank and step"
         + (f" in {options.accumulation} micro-steps" * (options.accumulation > 1)),
         f"checkpointing {options.checkpointing}, "
-        + (f"FSDP2, gradients summed in {str(options.reduce_dtype)[6:]}" if options.fsdp else "no FSDP")
+        + (
+            f"FSDP2, gradients summed in {str(options.reduce_dtype).removeprefix('torch.')}"
+            if options.fsdp
+            else "no FSDP"
+        )
         + (f", compiled by {options.compile}" if options.compile else "")
         + (", liger" if options.liger else ""),
     ]

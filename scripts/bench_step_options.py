@@ -88,5 +88,5 @@ def on_all_ranks(measure: Callable[[argparse.Namespace, torch.device], None], op
     """Measures on this rank's device, between the beginning and the end of the process group."""
     measure(options, _open_group(options.device))
     dist.barrier()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while a thread of its frees the last operation
+    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     dist.destroy_process_group()

@@ -4,8 +4,7 @@ On a GPU one Triton kernel copies whole rows of up to two tensors: torch's `inde
 memory's rate, and every operator costs the host more than the device.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 
@@ -24,17 +23,18 @@ def copy_rows(
     One or two tensors are copied. Two on one side may be one on the other, in which their rows lie side by side.
 
     Raises:
-        ValueError: there are more rows than places or fewer, or others: another width or dtype; or neither is given.
+        ValueError: there are more rows than places or fewer, or others: another shape (side by side: width) or
+            dtype; or neither is given.
     """
     if rows is None and places is None:
         raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
     count = _count(sources, rows)
     if count != _count(targets, places):
         raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
-    if not count:
-        return
     if targets[0].is_cuda:
-        _on_gpu()(sources, rows, targets, places, count)
+        from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
+
+        copy_rows_on_gpu(sources, rows, targets, places, count)
         return
     widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
     for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
@@ -58,11 +58,3 @@ def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
 def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
     """What is copied, apart."""
     return [*tensors] if len(tensors) == len(widths) else [*tensors[0].flatten(1).split(list(widths), dim=1)]
-
-
-@cache
-def _on_gpu() -> Callable[..., None]:
-    """The kernel; Triton comes with torch for GPUs alone."""
-    from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
-
-    return copy_rows_on_gpu

@@ -63,14 +63,15 @@ def copy_rows_on_gpu(
     places: torch.Tensor | None,
     count: int,
 ) -> None:
-    """See `copy_rows`; `count` rows, at least one."""
+    """See `copy_rows`; `count` rows."""
     any_rows, any_places = rows is not None, places is not None
     kinds = kinds_of_rows(sources), kinds_of_rows(targets)
     launch, blocks = _launch_of(targets[0].device, *kinds, any_rows, any_places)
     index = places if rows is None else rows
     assert index is not None
     indices = index if rows is None else rows, index if places is None else places
-    launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], *indices)
+    if count:
+        launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], *indices)
 
 
 @lru_cache

@@ -20,8 +20,9 @@ def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]
     Raises:
         ValueError: rows of sources and targets are not the same.
     """
-    widths, room = ([shape.numel() for shape, *_ in kinds] for kinds in (sources, targets))
-    same = widths == room if len(widths) == len(room) else sum(widths) == sum(room)
+    rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
+    widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
+    same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)
     if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
         told = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
         raise ValueError(f"cannot copy rows {' to '.join(told)}")

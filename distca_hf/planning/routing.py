@@ -17,6 +17,7 @@ Store and guest rows come in legs (see `legs`) and lie in their order. Own queri
 lie; only what is sent is copied. If the plan divides heads, a row is one token of one group of heads (see `ranges`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -26,6 +27,7 @@ from distca_hf.cost import IntArray
 from distca_hf.layout import Layout
 from distca_hf.planning.calls import KernelCall, far_calls, guest_calls, own_calls
 from distca_hf.planning.legs import Legs
+from distca_hf.planning.overlaps import adding_calls
 from distca_hf.planning.own import OwnParts
 from distca_hf.planning.pieces import Pieces
 from distca_hf.planning.plan import Plan
@@ -104,6 +106,7 @@ class Routing(RowsInLegs):
         store_rows: rows of the store.
         own: kernel calls (see above).
         far_of_leg, guests_of_leg: kernel calls that need what a leg brings.
+        adding: those of them that add to gradients of stored keys, which larger ones write; None if all do.
         late_share: what part of the own calls to compute beside results that fly home: then ranks start these at about
             the same time.
         exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
@@ -126,6 +129,7 @@ class Routing(RowsInLegs):
     own: tuple[KernelCall, ...]
     far_of_leg: tuple[tuple[KernelCall, ...], ...]
     guests_of_leg: tuple[tuple[KernelCall, ...], ...]
+    adding: frozenset[KernelCall] | None
     late_share: float
     exchanges: bool
     queries: QueryMoves | None = None
@@ -198,6 +202,11 @@ def route(
     document, head = held.document[part], held.head[part]
     copied = Runs.of(numbered.of(document, head, start), (stop - start) * rows_per_token(head, groups))
     shared = send.union(copied)
+    far_of_leg = tuple(far_calls(own, store, leg) for leg in range(legs.count))
+    guests_of_leg = tuple(
+        guest_calls(tasks, guests[guest_leg == leg], guest_row[guests[guest_leg == leg]], store, leg)
+        for leg in range(legs.count)
+    )
     return Routing(
         num_rows=int(layout.rank_rows[rank]) * groups,
         held=_held(layout, rank),
@@ -215,11 +224,9 @@ def route(
         own_in_shared=copied.places_in(shared),
         store_rows=store.num_rows,
         own=own_calls(own),
-        far_of_leg=tuple(far_calls(own, store, leg) for leg in range(legs.count)),
-        guests_of_leg=tuple(
-            guest_calls(tasks, guests[guest_leg == leg], guest_row[guests[guest_leg == leg]], store, leg)
-            for leg in range(legs.count)
-        ),
+        far_of_leg=far_of_leg,
+        guests_of_leg=guests_of_leg,
+        adding=_adding([*chain.from_iterable(far_of_leg), *chain.from_iterable(guests_of_leg)]),
         late_share=_late_share(plan, rank),
         exchanges=len(transfers) > 0,
         queries=_query_moves(plan, rank, guest_row, legs) if plan.moves_queries else None,
@@ -263,6 +270,12 @@ class _Numbered:
         stride = self._held.stride[piece]
         starts: IntArray = self._held.row[piece] + (parts.starts - self._firsts[at]) * stride
         return Runs.of(starts, parts.lengths, stride)
+
+
+def _adding(calls: Sequence[KernelCall]) -> frozenset[KernelCall] | None:
+    """Which calls on stored keys add to what others write."""
+    indices = adding_calls([(call.key_start, call.key_stop) for call in calls])
+    return None if indices is None else frozenset(calls[index] for index in indices)
 
 
 def _held(layout: Layout, rank: int) -> IntArray:

@@ -12,7 +12,7 @@ import torch
 
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Spans, empty_gradients, empty_outputs
-from distca_hf.runtime.operators import register
+from distca_hf.runtime.define_op import define_op
 
 
 def _flash_attn_local(
@@ -81,5 +81,5 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     return *gradients, None, None, None, None, None
 
 
-flash_attn_local = register(_flash_attn_local, _shapes, _backward, _save)
-flash_attn_local_backward = register(_flash_attn_local_backward, empty_gradients)
+flash_attn_local = define_op(_flash_attn_local, _shapes, _backward, _save)
+flash_attn_local_backward = define_op(_flash_attn_local_backward, empty_gradients)

@@ -1,6 +1,6 @@
 """Maps: a routing as tensors on the device, made once per micro-batch and used by every layer."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,6 @@ from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.sum_rows import RowSums
 from distca_hf.planning.calls import KernelCall
 from distca_hf.planning.legs import Legs
-from distca_hf.planning.overlaps import adding_calls
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.runs import Runs
@@ -128,15 +127,10 @@ class Maps:
 
 @dataclass(frozen=True, eq=False)
 class HostMaps:
-    """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy.
-
-    Attributes:
-        adding: indices of calls on stored keys that add to gradients (see `adding_calls`).
-    """
+    """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy."""
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
-    adding: frozenset[int] | None
     runs: tuple[Runs, ...]
     table: torch.Tensor
     offsets: torch.Tensor
@@ -162,7 +156,6 @@ class HostMaps:
         return cls(
             routing=routing,
             calls=calls,
-            adding=adding_calls([(call.key_start, call.key_stop) for call in (*routing.far, *routing.guests)]),
             runs=tuple(runs),
             table=_pinned(_table(Runs.join(runs)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
@@ -176,7 +169,7 @@ class HostMaps:
             _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
         )
         offsets = self.offsets.to(device, non_blocking=True)
-        own_calls, *others = _device_calls(self.calls, offsets, self.adding or frozenset())
+        own_calls, *others = _device_calls(self.calls, offsets, routing.adding or ())
         return Maps(
             num_rows=routing.num_rows,
             held=routing.held,
@@ -186,7 +179,7 @@ class HostMaps:
             come_in_order=routing.come_in_order,
             kept_in_order=routing.kept_in_order,
             exchanges=routing.exchanges,
-            store_sums=self.adding is None,
+            store_sums=routing.adding is None,
             send_rows=send,
             received_to_store=received,
             kept_to_store=kept,
@@ -280,10 +273,10 @@ def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[Way]:
 
 
 def _device_calls(
-    kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor, adding: Container[int]
+    kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor, adding: Collection[KernelCall]
 ) -> tuple[tuple[DeviceCall, ...], ...]:
-    """Own calls, then those on stored keys; of the latter some add to gradients."""
-    made, at, stored = [], 0, -len(kinds[0])
+    """Calls of each kind, whose offsets follow each other."""
+    made, at = [], 0
     for calls in kinds:
         of_kind = []
         for call in calls:
@@ -297,9 +290,8 @@ def _device_calls(
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
-            rows, adds = call.stored_rows_per_token, stored in adding
+            rows, adds = call.stored_rows_per_token, call in adding
             of_kind.append(DeviceCall(queries, keys, spans, call.heads, rows, call.pairs, adds))
-            stored += 1
         made.append(tuple(of_kind))
     return tuple(made)
 

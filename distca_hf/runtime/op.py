@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
 from distca_hf.runtime.core_attention import attend, attend_backward
-from distca_hf.runtime.operators import register
+from distca_hf.runtime.define_op import define_op
 from distca_hf.runtime.plans import LivePlan, find_plan
 from distca_hf.runtime.residency import Kept, waits_for_recomputation
 from distca_hf.runtime.waiting import current_scope
@@ -90,8 +90,8 @@ def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch
     return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.scale, ctx.plan), None, None
 
 
-flash_attn = register(_flash_attn, _shapes, _backward, _save)
-flash_attn_backward = register(_flash_attn_backward, empty_gradients)
+flash_attn = define_op(_flash_attn, _shapes, _backward, _save)
+flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:

@@ -189,6 +189,7 @@ class LivePlan:
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
+        """Device, rows and heads of a tensor are those that the plan was made for."""
         maps = self.maps
         if x.device != maps.send_rows.device:
             raise PlanError(

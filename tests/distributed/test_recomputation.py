@@ -76,8 +76,8 @@ def test_recomputation_exchanges_nothing_where_rows_are_kept(tmp_path: Path) -> 
             assert again[1] == forward
         # Gradients go home once. Without keeping, keys come again for recomputation, and once more for backward; what
         # is reentrant keeps them from recomputation on. So does what is compiled together with its checkpointing, if
-        # torch's partitioner recomputes attention; that of 2.11 does not.
-        times = {"plain": [2], "refetch": [3], "auto": [1], "wrapper": [1], "reentrant": [2]}
-        times |= {"compiled layers": [1, 2], "compiled model": [1, 2]}
-        for kind, counts in times.items():
-            assert trained[kind][2] in [[count * calls for calls in forward] for count in counts], kind
+        # torch's partitioner recomputes attention; that of 2.11 does not in layers.
+        times = {"plain": 2, "refetch": 3, "auto": 1, "wrapper": 1, "reentrant": 2, "compiled model": 2}
+        times["compiled layers"] = 1 if torch.__version__ < "2.12" else 2  # compared as versions
+        for kind, count in times.items():
+            assert trained[kind][2] == [count * calls for calls in forward], kind

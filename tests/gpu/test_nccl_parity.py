@@ -10,6 +10,9 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
+from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.interface import Job
+from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
@@ -125,15 +128,20 @@ def _recomputed(num_ranks: int, num_legs: int, kind: str) -> list[Trained]:
 @pytest.mark.parametrize("kind", ["placed", "moved heads"])
 @pytest.mark.parametrize("num_legs", [1, 3])
 def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, kind: str, tmp_path: Path) -> None:
-    """Own calls have other numbers of heads where nothing comes; torch's kernel sums in another order then."""
-    pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
+    """With FlashAttention 4 bit by bit. Own calls have other numbers of heads where nothing comes, and torch's kernel
+    sums in another order then: not far apart."""
     num_ranks = min(4, torch.cuda.device_count())
     plan = _plan(num_ranks, kind)
+    kernel = choose_kernel(
+        "auto", Job("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM)
+    )
+    rounding = torch.finfo(torch.bfloat16).eps if isinstance(kernel, TorchVarlenKernel) else 0.0
     by_rank = run_ranks(
         num_ranks, _recomputed, tmp_path, num_ranks, num_legs, kind, timeout_seconds=110.0, backend="nccl"
     )
 
     for kept, fetched in by_rank:
-        assert all(torch.equal(now, before) for now, before in zip(kept.numbers, fetched.numbers, strict=True))
+        for now, before in zip(kept.numbers, fetched.numbers, strict=True):
+            assert (now - before).abs().max() <= rounding * before.abs().max()
         assert (kept.forward, kept.backward) == expected_exchanges(plan, num_legs, waits=True, keeps=True)
         assert (fetched.forward, fetched.backward) == expected_exchanges(plan, num_legs, waits=False, keeps=False)

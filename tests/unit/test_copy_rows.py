@@ -64,6 +64,14 @@ def test_as_many_places_as_rows_are_needed(rows: list[int] | None, places: list[
         copy_rows((target[:2],), rows and torch.tensor(rows), (target,), places and torch.tensor(places))
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_rows_of_another_shape_are_refused(count: int) -> None:
+    """Also if there are none of them, and if they are as long."""
+    target, places = torch.zeros(5, 4), torch.arange(count)
+    with pytest.raises(ValueError, match=re.escape("(2, 2) of torch.float32 to (4,) of torch.float32")):
+        copy_rows((torch.ones(count, 2, 2),), None, (target,), places)
+
+
 def test_rows_side_by_side_are_taken_apart_and_put_together() -> None:
     """Whatever the shapes of the rows."""
     k, v, beside = torch.arange(24.0).view(6, 2, 2), -torch.arange(6.0).view(6, 1), torch.zeros(4, 5)

@@ -1,21 +1,21 @@
-"""Operators: functions as operators of torch, which compiled graphs, checkpointing and autograd all know by name.
+"""Defines operators: functions as operators of torch, which compiled graphs, checkpointing and autograd all know by name.
 
 `torch.library.custom_op` with `register_autograd` does the same for twice the time of the host: 40 µs in each layer,
 half of which are generic (keyword arguments, mutated arguments, aliases).
 """
 
 from collections.abc import Callable
-from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch._C import _after_autograd_keyset, _AutoDispatchBelowAutograd
+from torch._compile import _disable_dynamo
 
 
 _library = torch.library.Library("distca", "FRAGMENT")
 
 
-def register(
+def define_op(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
@@ -32,24 +32,11 @@ def register(
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
     operator: torch._ops.OpOverload = getattr(torch.ops.distca, name).default
-    _library.impl(name, _not_traced(function), "CompositeExplicitAutograd")
+    # torch.compile does not look into it, also where it runs beside compiled code.
+    _library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
     _library.impl(name, _differentiable(operator, backward, save), "Autograd", with_keyset=True)
     return operator
-
-
-def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that `torch.compile` does not look into, also where it runs beside compiled code."""
-
-    @cache  # torch.compile is imported when first needed
-    def disabled() -> Callable[..., Any]:
-        return torch.compiler.disable(function)
-
-    @wraps(function)
-    def call(*given: Any) -> Any:
-        return disabled()(*given)
-
-    return call
 
 
 def _differentiable(

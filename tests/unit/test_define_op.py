@@ -1,16 +1,20 @@
 """Operators behave as torch expects them to: it checks schema, gradients, shapes and compilation itself."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
-from distca_hf.comm.transport import LocalTransport
-from distca_hf.config import DistCAConfig
+from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
+from distca_hf.planning.planner import plan_in_place
 from distca_hf.runtime.local import flash_attn_local
-from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.op import flash_attn, flash_attn_backward
 from distca_hf.runtime.plans import LivePlan
+from distca_hf.testing.loopback import run_ranks
+from support.layouts import SCATTERED, random_plan
 from support.parity import SCALE, live_plan
 
 
@@ -67,6 +71,37 @@ def test_gradients_are_those_of_finite_differences() -> None:
             assert ((ends[0] - ends[1]) * direction).sum() / 2e-6 == pytest.approx(
                 (gradient * step).sum().item(), 1e-6
             )
+
+
+OVER_RANKS = {
+    "placed": plan_in_place(SCATTERED),
+    "moved": random_plan(random.Random(0), SCATTERED, 1),
+    "moved heads": random_plan(random.Random(0), SCATTERED, KV_HEADS),
+}
+
+
+@pytest.mark.parametrize("kv_residency", ["keep", "refetch"])
+@pytest.mark.parametrize("kind", list(OVER_RANKS))
+def test_what_operators_return_shares_no_memory(kind: str, kv_residency: Residency) -> None:
+    """Neither with what they are given nor among itself: compiled graphs write into what nobody needs any more."""
+
+    def run(transport: Transport) -> None:
+        plan = OVER_RANKS[kind]
+        live = live_plan(plan.layout, transport, DistCAConfig(kv_residency=kv_residency), plan=plan)
+        rows = int(plan.layout.rank_rows[transport.rank])
+        q, k, v = (torch.randn(rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        forward = flash_attn(q, k, v, SCALE, live.handle)
+        assert (kv_residency == "keep") == any(len(kept) for kept in forward[2:])
+        assert_apart(q, k, v, *forward)
+        dout = torch.randn_like(q)
+        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, SCALE, live.handle))
+
+    run_ranks(2, run)
+
+
+def assert_apart(*tensors: torch.Tensor) -> None:
+    begins = [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+    assert len(set(begins)) == len(begins)
 
 
 @pytest.mark.parametrize("planned", [True, False])
