@@ -1,4 +1,4 @@
-"""Defines operators: functions as operators of torch, which compiled graphs, checkpointing and autograd all know by name.
+"""Operators of torch made of functions: compiled graphs, checkpointing and autograd all know them by name.
 
 `torch.library.custom_op` with `register_autograd` does the same for twice the time of the host: 40 µs in each layer,
 half of which are generic (keyword arguments, mutated arguments, aliases).
