@@ -10,7 +10,7 @@ import torch
 from distca_hf.kernels.interface import Kernel, accumulation_dtype
 from distca_hf.kernels.merge import merge
 from distca_hf.runtime.maps import DeviceCall
-from distca_hf.runtime.rows import keys_part, queries_part
+from distca_hf.runtime.rows import keys_of, queries_of
 from distca_hf.runtime.store import Store, StoreGradients
 
 
@@ -27,13 +27,13 @@ class ForwardCalls:
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
         for call in calls:
-            q, out, lse = (queries_part(x, call, self._kv_heads) for x in (self._q, self._out, self._lse))
+            q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             self._run(call, q, k, v, out, lse)
 
     def attend_far(self, calls: Iterable[DeviceCall], store: Store, at_once: bool) -> None:
         """Attends to prefixes, and adds that `at_once` if own calls have written their parts."""
         for call in calls:
-            q = queries_part(self._q, call, self._kv_heads)
+            [q] = queries_of(call, self._kv_heads, self._q)
             out, lse = empty_rows(q, store.v)
             self._run(call, q, store.k, store.v, out, lse)
             self._far.append((call, out, lse))
@@ -43,7 +43,7 @@ class ForwardCalls:
     def merge_far(self) -> None:
         """Adds attention to prefixes, once own calls have written their parts."""
         for call, far_out, far_lse in self._far:
-            out, lse = (queries_part(x, call, self._kv_heads) for x in (self._out, self._lse))
+            out, lse = queries_of(call, self._kv_heads, self._out, self._lse)
             merge(out, lse, far_out, far_lse)
         self._far.clear()
 
@@ -56,7 +56,7 @@ class ForwardCalls:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        k, v = keys_part(k, call, self._kv_heads), keys_part(v, call, self._kv_heads)
+        k, v = keys_of(call, self._kv_heads, k, v)
         self._kernel.forward(q, k, v, call.spans, self._scale, out, lse.t())
 
 
@@ -75,7 +75,7 @@ class BackwardCalls:
         deterministic: bool,
         kv_heads: int,
     ) -> None:
-        self._kernel, self._of_queries, self._lse, self._dq = kernel, (dout, q, out), lse, dq
+        self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
         self._scale, self._deterministic, self._kv_heads = scale, deterministic, kv_heads
         self._far: dict[tuple[int, int, tuple[int, int] | None], tuple[DeviceCall, torch.Tensor]] = {}
 
@@ -84,20 +84,18 @@ class BackwardCalls:
     ) -> None:
         """Writes the gradients of the calls' queries, keys and values."""
         for call in calls:
-            parts = [keys_part(x, call, self._kv_heads) for x in (k, v, dk, dv)]
-            self._run(call, parts, queries_part(self._dq, call, self._kv_heads))
+            self._run(call, keys_of(call, self._kv_heads, k, v, dk, dv), self._dq_of(call))
 
     def derive_stored(self, calls: Iterable[DeviceCall], store: Store, gradients: StoreGradients) -> None:
         """The same with keys in the store."""
         for call in calls:
-            self._run_stored(call, store, gradients, queries_part(self._dq, call, self._kv_heads))
+            self._run_stored(call, store, gradients, self._dq_of(call))
 
     def derive_far(self, calls: Iterable[DeviceCall], store: Store, gradients: StoreGradients) -> None:
         """The part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient; that of
         queries is added by `add_far`, once own calls have written theirs."""
         for call in calls:
-            of_call = queries_part(self._dq, call, self._kv_heads)
-            dq = torch.empty_like(of_call, memory_format=torch.contiguous_format)
+            dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
             self._run_stored(call, store, gradients, dq)
             rows = call.queries.start, call.queries.stop, call.heads
             if rows in self._far:  # of a leg before
@@ -108,11 +106,16 @@ class BackwardCalls:
     def add_far(self) -> None:
         """Adds what prefixes contribute to the gradients of queries, in at least fp32."""
         for call, dq in self._far.values():
-            queries_part(self._dq, call, self._kv_heads).add_(dq)
+            self._dq_of(call).add_(dq)
+
+    def _dq_of(self, call: DeviceCall) -> torch.Tensor:
+        """Where the gradients of the call's queries belong."""
+        [dq] = queries_of(call, self._kv_heads, self._dq)
+        return dq
 
     def _run_stored(self, call: DeviceCall, store: Store, gradients: StoreGradients, dq: torch.Tensor) -> None:
         total = gradients.total
-        k, v, dk, dv = (keys_part(x, call, self._kv_heads) for x in (store.k, store.v, total.k, total.v))
+        k, v, dk, dv = keys_of(call, self._kv_heads, store.k, store.v, total.k, total.v)
         call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
         self._run(call, (k, v, call_dk, call_dv), dq)
         gradients.settle(call, call_dk, dk)
@@ -120,9 +123,8 @@ class BackwardCalls:
 
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
-        dout, q, out = (queries_part(x, call, self._kv_heads) for x in self._of_queries)
-        lse = queries_part(self._lse, call, self._kv_heads).t()
-        self._kernel.backward(dout, q, k, v, out, lse, call.spans, self._scale, self._deterministic, dq, dk, dv)
+        dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
+        self._kernel.backward(dout, q, k, v, out, lse.t(), call.spans, self._scale, self._deterministic, dq, dk, dv)
 
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,6 +77,7 @@ def _flash_attn_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, scale, plan = inputs
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale, ctx.plan = scale, plan
     ctx.live = (

@@ -60,12 +60,13 @@ class Received:
 
 
 def nothing_kept(plan: LivePlan, k: torch.Tensor) -> Kept:
-    """Empty tensors. They are made once per plan: new ones for each layer cost the host more."""
+    """Empty tensors. They are made once per plan: new ones for each layer cost the host more; nothing is derived from
+    them."""
     if plan.nothing is None or plan.nothing[0].dtype != k.dtype:
         with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
             nothing = Kept.nothing(k)
         plan.nothing = nothing.keys, *nothing.guests
-    return Kept(*(x.detach() for x in plan.nothing))
+    return Kept(*plan.nothing)
 
 
 def keeps_received(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from distca_hf.planning.routing import Routing, route
 from distca_hf.runtime.core_attention import attend
 from distca_hf.runtime.maps import DeviceCall, HostMaps, HostPlanMaps, Maps
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.rows import keys_part
+from distca_hf.runtime.rows import keys_of
 from distca_hf.runtime.store import Store, StoreGradients, apart, row_width, side_by_side
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
@@ -141,7 +141,7 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
     counted = torch.zeros(maps.store_rows)
     for call, *parts in parts_of(maps, dtype):
         counted[call.keys] += 1
-        totals = [keys_part(x, call, 1) for x in (gradients.total.k, gradients.total.v)]
+        totals = keys_of(call, 1, gradients.total.k, gradients.total.v)
         targets = [gradients.target(call, total) for total in totals]
         for target, part, total, sum_of in zip(targets, parts, totals, expected, strict=True):
             assert target.dtype == dtype
@@ -166,10 +166,10 @@ def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_fro
     assert not maps.store_sums
     gradients = StoreGradients(k, v, maps)
     for call, *parts in parts_of(maps, torch.bfloat16):
-        for part, total in zip(parts, (gradients.total.k, gradients.total.v), strict=True):
-            target = gradients.target(call, keys_part(total, call, 1))
+        for part, total in zip(parts, keys_of(call, 1, gradients.total.k, gradients.total.v), strict=True):
+            target = gradients.target(call, total)
             target.copy_(part)
-            gradients.settle(call, target, keys_part(total, call, 1))
+            gradients.settle(call, target, total)
 
     travelling = gradients.travelling(slice(0, 2))
     assert travelling.data_ptr() == gradients.total.k.data_ptr()
