@@ -6,8 +6,7 @@
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above
 #   liger    the same with Liger's kernels in all modes
-#   saved    attention outputs saved, and the best settings (saved, Liger's kernels, gradients summed over ranks in bf16,
-#            which is what Accelerate does with mixed_precision: bf16)
+#   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   host     time of the host per attention call
 #   memory   what torch holds while shapes change
@@ -46,7 +45,7 @@ for part in "${@:-modes liger saved models host memory}"; do
         liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
         saved)
             step saved --checkpointing saved --no-check --no-kernels --documents "$documents" --modes ideal,placed
-            step best --checkpointing saved --liger --reduce-dtype bfloat16 --no-check --no-kernels \
+            step best --checkpointing saved --liger --no-check --no-kernels \
                 --documents "$documents" --modes ideal,placed
             ;;
         models)

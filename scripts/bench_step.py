@@ -21,7 +21,7 @@ In the table, each figure of the slowest or largest rank:
     exposed         the step minus the same step on silent wires, where what would have arrived is a local copy of
                     random numbers; includes what exchanges make kernels beside them slower, and no difference in work
     kernels         seconds of all calls of the attention kernel, of the slowest rank as a multiple of the mean of all
-                    ranks: forward (recomputed calls, too) / backward; in one more step, in which every call is timed
+                    ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
     peak            memory that torch had given out at once; of `ideal` with its made-up keys
     error           the largest one of output and gradients on short documents, as a part of what is allowed; if it is
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step, with equal lengths")
     parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
     parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
-    parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call of one more step")
+    parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     options = parse_shared(parser, BUILDERS)
     options.modes = options.modes or [name for name in BUILDERS if name != "sorted" or options.accumulation > 1]
@@ -113,7 +113,7 @@ def measure_documents(
     kernels = {}
     for mode in modes if options.kernels else ():
         with runner.ready(mode) as step:
-            kernels[mode.name] = time_kernels(step, kernel, device)
+            kernels[mode.name] = time_kernels(step, kernel, device, options.rounds)
     if options.profile:
         for mode in modes:
             with runner.ready(mode) as step:

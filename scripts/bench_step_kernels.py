@@ -1,6 +1,6 @@
 """How long the attention kernel of a step takes on every rank: whether equal work is equal time.
 
-Kernel calls are timed from outside, in a step of its own: on GPUs between two events on the stream of the call, on
+Kernel calls are timed from outside, in steps of their own: on GPUs between two events on the stream of the call, on
 CPUs by the clock. Of a GPU's time, what other kernels take that run beside the call is in it.
 """
 
@@ -45,7 +45,7 @@ Laps = list[tuple[Mark, Mark]]  # begin and end of every call
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """All calls of a step, for every rank.
+    """All calls of a step, for every rank; medians over some steps.
 
     Attributes:
         forward: recomputed calls, too.
@@ -65,8 +65,17 @@ class KernelSeconds:
         }
 
 
-def time_kernels(step: Callable[[], object], kernel: Kernel, device: torch.device) -> KernelSeconds:
-    """Runs a step and times every call of the kernel in it; a collective call."""
+def time_kernels(step: Callable[[], object], kernel: Kernel, device: torch.device, rounds: int) -> KernelSeconds:
+    """Runs a step so many times, and times every call of the kernel in it; a collective call."""
+    rounds_seconds = [_one_step(step, kernel, device) for _ in range(rounds)]
+    own = torch.tensor(rounds_seconds, dtype=torch.float64, device=device).quantile(0.5, dim=0)
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return KernelSeconds(*torch.stack(ranks, dim=1).tolist())
+
+
+def _one_step(step: Callable[[], object], kernel: Kernel, device: torch.device) -> list[float]:
+    """Seconds of all forward calls, and of all backward calls."""
     laps: dict[str, Laps] = {"forward": [], "backward": []}
     dist.barrier()
     with ExitStack() as stack:
@@ -75,10 +84,7 @@ def time_kernels(step: Callable[[], object], kernel: Kernel, device: torch.devic
             stack.enter_context(mock.patch.object(type(kernel), name, timed))
         step()
     synchronize(device)
-    own = torch.tensor([_seconds(passed) for passed in laps.values()], dtype=torch.float64, device=device)
-    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, own)
-    return KernelSeconds(*torch.stack(ranks, dim=1).tolist())
+    return [_seconds(passed) for passed in laps.values()]
 
 
 def _timed(function: Callable[..., None], laps: Laps, device: torch.device) -> Callable[..., None]:

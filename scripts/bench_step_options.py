@@ -42,8 +42,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--reduce-dtype",
         choices=[*DTYPES],
-        default="float32",
-        help="in which FSDP sums gradients; Accelerate's mixed_precision takes bfloat16",
+        help="in which FSDP sums gradients; by default that of the model, as Accelerate's mixed_precision takes it",
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
@@ -63,7 +62,7 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
-    options.reduce_dtype = DTYPES[options.reduce_dtype]
+    options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype
     options.modes = options.modes and options.modes.split(",")
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
         parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, or one of them")
