@@ -41,9 +41,8 @@ def open_transport(
     data_group = _nccl_group(timeout) if device.type == "cuda" else dist.new_group(backend="gloo", timeout=timeout)
     patience = timedelta(seconds=agreement_timeout_seconds or timeout_seconds)
     control_group = dist.new_group(backend="gloo", timeout=patience)
-    store = (
-        dist.distributed_c10d._get_default_store()
-    )  # no public accessor; every backend's rendezvous goes through it
+    # No public accessor; every backend's rendezvous goes through it.
+    store = dist.distributed_c10d._get_default_store()
     rollcall = RollCall(store, dist.get_rank(), dist.get_world_size())
     rollcall.announce_uncaught_errors()
     return TorchTransport(data_group, control_group, rollcall)

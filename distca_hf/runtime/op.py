@@ -80,9 +80,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale, ctx.plan = scale, plan
-    ctx.live = (
-        find_plan(plan) if isinstance(plan, int) else None
-    )  # kept alive until backward; a traced plan is a symbol
+    # Kept alive until backward; a traced plan is a symbol.
+    ctx.live = find_plan(plan) if isinstance(plan, int) else None
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
