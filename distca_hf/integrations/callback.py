@@ -71,7 +71,13 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
+            ConfigError: packs are to be sorted, which takes another sampler than Trainer's.
         """
+        if self._plugin.sort_packs:
+            raise ConfigError(
+                "sort_packs chooses which rank runs which pack, and a callback cannot tell Trainer so: call "
+                "plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
+            )
         self.watch(enable(model, self._plugin))
         if self._plugin.save_on_signal:
             self._leave = LeaveOnSignal(self._plugin.transport)

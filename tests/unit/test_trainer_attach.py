@@ -244,6 +244,12 @@ def test_subclass_that_uses_shifted_labels_is_accepted(make: Callable[..., Train
     assert losses(own) == pytest.approx(losses(plain), rel=1e-6)
 
 
+def test_callback_alone_cannot_sort_packs(make: Callable[..., Trainer]) -> None:
+    plugin = distca_hf.DistCAPlugin(sort_packs=True)
+    with pytest.raises(ConfigError, match=r"sort_packs .* call plugin\.attach\(trainer\) instead"):
+        make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)]})
+
+
 def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.5.*auto_find_batch_size"):
         attach(make(label_smoothing_factor=0.5, auto_find_batch_size=True))
