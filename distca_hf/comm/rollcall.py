@@ -68,7 +68,8 @@ class RollCall:
                         waiting.discard(rank)
                 time.sleep(POLL_SECONDS)
         except RuntimeError as error:
-            return {**found, 0: f"cannot be asked, and with it the job's store is gone ({str(error).splitlines()[0]})"}
+            words = str(error).partition("\n")[0] or type(error).__name__
+            return {0: f"cannot be asked, and with it the job's store is gone ({words})", **found}
         return found | {
             rank: f"does not answer after {self._patience_seconds:g} s (killed, stopped, or not in this exchange)"
             for rank in sorted(waiting)

@@ -205,9 +205,8 @@ class TorchTransport:
         missing = self._rollcall.missing(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
         told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
-        message = (
-            f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {str(error).splitlines()[0][:300]}"
-        )
+        cause = str(error).partition("\n")[0][:300] or type(error).__name__
+        message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {cause}"
         if "timed out" in str(error).lower():
             return StepTimeoutError(
                 f"{message}. Deadlines are exchange_timeout_seconds and agreement_timeout_seconds."

@@ -5,8 +5,9 @@ models pass on to their layers unseen; without a plan the layer attends locally,
 batch) alone.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +19,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
 
 
-# Attribute of attention layers whose model was enabled.
+# Attribute of attention layers whose model was enabled: how they attend to batches without a plan.
 ENABLED = "_distca_enabled"
 # Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
 # numbers.
@@ -41,6 +42,13 @@ HARMLESS_KEYWORDS = frozenset(
         "use_cache",
     }
 )
+
+
+class LocalSettings(NamedTuple):
+    """Kernel and determinism of a layer that attends without a plan."""
+
+    kernel: str = "auto"
+    deterministic: bool = False
 
 
 def distca_attention(
@@ -81,7 +89,7 @@ def distca_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     if distca_plan is not None:
-        if not getattr(module, ENABLED, False):
+        if not hasattr(module, ENABLED):
             raise PlanError(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
@@ -91,27 +99,34 @@ def distca_attention(
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
+    settings: LocalSettings = getattr(module, ENABLED, LocalSettings())
     if padded is not None:
         _check_window(module, sliding_window, padded.keys[2])
-        return _attend_padded(query, key, value, padded, scale), None
+        return _attend_padded(query, key, value, padded, scale, settings), None
     queries, keys, longest_q, longest_k = (
         _offset_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         if cu_seq_lens_q is not None
         else _local_documents(query, key, position_ids, packed)
     )
     _check_window(module, sliding_window, longest_k)
-    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), queries, keys, longest_q, longest_k, scale)
+    how = queries, keys, longest_q, longest_k, scale, *settings
+    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), *how)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def _attend_padded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padded: PaddedRows, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    padded: PaddedRows,
+    scale: float,
+    settings: LocalSettings,
 ) -> torch.Tensor:
     """`[B, T, N, V]`, zero where there is padding. For evaluation and generation; training packs instead."""
     (query_rows, queries, longest_q), (key_rows, keys, longest_k) = padded.queries, padded.keys
     q_TNH = _rows(query).index_select(0, query_rows)
     k_SGH, v_SGV = (_rows(x).index_select(0, key_rows) for x in (key, value))
-    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, queries, keys, longest_q, longest_k, scale)
+    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, queries, keys, longest_q, longest_k, scale, *settings)
     shape = query.shape[0], query.shape[2], *out_TNV.shape[1:]
     return out_TNV.new_zeros((shape[0] * shape[1], *shape[2:])).index_copy(0, query_rows, out_TNV).view(shape)
 
@@ -188,15 +203,23 @@ def _offset_documents(
     query: torch.Tensor, key: torch.Tensor, cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Offsets and longest lengths of queries and keys, as somebody else packed them."""
-    offsets, longest = [], []
+    offsets, longest, tokens = [], [], []
     for given, x in ((cu_seq_lens_q, query), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, key)):
         offsets.append(given.to(device=x.device, dtype=torch.int32).flatten())
         lengths = check_cu_seqlens(offsets[-1].cpu().numpy(), x.shape[0] * x.shape[2])
         longest.append(int(lengths.max(initial=0)))
+        tokens.append(lengths)
     if len(offsets[0]) != len(offsets[1]):
         raise PackingError(
             f"cu_seq_lens_q holds {len(offsets[0]) - 1} documents, cu_seq_lens_k {len(offsets[1]) - 1}; give the same "
             "documents for queries and keys"
+        )
+    short = np.flatnonzero(tokens[0] > tokens[1])
+    if len(short):
+        document = int(short[0])
+        raise PackingError(
+            f"document {document} has {tokens[0][document]} queries (cu_seq_lens_q) but {tokens[1][document]} keys "
+            "(cu_seq_lens_k): its first queries could attend to nothing; give at least as many keys"
         )
     return offsets[0], offsets[1], longest[0], longest[1]
 

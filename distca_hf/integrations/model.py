@@ -15,7 +15,7 @@ from torch import nn
 
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.attention import ENABLED
+from distca_hf.integrations.attention import ENABLED, LocalSettings
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
@@ -76,7 +76,7 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
     if not hasattr(model, WATCH):
         setattr(model, WATCH, ForwardWatch(model, plugin))
         for layer in attention_layers(transformers_model(model)).values():
-            setattr(layer, ENABLED, True)
+            setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic))
     return model
 
 
@@ -200,7 +200,7 @@ class ForwardWatch:
                 f"{self._class_name}: {plan.forward_calls} of its {self._attention_layers} attention layers came "
                 "through distca in the first forward pass; the others computed something else, and no step was taken"
             )
-        self._calls = plan.forward_calls
+        self._calls = plan.num_layers = plan.forward_calls
 
 
 def _label_count(kwargs: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:

@@ -35,12 +35,14 @@ class Entry:
     automatic: bool = True
 
     def missing(self) -> str | None:
-        """Why the kernel cannot be imported, or None if it can."""
+        """Why the kernel cannot be imported, or None if it can, as far as is known before."""
         if self.module is None:
             return None
         try:
             found = importlib.util.find_spec(self.module) is not None
-        except ModuleNotFoundError:
+        except Exception as error:  # packages around a module run while it is looked for
+            if not (isinstance(error, ModuleNotFoundError) and f"{self.module}.".startswith(f"{error.name}.")):
+                return _failure(error)
             found = False
         return None if found else f"module {self.module} is not installed"
 
@@ -135,8 +137,12 @@ def _made(entry: Entry, job: Job) -> tuple[Kernel | None, str | None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler may raise
-        return None, f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return None, _failure(error)
     return kernel, None
+
+
+def _failure(error: Exception) -> str:
+    return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def try_out(kernel: Kernel, job: Job) -> None:

@@ -17,7 +17,7 @@ class Spans:
     """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
 
     Causal masks are aligned bottom-right: the last query attends to all keys of its task, and each query before it to
-    one key less.
+    one key less. No task has more queries than keys then.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.

@@ -108,7 +108,8 @@ def attend_backward(
     """Gradients of q, k and v from those of the output; what was not kept is fetched again."""
     where, maps, transport = plan.begin_backward(), plan.backward_maps, plan.transport
     kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV, where), plan.keeps_received is True, maps.rows_per_token
-    how = scale, plan.config.deterministic, k_TGH.shape[1]
+    deterministic = plan.config.deterministic or torch.are_deterministic_algorithms_enabled()
+    how = scale, deterministic, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
     k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges and not keeps)

@@ -21,7 +21,7 @@ def define_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> torch._ops.OpOverload:
-    """The operator `distca::<name of the function>` of tensors, integers and floats; it writes to none of them, and
+    """The operator `distca::<name of the function>` of tensors and numbers; it writes to none of them, and
     what it returns shares no memory with them.
 
     Args:

@@ -77,7 +77,7 @@ class BackwardCalls:
     ) -> None:
         self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
         self._scale, self._deterministic, self._kv_heads = scale, deterministic, kv_heads
-        self._far: dict[tuple[int, int, tuple[int, int] | None], tuple[DeviceCall, torch.Tensor]] = {}
+        self._far: list[tuple[DeviceCall, torch.Tensor]] = []
 
     def derive(
         self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
@@ -97,15 +97,11 @@ class BackwardCalls:
         for call in calls:
             dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
             self._run_stored(call, store, gradients, dq)
-            rows = call.queries.start, call.queries.stop, call.heads
-            if rows in self._far:  # of a leg before
-                _, before = self._far[rows]
-                dq = before.to(accumulation_dtype(before.dtype)).add_(dq)
-            self._far[rows] = call, dq
+            self._far.append((call, dq))
 
     def add_far(self) -> None:
-        """Adds what prefixes contribute to the gradients of queries, in at least fp32."""
-        for call, dq in self._far.values():
+        """Adds what prefixes contribute to the gradients of queries: once, as backward has one leg."""
+        for call, dq in self._far:
             self._dq_of(call).add_(dq)
 
     def _dq_of(self, call: DeviceCall) -> torch.Tensor:

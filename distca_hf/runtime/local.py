@@ -6,12 +6,13 @@ somebody else.
 Shape legend in `kernels.interface`.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from distca_hf.config import KernelName
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Spans, empty_gradients, empty_outputs
+from distca_hf.kernels.interface import Job, Kernel, Spans, empty_gradients, empty_outputs
 from distca_hf.runtime.define_op import define_op
 
 
@@ -24,11 +25,18 @@ def _flash_attn_local(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    kernel: str,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention output and log-sum-exp of varlen causal attention, aligned bottom-right."""
+    """Attention output and log-sum-exp of varlen causal attention, aligned bottom-right.
+
+    Args:
+        kernel: name of one, or "auto".
+        deterministic: gradients are bit-equal from run to run; so they are if torch is told to be deterministic.
+    """
     out, lse = empty_outputs(q_TNH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    choose_kernel("auto", Job.of(q_TNH, k_SGH, v_SGV)).forward(q_TNH, k_SGH, v_SGV, spans, scale, out, lse)
+    _kernel(kernel, q_TNH, k_SGH, v_SGV).forward(q_TNH, k_SGH, v_SGV, spans, scale, out, lse)
     return out, lse
 
 
@@ -41,6 +49,8 @@ def _shapes(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    kernel: str,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_outputs(q_TNH, v_SGV)
 
@@ -57,29 +67,35 @@ def _flash_attn_local_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    kernel: str,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = choose_kernel("auto", Job.of(q_TNH, k_SGH, v_SGV))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    kernel.backward(dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT, spans, scale, deterministic, dq, dk, dv)
+    deterministic |= torch.are_deterministic_algorithms_enabled()
+    of_output = dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT
+    _kernel(kernel, q_TNH, k_SGH, v_SGV).backward(*of_output, spans, scale, deterministic, dq, dk, dv)
     return dq, dk, dv
 
 
+def _kernel(name: str, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
+    return choose_kernel(cast(KernelName, name), Job.of(q_TNH, k_SGH, v_SGV))
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *how = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.lengths, ctx.scale = (max_seqlen_q, max_seqlen_k), scale
+    ctx.lengths, ctx.how = (max_seqlen_q, max_seqlen_k), how
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.lengths, ctx.scale)
-    return *gradients, None, None, None, None, None
+    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.lengths, *ctx.how)
+    return *gradients, *[None] * 7
 
 
 flash_attn_local = define_op(_flash_attn_local, _shapes, _backward, _save)

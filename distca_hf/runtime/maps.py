@@ -119,7 +119,7 @@ class Maps:
     def name_of(self, row: int) -> str:
         """Document and token that a row of this rank holds; rows here are tokens."""
         segment = int(np.searchsorted(self.held[:, 2], row, side="right")) - 1
-        if segment < 0:
+        if segment < 0 or row >= self.num_tokens:
             return "padding"
         document, start, first_row = self.held[segment].tolist()
         return f"document {document} of the micro-batch, token {start + row - first_row}"
@@ -127,7 +127,7 @@ class Maps:
 
 @dataclass(frozen=True, eq=False)
 class HostMaps:
-    """Maps before they are copied and written out: all integers of a micro-batch in one pinned buffer: one copy."""
+    """Maps before they are copied and written out: all integers of a micro-batch in two pinned buffers."""
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]

@@ -28,11 +28,12 @@ def _flash_attn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
+    call = live.forward_calls + 1
     try:
         received = scope.take() if scope is not None and scope.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, received)
     except Exception as error:
-        _add_place(error, live, live.forward_calls, "forward")
+        _add_place(error, live, call, "forward")
         raise
     if scope is not None and not scope.recomputes:
         scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
@@ -66,11 +67,12 @@ def _flash_attn_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     live = find_plan(plan)
+    call = live.backward_calls + 1
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
         return attend_backward(dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, kept, scale, live)
     except Exception as error:
-        _add_place(error, live, live.backward_calls, "backward")
+        _add_place(error, live, call, "backward")
         raise
 
 

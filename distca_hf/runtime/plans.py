@@ -144,8 +144,8 @@ class LivePlan:
             PlanMismatchError, PeerLostError: they do not.
         """
         if self.agreement is not None:
-            agreement, self.agreement = self.agreement, None
-            self.told |= agreement.wait()
+            self.told |= self.agreement.wait()
+            self.agreement = None
 
     @property
     def label_tokens(self) -> int | None:

@@ -17,7 +17,7 @@ LAYERS, TOKENS, HEADS, DIM = 6, 8192, 8, 64
 
 
 def _layer(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    out, _ = flash_attn_local(x, x, x, offsets, offsets, TOKENS, TOKENS, DIM**-0.5)
+    out, _ = flash_attn_local(x, x, x, offsets, offsets, TOKENS, TOKENS, DIM**-0.5, "auto", False)
     return x + torch.tanh(out)
 
 

@@ -49,7 +49,7 @@ class Regions:
     def _twice(x: torch.Tensor) -> torch.Tensor:
         offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
         for _ in range(2):
-            out, _ = flash_attn_local(x, x, x, offsets, offsets, 4, 4, 0.5)
+            out, _ = flash_attn_local(x, x, x, offsets, offsets, 4, 4, 0.5, "auto", False)
             x = x + torch.tanh(out)
         return x
 
@@ -123,7 +123,7 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
     def differs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         offsets = torch.tensor([0, len(x)], dtype=torch.int32)
         for _ in range(next(calls)):
-            x = torch.tanh(flash_attn_local(x, x, x, offsets, offsets, len(x), len(x), 0.5)[0])
+            x = torch.tanh(flash_attn_local(x, x, x, offsets, offsets, len(x), len(x), 0.5, "auto", False)[0])
         return layer(x)
 
     x = torch.randn(4, 1, 4, requires_grad=True)

@@ -38,7 +38,7 @@ def alone() -> LivePlan:
 
 def of_documents() -> tuple[Any, ...]:
     offsets = torch.tensor([0, 8, 12], dtype=torch.int32)
-    return offsets, offsets, 8, 8, SCALE
+    return offsets, offsets, 8, 8, SCALE, "auto", False
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
