@@ -10,10 +10,14 @@ from torch.distributed import HashStore
 from distca_hf.comm.agreement import WIDTH, Agreement, Occasion
 from distca_hf.comm.groups import open_transport
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, LocalTransport
+from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, LocalTransport, Transport
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
+from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.faults import Fault, FaultTransport, fail, stall
 from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+from support.layouts import SHARED
+from support.parity import live_plan
 
 
 def _agree(transport: LoopbackTransport, **changes: int) -> dict[str, list[int]]:
@@ -127,6 +131,39 @@ def test_roll_call_without_a_store_says_so() -> None:
     call.leave("anything")
 
     assert "store is gone (Broken pipe)" in call.missing()[0]
+
+
+def test_what_a_rank_left_behind_outlives_the_store_that_it_hosted() -> None:
+    class GoesWithRank0(HashStore):
+        def check(self, keys):
+            if keys == ["left/2"]:
+                raise RuntimeError  # without words
+            return super().check(keys)
+
+    calls = [RollCall(HashStore(), rank, 3) for rank in range(2)]
+    calls[0]._store = calls[1]._store = GoesWithRank0()
+    calls[0].leave("ValueError: the data is broken")
+
+    assert calls[1].missing() == {0: "left: ValueError: the data is broken"}
+
+
+def test_agreement_that_failed_is_not_forgotten() -> None:
+    """Whoever catches the error cannot go on with the plan."""
+
+    def run(transport: Transport) -> list[str]:
+        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
+        live.begin_forward_pass(1, {"dtype": transport.rank})
+        rows, errors = int(SHARED.rank_rows[transport.rank]), []
+        q = torch.randn(rows, 2, 8)
+        for _ in range(2):
+            with pytest.raises(PlanMismatchError) as caught:
+                flash_attn(q, q, q, 0.3, live.handle)
+            errors += caught.value.__notes__
+        return errors
+
+    for notes in run_ranks(2, run):
+        assert len(notes) == 2
+        assert all("forward call 1 of attention" in note for note in notes)
 
 
 def test_one_rank_sends_to_itself() -> None:

@@ -21,8 +21,12 @@ from transformers import (
 )
 from transformers.cache_utils import StaticCache
 
+import distca_hf
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.attention import distca_attention
+from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.interface import Kernel
+from distca_hf.runtime import local
 from distca_hf.testing.reference import attend_documents
 from support.models import SIZES, VOCABULARY, tiny_config, tiny_model
 
@@ -227,6 +231,35 @@ def test_offsets_of_keys_are_not_ignored() -> None:
     out = unless_refused(lambda: distca_attention(Layer(), query, key, value, None, **given)[0])
 
     assert out is None or largest(out, expected(query, key, value, 8**-0.5)) <= 1e-12
+
+
+def test_more_queries_than_keys_are_refused() -> None:
+    """Their document's first queries would attend to the keys of the document before."""
+    given = {"cu_seq_lens_q": torch.tensor([0, 2, 6]), "cu_seq_lens_k": torch.tensor([0, 4, 6])}
+    with pytest.raises(PackingError, match=r"document 1 has 4 queries \(cu_seq_lens_q\) but 2 keys"):
+        distca_attention(Layer(), *qkv(queries=6, keys=6), None, **given)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kernel": "reference", "deterministic": True}], ids=["default", "set"])
+def test_attention_without_a_plan_follows_the_settings(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Looks:
+        def __init__(self, kernel: Kernel) -> None:
+            self.kernel, self.forward = kernel, kernel.forward
+
+        def backward(self, *given: Any) -> None:
+            seen.append((type(self.kernel).__name__, given[8]))
+            self.kernel.backward(*given)
+
+    monkeypatch.setattr(local, "choose_kernel", lambda name, job: Looks(choose_kernel(name, job)))
+    model = distca_hf.enable(tiny_model(**TINY), distca_hf.DistCAPlugin(**settings))
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+
+    assert seen == [("ReferenceKernel", True) if settings else ("CpuKernel", False)] * TINY["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -571,6 +572,37 @@ def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_bo
     assert "kernel torch_varlen replaces a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
     assert "flash3 module absent_flash3.interface is not installed" in line
     assert "second line" not in line
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("ImportError('libcute.so: undefined symbol')", "flash4 fails: ImportError: libcute.so: undefined symbol"),
+        (
+            "ModuleNotFoundError('No module named einops', name='einops')",
+            "flash4 fails: ModuleNotFoundError: No module",
+        ),
+    ],
+)
+def test_kernel_whose_package_does_not_import_is_replaced(
+    raised: str,
+    told: str,
+    nothing_installed: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Built for another torch, say, or without one of its own dependencies."""
+    package = f"broken_{abs(hash(raised))}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = dataclasses.replace(KERNELS["flash4"], module=f"{package}.cute.interface")
+    monkeypatch.setitem(KERNELS, "flash4", entry)
+
+    assert isinstance(choose_kernel("auto", GPU_JOB), TorchVarlenKernel)
+    assert told in caplog.text
+    assert told.removeprefix("flash4 ") in refusal("flash4", GPU_JOB)
 
 
 def test_kernel_that_fails_on_its_first_tokens_is_replaced(

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
+import distca_hf
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.runtime.plans import LivePlan, find_plan
+from support.data import random_dataset
+from support.models import tiny_model
 from support.parity import live_plan
 
 
@@ -75,6 +78,21 @@ def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
 
     layers = [place.split(", ")[1] for place in places]
     assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
+
+
+def test_the_first_step_names_its_layers_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is known when forward has ended, before any of them is recomputed."""
+    places: list[tuple[int, str]] = []
+    place = LivePlan._place
+    monkeypatch.setattr(LivePlan, "_place", lambda *given: places.append(given[1:]) or place(*given))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192, checkpointed_attention="recompute")
+    model = distca_hf.enable(tiny_model(num_hidden_layers=3), plugin).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**next(iter(plugin.dataloader(random_dataset())))).loss.backward()
+
+    forward = [(layer, "forward") for layer in range(3)]
+    backward = [(layer, phase) for layer in (2, 1, 0) for phase in ("forward", "backward")]
+    assert places == forward + backward
 
 
 def test_wrong_number_of_rows_names_both_numbers() -> None:

@@ -93,6 +93,19 @@ def test_setting_names_layer_and_document(which: int, name: str, checked: bool) 
         run_ranks(1, run)
 
 
+def test_padding_is_no_document() -> None:
+    layout = Layout.from_segments([5, 3], [[(0, 0, 5), (1, 0, 3)]], [16])
+
+    def run(transport: Transport) -> None:
+        live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=True))
+        q, k, v = (torch.zeros(16, 2, 4) for _ in range(3))
+        k[12] = math.nan
+        flash_attn(q, k, v, SCALE, live.handle)
+
+    with pytest.raises(NotFiniteError, match="key is not finite in row 12, padding; 1 of 16"):
+        run_ranks(1, run)
+
+
 def test_tensors_on_another_device_than_the_plan_are_refused() -> None:
     layout = Layout.from_segments([5], [[(0, 0, 5)]])
 
