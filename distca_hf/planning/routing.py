@@ -17,8 +17,8 @@ Store and guest rows come in legs (see `legs`) and lie in their order. Own queri
 lie; only what is sent is copied. If the plan divides heads, a row is one token of one group of heads (see `ranges`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -106,7 +106,6 @@ class Routing(RowsInLegs):
         store_rows: rows of the store.
         own: kernel calls (see above).
         far_of_leg, guests_of_leg: kernel calls that need what a leg brings.
-        adding: those of them that add to gradients of stored keys, which larger ones write; None if all do.
         late_share: what part of the own calls to compute beside results that fly home: then ranks start these at about
             the same time.
         exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
@@ -129,7 +128,6 @@ class Routing(RowsInLegs):
     own: tuple[KernelCall, ...]
     far_of_leg: tuple[tuple[KernelCall, ...], ...]
     guests_of_leg: tuple[tuple[KernelCall, ...], ...]
-    adding: frozenset[KernelCall] | None
     late_share: float
     exchanges: bool
     queries: QueryMoves | None = None
@@ -143,6 +141,13 @@ class Routing(RowsInLegs):
     def guests(self) -> tuple[KernelCall, ...]:
         """Of all legs."""
         return tuple(chain.from_iterable(self.guests_of_leg))
+
+    @cached_property
+    def adding(self) -> frozenset[KernelCall] | None:
+        """Calls on stored keys that add to gradients which larger ones write; None if all do."""
+        calls = (*self.far, *self.guests)
+        indices = adding_calls([(call.key_start, call.key_stop) for call in calls])
+        return None if indices is None else frozenset(calls[index] for index in indices)
 
     @property
     def come_in_order(self) -> bool:
@@ -202,11 +207,6 @@ def route(
     document, head = held.document[part], held.head[part]
     copied = Runs.of(numbered.of(document, head, start), (stop - start) * rows_per_token(head, groups))
     shared = send.union(copied)
-    far_of_leg = tuple(far_calls(own, store, leg) for leg in range(legs.count))
-    guests_of_leg = tuple(
-        guest_calls(tasks, guests[guest_leg == leg], guest_row[guests[guest_leg == leg]], store, leg)
-        for leg in range(legs.count)
-    )
     return Routing(
         num_rows=int(layout.rank_rows[rank]) * groups,
         held=_held(layout, rank),
@@ -224,9 +224,11 @@ def route(
         own_in_shared=copied.places_in(shared),
         store_rows=store.num_rows,
         own=own_calls(own),
-        far_of_leg=far_of_leg,
-        guests_of_leg=guests_of_leg,
-        adding=_adding([*chain.from_iterable(far_of_leg), *chain.from_iterable(guests_of_leg)]),
+        far_of_leg=tuple(far_calls(own, store, leg) for leg in range(legs.count)),
+        guests_of_leg=tuple(
+            guest_calls(tasks, guests[guest_leg == leg], guest_row[guests[guest_leg == leg]], store, leg)
+            for leg in range(legs.count)
+        ),
         late_share=_late_share(plan, rank),
         exchanges=len(transfers) > 0,
         queries=_query_moves(plan, rank, guest_row, legs) if plan.moves_queries else None,
@@ -270,12 +272,6 @@ class _Numbered:
         stride = self._held.stride[piece]
         starts: IntArray = self._held.row[piece] + (parts.starts - self._firsts[at]) * stride
         return Runs.of(starts, parts.lengths, stride)
-
-
-def _adding(calls: Sequence[KernelCall]) -> frozenset[KernelCall] | None:
-    """Which calls on stored keys add to what others write."""
-    indices = adding_calls([(call.key_start, call.key_stop) for call in calls])
-    return None if indices is None else frozenset(calls[index] for index in indices)
 
 
 def _held(layout: Layout, rank: int) -> IntArray:
