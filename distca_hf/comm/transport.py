@@ -89,7 +89,9 @@ class Traffic:
     def count(self, asked: "AllToAll", rank: int) -> None:
         """Adds one exchange. Rows a rank sends to itself are not traffic."""
         self.exchanges += 1
-        self.bytes_sent += (asked.rows.shape[0] - asked.send_counts[rank]) * asked.row_bytes
+        self.bytes_sent += asked.rows.nbytes
+        if stays := asked.send_counts[rank]:
+            self.bytes_sent -= stays * asked.row_bytes
         self.recent.append(asked.where)
 
     def wait_for(self, work: dist.Work) -> None:
@@ -181,7 +183,7 @@ class TorchTransport:
         self._asynchronous.asyncOp = True
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
-        received = asked.room()
+        received = asked.room() if asked.into is None else asked.into
         self.traffic.count(asked, self.rank)
         try:  # what dist.all_to_all_single does, without a third of its host time
             work = self._data_group.alltoall_base(

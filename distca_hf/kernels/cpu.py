@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import Spans
+from distca_hf.kernels.interface import Spans, outputs
 
 
 class CpuKernel:
@@ -25,9 +25,10 @@ class CpuKernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_TNV, lse_NT = outputs(q_TNH, v_SGV, out_TNV, lse_NT)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         for rows, prefix, square in _tasks(spans):
             if rows.stop == rows.start:
@@ -41,6 +42,7 @@ class CpuKernel:
                 out, lse = share * out + far_share * far_out, total
             out_TNV[rows] = out[0].transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse[0]
+        return out_TNV, lse_NT
 
     def backward(
         self,

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from distca_hf.kernels.interface import Spans
+from distca_hf.kernels.interface import Spans, put
 
 
 class Flash4Kernel:
@@ -30,10 +30,10 @@ class Flash4Kernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
-        _, lse, *_ = self._forward(
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self._forward(
             q_TNH,
             k_SGH,
             v_SGV,
@@ -46,7 +46,7 @@ class Flash4Kernel:
             return_lse=True,
             out=out_TNV,
         )
-        lse_NT.copy_(lse)
+        return out, put(lse, lse_NT)
 
     def backward(
         self,
@@ -97,9 +97,9 @@ class Flash3Kernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(
             q_TNH,
             k_SGH,
@@ -111,8 +111,7 @@ class Flash3Kernel:
             softmax_scale=scale,
             causal=spans.causal,
         )
-        out_TNV.copy_(out)
-        lse_NT.copy_(lse)
+        return put(out, out_TNV), put(lse, lse_NT)
 
     def backward(
         self,
@@ -166,9 +165,9 @@ class Flash2Kernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(
             q_TNH,
             k_SGH,
@@ -181,8 +180,7 @@ class Flash2Kernel:
             softmax_scale=scale,
             causal=spans.causal,
         )
-        out_TNV.copy_(out)
-        lse_NT.copy_(lse)
+        return put(out, out_TNV), put(lse, lse_NT)
 
     def backward(
         self,

@@ -43,7 +43,7 @@ class Spans:
 
 
 class Kernel(Protocol):
-    """Attention of all tasks of a call. Results are written into the caller's tensors."""
+    """Attention of all tasks of a call."""
 
     def forward(
         self,
@@ -52,10 +52,11 @@ class Kernel(Protocol):
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
-        """Writes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs)."""
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs), in the caller's
+        tensors where these are given, otherwise in contiguous ones."""
         ...
 
     def backward(
@@ -143,10 +144,25 @@ class Job:
 
 
 def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `Kernel.forward` writes: `[T, N, V]` output and `[N, T]` log-sum-exp."""
+    """What `Kernel.forward` returns: `[T, N, V]` output and `[N, T]` log-sum-exp."""
     rows, heads = q_TNH.shape[:2]
     lse_NT = q_TNH.new_empty((heads, rows), dtype=accumulation_dtype(q_TNH.dtype))
     return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
+
+
+def outputs(
+    q_TNH: torch.Tensor, v_SGV: torch.Tensor, out_TNV: torch.Tensor | None, lse_NT: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel that writes its results part by part writes to: the caller's tensors, or new ones."""
+    if out_TNV is not None and lse_NT is not None:
+        return out_TNV, lse_NT
+    new_out, new_lse = empty_outputs(q_TNH, v_SGV)
+    return new_out if out_TNV is None else out_TNV, new_lse if lse_NT is None else lse_NT
+
+
+def put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    """A kernel's result in the caller's tensor, if there is one."""
+    return result if target is None else target.copy_(result)
 
 
 def empty_gradients(

@@ -14,14 +14,16 @@ import torch
 
 # Bytes; Triton compiles for addresses that are multiples of it, or for any.
 ALIGNMENT = 16
+# Metadata for them, what runs before a launch, and after it.
+_NO_HOOKS = None, None, None
 
 
 class Launch:
-    """Launches a kernel whose arguments are tensors, then constants.
+    """Launches a kernel whose arguments are tensors, then numbers on which it is not specialised, then constants.
 
     Args:
         kernel: function of Triton's.
-        constants: what follows the tensors.
+        constants: what follows the others.
         device: of all tensors, and the current one; their dtypes are always the same, too.
     """
 
@@ -29,21 +31,24 @@ class Launch:
         self._kernel, self._constants, self._device = kernel, constants, device.index
         self._compiled: Any = None
 
-    def __call__(self, rows: int, blocks: int, *tensors: torch.Tensor) -> None:
+    def __call__(self, rows: int, blocks: int, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
         """Launches `[rows, blocks]` programs on the current stream; the first launch compiles."""
-        addresses = 0
+        others = *numbers, *self._constants
+        addresses, bits = [], 0
         for x in tensors:
-            addresses |= x.data_ptr()
-        if addresses % ALIGNMENT:  # rare: views of single heads
-            self._kernel[rows, blocks, 1](*tensors, *self._constants)
+            address = x.data_ptr()
+            addresses.append(address)
+            bits |= address
+        if bits % ALIGNMENT:  # rare: views of single heads
+            self._kernel[rows, blocks, 1](*tensors, *others)
             return
         compiled = self._compiled
         if compiled is None:
-            self._compiled = self._kernel[rows, blocks, 1](*tensors, *self._constants)
+            self._compiled = self._kernel[rows, blocks, 1](*tensors, *others)
             return
-        stream, no_hooks = current_stream(self._device), (None, None, None)
-        grid = rows, blocks, 1
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *tensors, *self._constants)
+        # For tensors Triton asks the driver whether their addresses are of the device: they are.
+        of_launch = current_stream(self._device), compiled.function, compiled.packed_metadata
+        compiled.run(rows, blocks, 1, *of_launch, *_NO_HOOKS, *addresses, *others)
 
 
 def current_stream(device: int) -> int:

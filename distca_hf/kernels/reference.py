@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import Spans, accumulation_dtype
+from distca_hf.kernels.interface import Spans, accumulation_dtype, outputs
 
 
 # Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
@@ -24,9 +24,10 @@ class ReferenceKernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_TNV, lse_NT = outputs(q_TNH, v_SGV, out_TNV, lse_NT)
         precise = accumulation_dtype(q_TNH.dtype)
         for rows, keys, visible in _blocks(spans):
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
@@ -34,6 +35,7 @@ class ReferenceKernel:
             lse = scores.logsumexp(-1)
             out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse
+        return out_TNV, lse_NT
 
     def backward(
         self,

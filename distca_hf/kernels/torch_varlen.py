@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from distca_hf.kernels.interface import Spans
+from distca_hf.kernels.interface import Spans, put
 
 
 class TorchVarlenKernel:
@@ -26,9 +26,9 @@ class TorchVarlenKernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         scale: float,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-    ) -> None:
+        out_TNV: torch.Tensor | None = None,
+        lse_NT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dropout, debug_mask = 0.0, False
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q_TNH,
@@ -43,8 +43,7 @@ class TorchVarlenKernel:
             debug_mask,
             scale=scale,
         )
-        out_TNV.copy_(out)
-        lse_NT.copy_(lse)
+        return put(out, out_TNV), put(lse, lse_NT)
 
     def backward(
         self,

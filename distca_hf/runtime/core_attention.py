@@ -57,15 +57,17 @@ def attend(
     plan.agree()
     where, maps, transport = plan.begin_forward(), plan.maps, plan.transport
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV, where)
-    check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
+    looks = plan.config.check_finite
+    if looks:
+        check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
     keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
-    k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
+    k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges, received=None if received is None else received.keys)
     guests = None
     if maps.queries is not None:
-        q, came = as_rows(q_TNH, groups), None if received is None else received.guest_q
+        [q], came = as_rows(groups, q_TNH), None if received is None else received.guest_q
         guests = ForwardGuests(kernel, q, v, maps.queries, scale, kv_heads, came)
     for leg in maps.legs:
         keys.start(leg, transport, where)
@@ -83,11 +85,13 @@ def attend(
         own.attend_far(far, store, at_once=not calls.late)
         if guests is not None:
             guests.attend(leg, store, transport, where)
-    own.attend(calls.late, k_TGH, v_TGV)
-    own.merge_far()
+    if calls.late:
+        own.attend(calls.late, k_TGH, v_TGV)
+        own.merge_far()
     if guests is not None:
-        guests.land(as_rows(out, groups), as_rows(lse, groups))
-    check_finite(plan, where, output=out)
+        guests.land(*as_rows(groups, out, lse))
+    if looks:
+        check_finite(plan, where, output=out)
     if keeps and guests is not None:
         return out, lse, Kept(keys.received, *guests.kept)
     nothing = nothing_kept(plan, k)
@@ -110,12 +114,13 @@ def attend_backward(
     kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV, where), plan.keeps_received is True, maps.rows_per_token
     deterministic = plan.config.deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, deterministic, k_TGH.shape[1]
-    check_finite(plan, where, output_gradient=dout_TNV)
-    k, v = as_rows(k_TGH, groups), as_rows(v_TGV, groups)
+    if plan.config.check_finite:
+        check_finite(plan, where, output_gradient=dout_TNV)
+    k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges and not keeps)
     guests = None
     if maps.queries is not None:
-        of_queries = [as_rows(x, groups) for x in (dout_TNV, q_TNH, out_TNV, lse_TN)]
+        of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
         guests = BackwardGuests(kernel, of_queries, kept if keeps else None, maps.queries, how)
     for leg in maps.legs:
         keys.start(leg, transport, where)
@@ -141,9 +146,9 @@ def attend_backward(
             guests.send_home(leg, transport, where)
     own.derive(calls.late, k_TGH, v_TGV, dk, dv)
     own.add_far()
-    home.land(as_rows(dk, groups), as_rows(dv, groups))
+    home.land(*as_rows(groups, dk, dv))
     if guests is not None:
-        guests.land(as_rows(dq, groups))
+        guests.land(*as_rows(groups, dq))
     return dq, dk, dv
 
 

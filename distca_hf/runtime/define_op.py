@@ -5,10 +5,18 @@ half of which are generic (keyword arguments, mutated arguments, aliases).
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from torch._C import _after_autograd_keyset, _AutoDispatchBelowAutograd
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _after_ADInplaceOrView_keyset,
+    _after_autograd_keyset,
+    _AutoDispatchBelowAutograd,
+)
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 
@@ -35,12 +43,13 @@ def define_op(
     # torch.compile does not look into it, also where it runs beside compiled code.
     _library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
-    _library.impl(name, _differentiable(operator, backward, save), "Autograd", with_keyset=True)
+    _library.impl(name, _differentiable(operator, function, backward, save), "Autograd", with_keyset=True)
     return operator
 
 
 def _differentiable(
     operator: torch._ops.OpOverload,
+    function: Callable[..., Any],
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
@@ -48,6 +57,8 @@ def _differentiable(
 
     def below_autograd(keyset: Any, *given: Any) -> Any:
         with _AutoDispatchBelowAutograd():
+            if _is_device_next(keyset.raw_repr()) and get_eval_frame_callback() is None:
+                return function(*given)
             return operator.redispatch(keyset & _after_autograd_keyset, *given)
 
     class Recorded(torch.autograd.Function):
@@ -70,3 +81,11 @@ def _differentiable(
         return below_autograd(keyset, *given)
 
     return call
+
+
+@cache
+def _is_device_next(keyset: int) -> bool:
+    """Whether below autograd no mode and no transformation wants to know of a call: then it need not be dispatched on,
+    which takes the host as long as a launch."""
+    below = DispatchKeySet.from_raw_repr(keyset) & _after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in (DispatchKey.CPU, DispatchKey.CUDA)

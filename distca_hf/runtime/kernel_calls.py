@@ -22,42 +22,33 @@ class ForwardCalls:
     ) -> None:
         self._kernel, self._q, self._out, self._lse, self._scale = kernel, q, out, lse, scale
         self._kv_heads = kv_heads
-        self._far: list[tuple[DeviceCall, torch.Tensor, torch.Tensor]] = []
+        self._far: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
-            self._run(call, q, k, v, out, lse)
+            call_k, call_v = keys_of(call, self._kv_heads, k, v)
+            self._kernel.forward(q, call_k, call_v, call.spans, self._scale, out, lse.t())
 
     def attend_far(self, calls: Iterable[DeviceCall], store: Store, at_once: bool) -> None:
         """Attends to prefixes, and adds that `at_once` if own calls have written their parts."""
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
-            out, lse = empty_rows(q, store.v)
-            self._run(call, q, store.k, store.v, out, lse)
-            self._far.append((call, out, lse))
+            k, v = keys_of(call, self._kv_heads, store.k, store.v)
+            self._far.append((call, self._kernel.forward(q, k, v, call.spans, self._scale)))
             if at_once:
                 self.merge_far()
 
     def merge_far(self) -> None:
         """Adds attention to prefixes, once own calls have written their parts."""
-        for call, far_out, far_lse in self._far:
-            out, lse = queries_of(call, self._kv_heads, self._out, self._lse)
-            merge(out, lse, far_out, far_lse)
+        for call, far in self._far:
+            if call.heads == (0, self._kv_heads):
+                merge(self._out, self._lse, *far, call.queries.start)
+            else:
+                out, lse = queries_of(call, self._kv_heads, self._out, self._lse)
+                merge(out, lse, *far)
         self._far.clear()
-
-    def _run(
-        self,
-        call: DeviceCall,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        k, v = keys_of(call, self._kv_heads, k, v)
-        self._kernel.forward(q, k, v, call.spans, self._scale, out, lse.t())
 
 
 class BackwardCalls:

@@ -34,10 +34,8 @@ def _flash_attn_local(
         kernel: name of one, or "auto".
         deterministic: gradients are bit-equal from run to run; so they are if torch is told to be deterministic.
     """
-    out, lse = empty_outputs(q_TNH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _kernel(kernel, q_TNH, k_SGH, v_SGV).forward(q_TNH, k_SGH, v_SGV, spans, scale, out, lse)
-    return out, lse
+    return _kernel(kernel, q_TNH, k_SGH, v_SGV).forward(q_TNH, k_SGH, v_SGV, spans, scale)
 
 
 def _shapes(

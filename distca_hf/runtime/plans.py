@@ -179,13 +179,13 @@ class LivePlan:
             PlanError: they do not fit.
             UnsupportedAttentionError: there is no kernel for them.
         """
-        tensors = q_TNH, k_TGH, v_TGV
-        job = tuple([x.shape for x in tensors] + [x.dtype for x in tensors] + [x.device for x in tensors])
+        q, k, v = q_TNH, k_TGH, v_TGV
+        job = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         kernel = self._kernels.get(job)
         if kernel is None:
-            for x in tensors:
+            for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(*tensors))
+            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v))
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:

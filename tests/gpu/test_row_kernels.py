@@ -42,7 +42,7 @@ def test_merge_is_its_formula_in_place(dtype: torch.dtype, around: tuple[int, in
     weights = [part.double().exp().unsqueeze(-1) for part in (lse, far_lse)]
     expected = (weights[0] * out.double() + weights[1] * far_out.double()) / sum(weights)
     expected_lse = sum(weights).squeeze(-1).log()
-    merge(out, lse, far_out, far_lse)
+    merge(out, lse, far_out, far_lse.T.contiguous())
 
     unit = 64 * torch.finfo(precise).eps  # shares are as exact as log-sum-exps of up to twenty
     assert ((out.double() - expected).abs() <= unit + torch.finfo(dtype).eps * expected.abs()).all()
@@ -51,6 +51,19 @@ def test_merge_is_its_formula_in_place(dtype: torch.dtype, around: tuple[int, in
     outside[1:-3, around[0] : around[0] + heads] = False
     assert (whole_out[outside] == 7).all()
     assert (whole_lse[outside] == 7).all()
+
+
+def test_rows_are_merged_from_a_given_one_on() -> None:
+    """As if these rows had been given alone, with any number of them; those around them stay."""
+    for rows, start in ((1, 0), (37, 5), (64, 100), (1, 514)):
+        whole, far = (_random(of, 8, 128, dtype=torch.bfloat16, seed=of) for of in (515, rows))
+        lse, far_lse = _random(515, 8, dtype=torch.float32), _random(8, rows, dtype=torch.float32, seed=1)
+        expected, expected_lse = whole.clone(), lse.clone()
+        merge(expected[start : start + rows], expected_lse[start : start + rows], far, far_lse)
+        merge(whole, lse, far, far_lse, start)
+
+        assert torch.equal(whole, expected)
+        assert torch.equal(lse, expected_lse)
 
 
 def test_merge_takes_log_sum_exps_of_any_size() -> None:
@@ -66,7 +79,7 @@ def test_merge_takes_log_sum_exps_of_any_size() -> None:
 def test_no_rows_are_merged_added_or_copied() -> None:
     out, lse = _random(5, 2, 64, dtype=torch.bfloat16), _random(5, 2, dtype=torch.float32)
     before = out.clone(), lse.clone()
-    merge(out[2:2], lse[2:2], out[:0].clone(), lse[:0].clone())
+    merge(out[2:2], lse[2:2], out[:0].clone(), lse[:0].T.clone())
     none = torch.zeros(0, dtype=torch.int64, device="cuda")
     add_rows(out.flatten(1), out[:0].flatten(1), out[:0].flatten(1), RowSums(none, none, none, none, ()))
     copy_rows((out[:0],), None, (out,), none)

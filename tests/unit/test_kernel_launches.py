@@ -60,8 +60,16 @@ def test_kernel_is_compiled_once(kernel: Kernel) -> None:
     assert compiled[3] is x
     assert compiled[5:] == (8, 16)
     assert launched[:9] == (5, 2, 1, "stream of device 3", "function", "metadata", None, None, None)
-    assert launched[9] is y
-    assert launched[11:] == (8, 16)
+    assert launched[9:] == (y.data_ptr(), x.data_ptr(), 8, 16)
+
+
+def test_numbers_stand_between_tensors_and_constants(kernel: Kernel) -> None:
+    merge, x = Launch(kernel, (8,), DEVICE), aligned(4, 8)
+    merge(1, 1, x, numbers=(5,))
+    merge(1, 1, x, numbers=(7,))
+
+    assert kernel.compiled[0][4:] == (5, 8)
+    assert kernel.launched[0][9:] == (x.data_ptr(), 7, 8)
 
 
 def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.interface import accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.legs import Legs
 from distca_hf.planning.planner import plan_in_place
@@ -208,9 +208,12 @@ def test_keys_are_read_where_they_lie() -> None:
     seen: list[tuple[str, int]] = []
 
     class Looks:
-        def forward(self, q: torch.Tensor, k: torch.Tensor, *others: object) -> None:
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             seen.append(("query", q.data_ptr()))
             seen.append(("key", k.data_ptr()))
+            return empty_outputs(q, v)
 
     def run(transport: Transport) -> None:
         live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
