@@ -29,7 +29,8 @@ class Launch:
 
     def __init__(self, kernel: Any, constants: tuple[int, ...], device: torch.device) -> None:
         self._kernel, self._constants, self._device = kernel, constants, device.index
-        self._compiled: Any = None
+        self._run: Any = None
+        self._of_launch: tuple[Any, ...] = ()
 
     def __call__(self, rows: int, blocks: int, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
         """Launches `[rows, blocks]` programs on the current stream; the first launch compiles."""
@@ -42,13 +43,12 @@ class Launch:
         if bits % ALIGNMENT:  # rare: views of single heads
             self._kernel[rows, blocks, 1](*tensors, *others)
             return
-        compiled = self._compiled
-        if compiled is None:
-            self._compiled = self._kernel[rows, blocks, 1](*tensors, *others)
+        if self._run is None:
+            compiled = self._kernel[rows, blocks, 1](*tensors, *others)
+            self._run, self._of_launch = compiled.run, (compiled.function, compiled.packed_metadata, *_NO_HOOKS)
             return
-        # For tensors Triton asks the driver whether their addresses are of the device: they are.
-        of_launch = current_stream(self._device), compiled.function, compiled.packed_metadata
-        compiled.run(rows, blocks, 1, *of_launch, *_NO_HOOKS, *addresses, *others)
+        # Addresses, because Triton asks the driver of each tensor whether it is on the device.
+        self._run(rows, blocks, 1, current_stream(self._device), *self._of_launch, *addresses, *others)
 
 
 def current_stream(device: int) -> int:

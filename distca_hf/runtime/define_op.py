@@ -1,7 +1,8 @@
 """Operators of torch made of functions: compiled graphs, checkpointing and autograd all know them by name.
 
 `torch.library.custom_op` with `register_autograd` does the same for twice the time of the host: 40 µs in each layer,
-half of which are generic (keyword arguments, mutated arguments, aliases).
+half of which are generic (keyword arguments, mutated arguments, aliases). And where the dispatcher would find nobody
+who wants to know of a call, there is no dispatching.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,22 @@ from torch._C import (
     _after_ADInplaceOrView_keyset,
     _after_autograd_keyset,
     _AutoDispatchBelowAutograd,
+    _dispatch_keys,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _len_torch_function_stack,
 )
+from torch._C._autograd import _profiler_enabled
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 
 _library = torch.library.Library("distca", "FRAGMENT")
+
+# What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
+_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str])
+# Keys that are always there, or while mixed precision casts: they leave our operators alone.
+_IDLE_KEYS = DispatchKey.BackendSelect, DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA
 
 
 def define_op(
@@ -28,7 +39,7 @@ def define_op(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
-) -> torch._ops.OpOverload:
+) -> Callable[..., Any]:
     """The operator `distca::<name of the function>` of tensors and numbers; it writes to none of them, and
     what it returns shares no memory with them.
 
@@ -36,6 +47,9 @@ def define_op(
         fake: shapes and dtypes of what it returns.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
             operator cannot be differentiated.
+
+    Returns:
+        A function that does what a call of the operator does.
     """
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
@@ -43,8 +57,15 @@ def define_op(
     # torch.compile does not look into it, also where it runs beside compiled code.
     _library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
-    _library.impl(name, _differentiable(operator, function, backward, save), "Autograd", with_keyset=True)
-    return operator
+    recorded = _differentiable(operator, function, backward, save)
+    _library.impl(name, recorded, "Autograd", with_keyset=True)
+
+    def call(*given: Any) -> Any:
+        if torch.compiler.is_compiling() or not _is_plain(given):
+            return operator(*given)
+        return recorded(None, *given)
+
+    return call
 
 
 def _differentiable(
@@ -53,11 +74,12 @@ def _differentiable(
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
-    """What autograd calls in the operator's place."""
+    """What autograd calls in the operator's place. Below autograd follows what else is called with the keyset;
+    without one it is the function."""
 
-    def below_autograd(keyset: Any, *given: Any) -> Any:
+    def below_autograd(keyset: DispatchKeySet | None, *given: Any) -> Any:
         with _AutoDispatchBelowAutograd():
-            if _is_device_next(keyset.raw_repr()) and get_eval_frame_callback() is None:
+            if keyset is None:
                 return function(*given)
             return operator.redispatch(keyset & _after_autograd_keyset, *given)
 
@@ -75,7 +97,7 @@ def _differentiable(
                 raise NotImplementedError(f"{operator} cannot be differentiated: no gradients of gradients")
             return None, *backward(ctx, *gradients)
 
-    def call(keyset: Any, *given: Any) -> Any:
+    def call(keyset: DispatchKeySet | None, *given: Any) -> Any:
         if torch.is_grad_enabled() and any([isinstance(x, torch.Tensor) and x.requires_grad for x in given]):
             return Recorded.apply(keyset, *given)
         return below_autograd(keyset, *given)
@@ -83,9 +105,23 @@ def _differentiable(
     return call
 
 
+def _is_plain(given: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher would call autograd, then the function, and nobody else: there is no mode (selective
+    checkpointing, counting, tracing), no transformation (vmap, functionalisation), no profiler, no compiler that looks
+    for frames, and no tensor of another kind or device."""
+    somebody = get_eval_frame_callback() is not None or _len_torch_function_stack() or _profiler_enabled()
+    if somebody or not _ARGUMENTS.issuperset(map(type, given)):
+        return False
+    tensor, more, less = _dispatch_keys(given[0]), _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    return _has_autograd_alone(tensor.raw_repr(), more.raw_repr(), less.raw_repr())
+
+
 @cache
-def _is_device_next(keyset: int) -> bool:
-    """Whether below autograd no mode and no transformation wants to know of a call: then it need not be dispatched on,
-    which takes the host as long as a launch."""
-    below = DispatchKeySet.from_raw_repr(keyset) & _after_ADInplaceOrView_keyset
-    return below.highestPriorityTypeId() in (DispatchKey.CPU, DispatchKey.CUDA)
+def _has_autograd_alone(of_tensor: int, included: int, excluded: int) -> bool:
+    """Whether of these dispatch keys autograd's comes first, and a device's own next."""
+    tensor, more, less = (DispatchKeySet.from_raw_repr(keys) for keys in (of_tensor, included, excluded))
+    called = (tensor | more) - less
+    for key in _IDLE_KEYS:
+        called = called.remove(key)
+    first, last = called.highestPriorityTypeId(), (called & _after_ADInplaceOrView_keyset).highestPriorityTypeId()
+    return (first, last) in ((DispatchKey.AutogradCPU, DispatchKey.CPU), (DispatchKey.AutogradCUDA, DispatchKey.CUDA))

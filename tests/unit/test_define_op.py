@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, Residency
@@ -44,7 +46,7 @@ def of_documents() -> tuple[Any, ...]:
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_local_attention_passes_the_checks_of_torch(requires_grad: bool) -> None:
     held = tensors(requires_grad=requires_grad)
-    torch.library.opcheck(flash_attn_local, (*held, *of_documents()))
+    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *of_documents()))
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -52,7 +54,67 @@ def test_planned_attention_passes_the_checks_of_torch(requires_grad: bool) -> No
     live = alone()
     held = tensors(requires_grad=requires_grad)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(flash_attn, (*held, SCALE, live.handle), test_utils=checks)
+    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, SCALE, live.handle), test_utils=checks)
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of ours that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "distca":
+            self.operators.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
+    """Values and gradients; and with a mode there is none that does not see it."""
+    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SCALE, alone().handle))):
+        name = "flash_attn_local" if attention is flash_attn_local else "flash_attn"
+        operator = getattr(torch.ops.distca, name).default
+        results = []
+        for call in (attention, operator):
+            held = tensors()
+            out = call(*held, *given)[0]
+            results.append([out, *torch.autograd.grad(out.square().sum(), held)])
+        with Seen() as seen:
+            held = tensors()
+            out = attention(*held, *given)[0]
+            results.append([out, *torch.autograd.grad(out.square().sum(), held)])
+
+        assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+        assert seen.operators == [f"distca.{name}.default", f"distca.{name}_backward.default"]
+
+
+def test_profiles_name_the_operator() -> None:
+    live, held = alone(), tensors()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        flash_attn(*held, SCALE, live.handle)
+
+    assert "distca::flash_attn" in {event.name for event in profile.events()}
+
+
+def test_tensors_of_other_kinds_are_dispatched() -> None:
+    """Those without values get shapes, and subclasses of Tensor decide themselves."""
+    live = alone()
+    for kind in (torch.device("meta"), FakeTensorMode()):
+        with kind:
+            held = [torch.empty(TOKENS, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            offsets = torch.empty(3, dtype=torch.int32)
+        out, lse = flash_attn_local(*held, offsets, offsets, 8, 8, SCALE, "auto", False)
+        assert (out.shape, lse.shape) == ((TOKENS, HEADS, DIM), (HEADS, TOKENS))
+    assert live.forward_calls == 0
+
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return str(function)
+
+    q, k, v = tensors()
+    assert "flash_attn" in flash_attn(q.as_subclass(Mine), k, v, SCALE, live.handle)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
