@@ -87,12 +87,13 @@ def _one_step(step: Callable[[], object], kernel: Kernel, device: torch.device) 
     return [_seconds(passed) for passed in laps.values()]
 
 
-def _timed(function: Callable[..., None], laps: Laps, device: torch.device) -> Callable[..., None]:
+def _timed(function: Callable[..., Any], laps: Laps, device: torch.device) -> Callable[..., Any]:
     @functools.wraps(function)
-    def timed(*args: Any, **kwargs: Any) -> None:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         began = _mark(device)
-        function(*args, **kwargs)
+        results = function(*args, **kwargs)
         laps.append((began, _mark(device)))
+        return results
 
     return timed
 
