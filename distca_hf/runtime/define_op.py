@@ -6,7 +6,7 @@ who wants to know of a call, there is no dispatching.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -57,36 +57,33 @@ def define_op(
     # torch.compile does not look into it, also where it runs beside compiled code.
     _library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
-    recorded = _differentiable(operator, function, backward, save)
-    _library.impl(name, recorded, "Autograd", with_keyset=True)
+    recorded = _recorded(name, backward, save)
+
+    def dispatched(keyset: DispatchKeySet, *given: Any) -> Any:
+        return recorded(partial(operator.redispatch, keyset & _after_autograd_keyset), *given)
+
+    _library.impl(name, dispatched, "Autograd", with_keyset=True)
 
     def call(*given: Any) -> Any:
         if torch.compiler.is_compiling() or not _is_plain(given):
             return operator(*given)
-        return recorded(None, *given)
+        return recorded(function, *given)
 
     return call
 
 
-def _differentiable(
-    operator: torch._ops.OpOverload,
-    function: Callable[..., Any],
+def _recorded(
+    name: str,
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
-    """What autograd calls in the operator's place. Below autograd follows what else is called with the keyset;
-    without one it is the function."""
-
-    def below_autograd(keyset: DispatchKeySet | None, *given: Any) -> Any:
-        with _AutoDispatchBelowAutograd():
-            if keyset is None:
-                return function(*given)
-            return operator.redispatch(keyset & _after_autograd_keyset, *given)
+    """Calls what is below autograd, its first argument, with the others, as autograd does."""
 
     class Recorded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, *given: Any) -> Any:
-            output = below_autograd(keyset, *given)
+        def forward(ctx: Any, below: Callable[..., Any], *given: Any) -> Any:
+            with _AutoDispatchBelowAutograd():
+                output = below(*given)
             if save is not None:
                 save(ctx, given, output)
             return output
@@ -94,13 +91,14 @@ def _differentiable(
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             if backward is None:
-                raise NotImplementedError(f"{operator} cannot be differentiated: no gradients of gradients")
+                raise NotImplementedError(f"distca::{name} cannot be differentiated: no gradients of gradients")
             return None, *backward(ctx, *gradients)
 
-    def call(keyset: DispatchKeySet | None, *given: Any) -> Any:
+    def call(below: Callable[..., Any], *given: Any) -> Any:
         if torch.is_grad_enabled() and any([isinstance(x, torch.Tensor) and x.requires_grad for x in given]):
-            return Recorded.apply(keyset, *given)
-        return below_autograd(keyset, *given)
+            return Recorded.apply(below, *given)
+        with _AutoDispatchBelowAutograd():
+            return below(*given)
 
     return call
 

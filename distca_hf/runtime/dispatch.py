@@ -6,8 +6,9 @@ All tensors are `[rows, ...]`, rows as in `planning.ranges`.
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.runtime.maps import LegMaps, Maps
-from distca_hf.runtime.store import Store, row_width, side_by_side
+from distca_hf.runtime.store import Store, row_width
 
 
 class KeyFlight:
@@ -31,7 +32,8 @@ class KeyFlight:
             received = k.new_empty((maps.received_to_store.shape[0] if travels else 0, row_width(k, v)))
         self.received = received
         if self.travels:
-            self._sent = side_by_side(k, v, maps.send_rows)
+            self._sent = k.new_empty((maps.send_rows.shape[0], received.shape[1]))
+            copy_rows((k, v), maps.send_rows, (self._sent,), None)
 
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg."""
