@@ -16,7 +16,8 @@ class GradientFlight:
     """Gradients of received keys and values on their way home."""
 
     def __init__(self, gradients: StoreGradients, k: torch.Tensor, v: torch.Tensor, maps: Maps) -> None:
-        self._gradients, self._maps, self._flights = gradients, maps, list[Exchange]()
+        self._gradients, self._maps = gradients, maps
+        self._flights: list[Exchange] = []
         self._returned = k.new_empty((len(maps.send_rows), row_width(k, v)))
 
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:

@@ -6,32 +6,27 @@ who wants to know of a call, there is no dispatching.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch._C import (
-    DispatchKey,
     DispatchKeySet,
-    _after_ADInplaceOrView_keyset,
     _after_autograd_keyset,
     _AutoDispatchBelowAutograd,
-    _dispatch_keys,
-    _dispatch_tls_local_exclude_set,
-    _dispatch_tls_local_include_set,
+    _is_tracing,
+    _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._autograd import _profiler_enabled
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import maybe_current_level
 from torch._compile import _disable_dynamo
+from torch.autograd import profiler
 
 
 _library = torch.library.Library("distca", "FRAGMENT")
 
 # What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
 _ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str])
-# Keys that are always there, or while mixed precision casts: they leave our operators alone.
-_IDLE_KEYS = DispatchKey.BackendSelect, DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA
 
 
 def define_op(
@@ -60,12 +55,16 @@ def define_op(
     recorded = _recorded(name, backward, save)
 
     def dispatched(keyset: DispatchKeySet, *given: Any) -> Any:
-        return recorded(partial(operator.redispatch, keyset & _after_autograd_keyset), *given)
+        def below_autograd(*given: Any) -> Any:
+            with _AutoDispatchBelowAutograd():
+                return operator.redispatch(keyset & _after_autograd_keyset, *given)
+
+        return recorded(below_autograd, *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
 
     def call(*given: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain(given):
+        if torch.compiler.is_dynamo_compiling() or not _is_plain(given):
             return operator(*given)
         return recorded(function, *given)
 
@@ -77,13 +76,13 @@ def _recorded(
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
-    """Calls what is below autograd, its first argument, with the others, as autograd does."""
+    """Calls its first argument with the others, and has autograd record it as one step: what it does is not recorded,
+    because no tensor needs gradients or because autograd's functions run without."""
 
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, below: Callable[..., Any], *given: Any) -> Any:
-            with _AutoDispatchBelowAutograd():
-                output = below(*given)
+            output = below(*given)
             if save is not None:
                 save(ctx, given, output)
             return output
@@ -97,29 +96,22 @@ def _recorded(
     def call(below: Callable[..., Any], *given: Any) -> Any:
         if torch.is_grad_enabled() and any([isinstance(x, torch.Tensor) and x.requires_grad for x in given]):
             return Recorded.apply(below, *given)
-        with _AutoDispatchBelowAutograd():
-            return below(*given)
+        return below(*given)
 
     return call
 
 
 def _is_plain(given: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would call autograd, then the function, and nobody else: there is no mode (selective
-    checkpointing, counting, tracing), no transformation (vmap, functionalisation), no profiler, no compiler that looks
-    for frames, and no tensor of another kind or device."""
-    somebody = get_eval_frame_callback() is not None or _len_torch_function_stack() or _profiler_enabled()
-    if somebody or not _ARGUMENTS.issuperset(map(type, given)):
-        return False
-    tensor, more, less = _dispatch_keys(given[0]), _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
-    return _has_autograd_alone(tensor.raw_repr(), more.raw_repr(), less.raw_repr())
-
-
-@cache
-def _has_autograd_alone(of_tensor: int, included: int, excluded: int) -> bool:
-    """Whether of these dispatch keys autograd's comes first, and a device's own next."""
-    tensor, more, less = (DispatchKeySet.from_raw_repr(keys) for keys in (of_tensor, included, excluded))
-    called = (tensor | more) - less
-    for key in _IDLE_KEYS:
-        called = called.remove(key)
-    first, last = called.highestPriorityTypeId(), (called & _after_ADInplaceOrView_keyset).highestPriorityTypeId()
-    return (first, last) in ((DispatchKey.AutogradCPU, DispatchKey.CPU), (DispatchKey.AutogradCUDA, DispatchKey.CUDA))
+    checkpointing, counting), no transformation (vmap, functionalisation), no tracing, no profiler, no compiler that
+    looks for frames, and no tensor of another kind or device."""
+    return (
+        get_eval_frame_callback() is None
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and maybe_current_level() is None
+        and not _is_tracing()
+        and not profiler._is_profiler_enabled
+        and _ARGUMENTS.issuperset(map(type, given))
+        and (given[0].is_cuda or given[0].is_cpu)
+    )

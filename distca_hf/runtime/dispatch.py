@@ -26,7 +26,8 @@ class KeyFlight:
     def __init__(
         self, k: torch.Tensor, v: torch.Tensor, maps: Maps, *, travels: bool, received: torch.Tensor | None = None
     ) -> None:
-        self.travels, self._maps, self._flights = travels and received is None, maps, list[Exchange]()
+        self.travels, self._maps = travels and received is None, maps
+        self._flights: list[Exchange] = []
         self._brings_rows = travels
         if received is None:
             received = k.new_empty((maps.received_to_store.shape[0] if travels else 0, row_width(k, v)))

@@ -26,7 +26,8 @@ class Outward:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryMaps) -> None:
-        self._moves, self._flights = moves, list[Exchange]()
+        self._moves = moves
+        self._flights: list[Exchange] = []
         self._sent = _pack([x.index_select(0, moves.send_rows) for x in tensors])
         self._received = self._sent.new_empty((len(moves.received_to_guest), *self._sent.shape[1:]))
         self._in_place = moves.come_in_order and len(tensors) == 1
@@ -58,7 +59,8 @@ class Homeward:
     """Rows of guests on their way back to the layout rows that they belong to."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryMaps) -> None:
-        self._tensors, self._moves, self._flights = tensors, moves, list[Exchange]()
+        self._tensors, self._moves = tensors, moves
+        self._flights: list[Exchange] = []
         like = _pack([x[:0] for x in tensors])
         self._returned = like.new_empty((len(moves.send_rows), *like.shape[1:]))
 

@@ -12,6 +12,7 @@ from distca_hf.kernels.merge import merge
 from distca_hf.runtime.maps import DeviceCall
 from distca_hf.runtime.rows import keys_of, queries_of
 from distca_hf.runtime.store import Store, StoreGradients
+from distca_hf.runtime.views import transposed
 
 
 class ForwardCalls:
@@ -29,7 +30,7 @@ class ForwardCalls:
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            self._kernel.forward(q, call_k, call_v, call.spans, self._scale, out, lse.t())
+            self._kernel.forward(q, call_k, call_v, call.spans, self._scale, out, transposed(lse))
 
     def attend_far(self, calls: Iterable[DeviceCall], store: Store, at_once: bool) -> None:
         """Attends to prefixes, and adds that `at_once` if own calls have written their parts."""
@@ -111,7 +112,9 @@ class BackwardCalls:
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
         dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        self._kernel.backward(dout, q, k, v, out, lse.t(), call.spans, self._scale, self._deterministic, dq, dk, dv)
+        self._kernel.backward(
+            dout, q, k, v, out, transposed(lse), call.spans, self._scale, self._deterministic, dq, dk, dv
+        )
 
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

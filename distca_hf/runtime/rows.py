@@ -1,7 +1,5 @@
 """Rows: the same memory seen as tokens with all heads, or as rows of one group of heads each.
 
-Views cost the host some microseconds, in every layer: there are none where nothing is left out.
-
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
 `planning.ranges`.
 """
@@ -11,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.runtime.maps import DeviceCall
+from distca_hf.runtime.views import part
 
 
 def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -25,7 +24,7 @@ def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Seque
     if call.heads is not None and call.heads != (0, kv_heads):
         return _some_heads(tensors, call.queries, call.heads, kv_heads)
     rows = call.queries
-    chosen = tensors if rows.stop - rows.start == tensors[0].shape[0] else [x[rows] for x in tensors]
+    chosen = tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
     if call.heads is not None or call.stored_rows_per_token == 1:
         return chosen
     return _as_tokens(chosen, call.stored_rows_per_token)
@@ -37,7 +36,7 @@ def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence
         assert call.heads is not None
         return _some_heads(tensors, call.keys, call.heads, kv_heads)
     rows = call.keys
-    chosen = tensors if rows.stop - rows.start == tensors[0].shape[0] else [x[rows] for x in tensors]
+    chosen = tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
     return chosen if call.stored_rows_per_token <= 1 else _as_tokens(chosen, call.stored_rows_per_token)
 
 
