@@ -45,7 +45,7 @@ def open_transport(
     store = dist.distributed_c10d._get_default_store()
     rollcall = RollCall(store, dist.get_rank(), dist.get_world_size())
     rollcall.announce_uncaught_errors()
-    return TorchTransport(data_group, control_group, rollcall)
+    return TorchTransport(data_group, control_group, rollcall, device)
 
 
 def _nccl_group(timeout: timedelta) -> dist.ProcessGroup:

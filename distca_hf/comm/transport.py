@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -167,16 +167,25 @@ class TorchTransport:
     """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over a gloo group beside it.
 
     Args:
-        data_group: group for rows, on the device of the tensors.
+        data_group: group for rows.
         control_group: gloo group for integers.
         rollcall: finds out who was lost when one of the groups fails.
+        device: where the rows live.
     """
 
-    def __init__(self, data_group: dist.ProcessGroup, control_group: dist.ProcessGroup, rollcall: RollCall) -> None:
+    def __init__(
+        self,
+        data_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        rollcall: RollCall,
+        device: torch.device,
+    ) -> None:
         self.rank = dist.get_rank(data_group)
         self.world_size = dist.get_world_size(data_group)
         self.traffic = Traffic()
-        self._data_group = data_group
+        # What dist.all_to_all_single comes to in the end, for half of its host time: torch boxes all arguments of
+        # collectives once for autograd, which has no use for them.
+        self._backend: Any = data_group._get_backend(device)
         self._control_group = control_group
         self._rollcall = rollcall
         self._asynchronous = dist.AllToAllOptions()
@@ -185,8 +194,8 @@ class TorchTransport:
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         received = asked.room() if asked.into is None else asked.into
         self.traffic.count(asked, self.rank)
-        try:  # what dist.all_to_all_single does, without a third of its host time
-            work = self._data_group.alltoall_base(
+        try:
+            work = self._backend.alltoall_base(
                 received, asked.rows, asked.receive_counts, asked.send_counts, self._asynchronous
             )
         except RuntimeError as error:

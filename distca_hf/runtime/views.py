@@ -1,4 +1,4 @@
-"""Views: parts of tensors, made only where something is left out. Each costs the host some microseconds, in every layer.
+"""Views: parts of tensors, made only where something is left out. Each costs the host microseconds in every layer.
 
 All are made by `as_strided`: between kernel functions, which fill the processor's caches, the second use of any of
 torch's functions takes half the time of the first use of another one.
