@@ -183,8 +183,8 @@ class TorchTransport:
         self.rank = dist.get_rank(data_group)
         self.world_size = dist.get_world_size(data_group)
         self.traffic = Traffic()
-        # What dist.all_to_all_single comes to in the end, for half of its host time: torch boxes all arguments of
-        # collectives once for autograd, which has no use for them.
+        # What dist.all_to_all_single comes to in the end, for half of its host time: without c10d's operator, which is
+        # dispatched on autograd, too.
         self._backend: Any = data_group._get_backend(device)
         self._control_group = control_group
         self._rollcall = rollcall

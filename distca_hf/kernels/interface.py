@@ -161,8 +161,8 @@ def outputs(
 
 
 def put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """A kernel's result in the caller's tensor, if there is one."""
-    return result if target is None else target.copy_(result)
+    """A kernel's result in the caller's tensor, or contiguous if there is none."""
+    return result.contiguous() if target is None else target.copy_(result)
 
 
 def empty_gradients(

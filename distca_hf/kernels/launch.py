@@ -1,10 +1,10 @@
 """Launches of Triton kernels that cost the host little.
 
 `kernel[grid](...)` finds out with every launch what the kernel is to be specialised on, and looks for settings in the
-environment: 20 to 75 µs, more than these kernels run for. Here all numbers of a kernel are constants; whoever launches
-keeps a `Launch` for each kind of tensors, and what its first call compiled is launched as Triton itself does it in the
-end, but for the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how far pointers
-reach.
+environment: 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are constants; whoever
+launches keeps a `Launch` for each kind of tensors, and what its first call compiled is launched as Triton itself does
+it in the end, but for the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how far
+pointers reach.
 """
 
 from typing import Any
@@ -24,7 +24,8 @@ class Launch:
     Args:
         kernel: function of Triton's.
         constants: what follows the others.
-        device: of all tensors, and the current one; their dtypes are always the same, too.
+        device: of all tensors, which nobody checks, and the current one; their dtypes are always the same, too, and
+            numbers fit 32 bits.
     """
 
     def __init__(self, kernel: Any, constants: tuple[int, ...], device: torch.device) -> None:
@@ -45,7 +46,8 @@ class Launch:
             return
         if self._run is None:
             compiled = self._kernel[rows, blocks, 1](*tensors, *others)
-            self._run, self._of_launch = compiled.run, (compiled.function, compiled.packed_metadata, *_NO_HOOKS)
+            self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
+            self._run = compiled.run
             return
         # Addresses, because Triton asks the driver of each tensor whether it is on the device.
         self._run(rows, blocks, 1, current_stream(self._device), *self._of_launch, *addresses, *others)

@@ -10,23 +10,25 @@ from typing import Any
 
 import torch
 from torch._C import (
+    DispatchKey,
     DispatchKeySet,
     _after_autograd_keyset,
     _AutoDispatchBelowAutograd,
-    _is_tracing,
-    _len_torch_dispatch_stack,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
     _len_torch_function_stack,
 )
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._C._functorch import maybe_current_level
 from torch._compile import _disable_dynamo
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 
 _library = torch.library.Library("distca", "FRAGMENT")
 
 # What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
 _ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str])
+# Keys with which the dispatcher calls every operator of a thread in which nobody wants to know of them.
+_NOBODY = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 
 
 def define_op(
@@ -44,7 +46,8 @@ def define_op(
             operator cannot be differentiated.
 
     Returns:
-        A function that does what a call of the operator does.
+        A function of the operator's arguments, without names, that does what a call of the operator does. What others
+        register for the operator (a dtype under autocast, say) is heard only where calls are dispatched.
     """
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
@@ -76,8 +79,9 @@ def _recorded(
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
-    """Calls its first argument with the others, and has autograd record it as one step: what it does is not recorded,
-    because no tensor needs gradients or because autograd's functions run without."""
+    """A function that calls its first argument with the others, and has autograd record that as one step if one of
+    them needs gradients. Nothing within is recorded: autograd's own functions run without, and where no tensor needs
+    gradients there is nothing to record."""
 
     class Recorded(torch.autograd.Function):
         @staticmethod
@@ -103,15 +107,17 @@ def _recorded(
 
 def _is_plain(given: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would call autograd, then the function, and nobody else: there is no mode (selective
-    checkpointing, counting), no transformation (vmap, functionalisation), no tracing, no profiler, no compiler that
-    looks for frames, and no tensor of another kind or device."""
+    checkpointing, counting), no transformation (vmap, functionalisation, forward derivatives), no tracing, no
+    profiler, no compiler that looks for frames, no tensor of another kind or device, and none that is still to be
+    negated. Each question is one that costs the host little."""
     return (
         get_eval_frame_callback() is None
-        and not _len_torch_dispatch_stack()
+        and _dispatch_tls_local_include_set().raw_repr() == _NOBODY
         and not _len_torch_function_stack()
-        and maybe_current_level() is None
-        and not _is_tracing()
         and not profiler._is_profiler_enabled
+        and forward_ad._current_level < 0
         and _ARGUMENTS.issuperset(map(type, given))
         and (given[0].is_cuda or given[0].is_cpu)
+        and not any([isinstance(x, torch.Tensor) and x.is_neg() for x in given])
+        and not (torch.is_grad_enabled() and _dispatch_tls_local_exclude_set().has(DispatchKey.AutogradFunctionality))
     )

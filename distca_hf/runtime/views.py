@@ -13,7 +13,7 @@ def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    """`x[rows]`."""
+    """`x[rows]` of rows that there are."""
     strides = x.stride()
     first = x.storage_offset() + rows.start * strides[0]
     return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)

@@ -89,6 +89,31 @@ def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
         assert seen.operators == [f"distca.{name}.default", f"distca.{name}_backward.default"]
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_gradients_may_be_batched(planned: bool) -> None:
+    """By torch's older vmap, of which only the dispatcher knows."""
+    live, held = alone(), tensors()
+    out = flash_attn(*held, SCALE, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
+    directions = torch.randn(3, *out.shape, dtype=out.dtype)
+    together = torch.autograd.grad(out, held, directions, is_grads_batched=True, retain_graph=True)
+    for at, direction in enumerate(directions):
+        expected = torch.autograd.grad(out, held, direction, retain_graph=True)
+        assert all(torch.allclose(batch[at], one) for batch, one in zip(together, expected, strict=True))
+
+
+def test_values_that_are_still_to_be_negated_are() -> None:
+    q, k, v = tensors(requires_grad=False)
+    lazy = torch.complex(torch.zeros_like(q), -q).conj().imag
+    assert lazy.is_neg()
+    assert torch.equal(flash_attn_local(lazy, k, v, *of_documents())[0], flash_attn_local(q, k, v, *of_documents())[0])
+
+
+def test_nothing_is_recorded_below_autograd() -> None:
+    with torch._C._AutoDispatchBelowAutograd():
+        out, _ = flash_attn_local(*tensors(), *of_documents())
+    assert out.grad_fn is None
+
+
 def test_profiles_name_the_operator() -> None:
     live, held = alone(), tensors()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -500,6 +500,19 @@ def test_rows_are_merged_from_a_given_one_on(start: int) -> None:
     assert torch.equal(lse, expected_lse)
 
 
+@BOTH
+def test_results_without_room_are_contiguous_and_the_same(kernel: Kernel) -> None:
+    case = Case.draw(next(iter(PARTS.values())))
+    q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    out, lse = kernel.forward(q, case.k, case.v, case.spans, SCALE)
+    expected = computed(kernel, case)
+
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)
+
+
 def test_rows_behind_the_last_one_are_not_merged() -> None:
     with pytest.raises(ValueError, match="rows 7 to 10 to that of 9 rows"):
         merge(torch.zeros(9, 2, 3), torch.zeros(9, 2), torch.zeros(3, 2, 3), torch.zeros(2, 3), 7)
