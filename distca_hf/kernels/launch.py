@@ -3,8 +3,8 @@
 `kernel[grid](...)` finds out with every launch what the kernel is to be specialised on, and looks for settings in the
 environment: 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are constants; whoever
 launches keeps a `Launch` for each kind of tensors, and what its first call compiled is launched as Triton itself does
-it in the end, but for the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how far
-pointers reach.
+it in the end, but for the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how
+far pointers reach.
 """
 
 from typing import Any
