@@ -4,8 +4,7 @@ On a GPU one Triton kernel copies whole rows of up to two tensors: torch's `inde
 memory's rate, and every operator costs the host more than the device.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 
@@ -33,7 +32,9 @@ def copy_rows(
     if count != _count(targets, places):
         raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
     if targets[0].is_cuda:
-        _copy_rows_on_gpu()(sources, rows, targets, places, count)
+        from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
+
+        copy_rows_on_gpu(sources, rows, targets, places, count)
         return
     widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
     for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
@@ -52,14 +53,6 @@ def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
     if tensors[-1].shape[0] != count:
         raise ValueError(f"cannot copy rows of tensors with {count} and {tensors[-1].shape[0]} of them together")
     return count
-
-
-@cache
-def _copy_rows_on_gpu() -> Callable[..., None]:
-    """Imported where there is Triton, and once."""
-    from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
-
-    return copy_rows_on_gpu
 
 
 def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 # Bytes; Triton compiles for addresses that are multiples of it, or for any.
 ALIGNMENT = 16
-# Metadata for them, what runs before a launch, and after it.
+# What Triton's hooks are told, and the hooks before and after a launch.
 _NO_HOOKS = None, None, None
 
 

@@ -3,9 +3,6 @@
 Shape legend in `kernels.interface`.
 """
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
 from distca_hf.kernels.interface import has_fused_kernels
@@ -27,18 +24,12 @@ def merge(
     if stop > out_TNV.shape[0]:
         raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")
     if has_fused_kernels(out_TNV):
-        _merge_on_gpu()(out_TNV, lse_TN, far_out_RNV, far_lse_NR, start)
+        from distca_hf.kernels.merge_triton import merge_on_gpu
+
+        merge_on_gpu(out_TNV, lse_TN, far_out_RNV, far_lse_NR, start)
         return
     out_RNV, lse_RN, far_lse_RN = out_TNV[start:stop], lse_TN[start:stop], far_lse_NR.t()
     total = torch.logaddexp(lse_RN, far_lse_RN)
     share, far_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse_RN, far_lse_RN))
     out_RNV.copy_(share * out_RNV + far_share * far_out_RNV)
     lse_RN.copy_(total)
-
-
-@cache
-def _merge_on_gpu() -> Callable[..., None]:
-    """Imported where there is Triton, and once: an import statement costs the host a microsecond in every layer."""
-    from distca_hf.kernels.merge_triton import merge_on_gpu
-
-    return merge_on_gpu

@@ -4,9 +4,8 @@ On a GPU one Triton kernel reads and writes every element once; elsewhere the sa
 that the sum is the same bit by bit each time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 
@@ -56,19 +55,12 @@ def add_rows(target_RD: torch.Tensor, own_RD: torch.Tensor, returned_RD: torch.T
     if not len(sums.rows):
         return
     if has_fused_kernels(target_RD):
-        index = sums.rows, sums.own_of_shared, sums.order, sums.offsets
-        _add_rows_on_gpu()(target_RD, own_RD, returned_RD, *index)
+        from distca_hf.kernels.sum_rows_triton import add_rows_on_gpu
+
+        add_rows_on_gpu(target_RD, own_RD, returned_RD, sums.rows, sums.own_of_shared, sums.order, sums.offsets)
         return
     total = target_RD.index_select(0, sums.rows).to(accumulation_dtype(target_RD.dtype))
     total.index_add_(0, sums.own_in_shared, own_RD.index_select(0, sums.own_rows).to(total.dtype))
     for part in sums.parts:
         total.index_add_(0, sums.returned_in_shared[part], returned_RD[part].to(total.dtype))
     target_RD.index_copy_(0, sums.rows, total.to(target_RD.dtype))
-
-
-@cache
-def _add_rows_on_gpu() -> Callable[..., None]:
-    """Imported where there is Triton, and once."""
-    from distca_hf.kernels.sum_rows_triton import add_rows_on_gpu
-
-    return add_rows_on_gpu

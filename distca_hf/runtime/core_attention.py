@@ -57,9 +57,7 @@ def attend(
     plan.agree()
     where, maps, transport = plan.begin_forward(), plan.maps, plan.transport
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV, where)
-    looks = plan.config.check_finite
-    if looks:
-        check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
+    check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
     keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
@@ -85,13 +83,11 @@ def attend(
         own.attend_far(far, store, at_once=not calls.late)
         if guests is not None:
             guests.attend(leg, store, transport, where)
-    if calls.late:
-        own.attend(calls.late, k_TGH, v_TGV)
-        own.merge_far()
+    own.attend(calls.late, k_TGH, v_TGV)
+    own.merge_far()
     if guests is not None:
         guests.land(*as_rows(groups, out, lse))
-    if looks:
-        check_finite(plan, where, output=out)
+    check_finite(plan, where, output=out)
     if keeps and guests is not None:
         return out, lse, Kept(keys.received, *guests.kept)
     nothing = nothing_kept(plan, k)
@@ -114,8 +110,7 @@ def attend_backward(
     kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV, where), plan.keeps_received is True, maps.rows_per_token
     deterministic = plan.config.deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, deterministic, k_TGH.shape[1]
-    if plan.config.check_finite:
-        check_finite(plan, where, output_gradient=dout_TNV)
+    check_finite(plan, where, output_gradient=dout_TNV)
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges and not keeps)
     guests = None

@@ -6,9 +6,8 @@ All tensors are `[rows, ...]`, rows as in `planning.ranges`.
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.runtime.maps import LegMaps, Maps
-from distca_hf.runtime.store import Store, row_width
+from distca_hf.runtime.store import Store, row_width, side_by_side
 
 
 class KeyFlight:
@@ -33,8 +32,7 @@ class KeyFlight:
             received = k.new_empty((maps.received_to_store.shape[0] if travels else 0, row_width(k, v)))
         self.received = received
         if self.travels:
-            self._sent = k.new_empty((maps.send_rows.shape[0], received.shape[1]))
-            copy_rows((k, v), maps.send_rows, (self._sent,), None)
+            self._sent = side_by_side(k, v, maps.send_rows)
 
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:
         """Starts one leg."""

@@ -10,7 +10,7 @@ import torch
 from distca_hf.kernels.interface import Kernel, accumulation_dtype
 from distca_hf.kernels.merge import merge
 from distca_hf.runtime.maps import DeviceCall
-from distca_hf.runtime.rows import keys_of, queries_of
+from distca_hf.runtime.rows import heads_of, keys_of, queries_of
 from distca_hf.runtime.store import Store, StoreGradients
 from distca_hf.runtime.views import transposed
 
@@ -44,11 +44,8 @@ class ForwardCalls:
     def merge_far(self) -> None:
         """Adds attention to prefixes, once own calls have written their parts."""
         for call, far in self._far:
-            if call.heads == (0, self._kv_heads):
-                merge(self._out, self._lse, *far, call.queries.start)
-            else:
-                out, lse = queries_of(call, self._kv_heads, self._out, self._lse)
-                merge(out, lse, *far)
+            out, lse = heads_of(call, self._kv_heads, self._out, self._lse)
+            merge(out, lse, *far, call.queries.start)
         self._far.clear()
 
 

@@ -40,22 +40,15 @@ class DeviceCall:
 
 @dataclass(frozen=True)
 class Way:
-    """What of the rows that leave, and of those that come, travels in one leg.
-
-    Attributes:
-        is_all: everything does.
-    """
+    """What of the rows that leave, and of those that come, travels in one leg."""
 
     send: slice
     receive: slice
     send_counts: list[int]
     receive_counts: list[int]
-    is_all: bool
 
     def out(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
         """The leg's part of all rows that leave, into its part of all that come."""
-        if self.is_all:
-            return AllToAll(sent, self.send_counts, self.receive_counts, where, received)
         rows, into = some_rows(sent, self.send), some_rows(received, self.receive)
         return AllToAll(rows, self.send_counts, self.receive_counts, where, into)
 
@@ -276,7 +269,7 @@ def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[Way]:
         for counts in (send_counts, receive_counts)
     )
     ways = zip(sends, receives, send_counts.tolist(), receive_counts.tolist(), strict=True)
-    return [Way(*way, is_all=len(send_counts) == 1) for way in ways]
+    return [Way(*way) for way in ways]
 
 
 def _device_calls(

@@ -253,7 +253,7 @@ class PlanRegister:
         Raises:
             PlanError: nobody holds it any more.
         """
-        plan = self._newest.get(number) or self._all.get(number)
+        plan = self._all.get(number)
         if plan is None:
             raise PlanError(
                 f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "

@@ -21,33 +21,35 @@ def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The call's part of each of own `[T, heads, ...]`, or of guests' `[R, heads, ...]`."""
-    if call.heads is not None and call.heads != (0, kv_heads):
-        return _some_heads(tensors, call.queries, call.heads, kv_heads)
-    rows = call.queries
-    chosen = tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
-    if call.heads is not None or call.stored_rows_per_token == 1:
-        return chosen
-    return _as_tokens(chosen, call.stored_rows_per_token)
+    if call.heads is not None:
+        return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
+    return _as_tokens(_some_rows(tensors, call.queries), call.stored_rows_per_token)
 
 
 def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The call's part of each of own `[T, heads, D]`, or of the store's `[R, heads, D]`."""
-    if not call.stored_rows_per_token and call.heads != (0, kv_heads):
-        assert call.heads is not None
-        return _some_heads(tensors, call.keys, call.heads, kv_heads)
-    rows = call.keys
-    chosen = tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
-    return chosen if call.stored_rows_per_token <= 1 else _as_tokens(chosen, call.stored_rows_per_token)
+    if call.stored_rows_per_token:
+        return _as_tokens(_some_rows(tensors, call.keys), call.stored_rows_per_token)
+    return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
 
 
-def _some_heads(
-    tensors_TND: Sequence[torch.Tensor], tokens: slice, heads: tuple[int, int], kv_heads: int
-) -> Sequence[torch.Tensor]:
-    """Some tokens of each `[T, heads, ...]`, and of their heads those that belong to KV heads [first, last)."""
+def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """All rows of each own `[T, heads, ...]`, and of their heads those that belong to the KV heads of the call."""
+    assert call.heads is not None
+    first, stop = call.heads
+    if (first, stop) == (0, kv_heads):
+        return tensors_TND
     shared = [x.shape[1] // kv_heads for x in tensors_TND]
-    return [x[tokens, heads[0] * n : heads[1] * n] for x, n in zip(tensors_TND, shared, strict=True)]
+    return [x[:, first * n : stop * n] for x, n in zip(tensors_TND, shared, strict=True)]
+
+
+def _some_rows(tensors: Sequence[torch.Tensor], rows: slice) -> Sequence[torch.Tensor]:
+    """`x[rows]` of each; all have as many rows."""
+    return tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
 
 
 def _as_tokens(tensors_RHD: Sequence[torch.Tensor], rows_per_token: int) -> Sequence[torch.Tensor]:
     """Each `[R, heads, D]` as `[tokens, rows per token * heads, D]`."""
+    if rows_per_token == 1:
+        return tensors_RHD
     return [x.view(x.shape[0] // rows_per_token, rows_per_token * x.shape[1], *x.shape[2:]) for x in tensors_RHD]
