@@ -131,7 +131,7 @@ class HostMaps:
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
-    runs: tuple[Runs, ...]
+    totals: tuple[int, ...]
     table: torch.Tensor
     offsets: torch.Tensor
 
@@ -156,18 +156,16 @@ class HostMaps:
         return cls(
             routing=routing,
             calls=calls,
-            runs=tuple(runs),
-            table=_pinned(_table(Runs.join(runs)), pin),
+            totals=tuple(part.total for part in runs),
+            table=_pinned(_table(runs), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
         )
 
     def to(self, device: torch.device) -> Maps:
         """Maps on the device: two copies that the host does not wait for."""
         routing = self.routing
-        table = self.table.to(device, non_blocking=True).split([len(runs.starts) for runs in self.runs], dim=1)
-        send, received, kept, own, own_to, shared, send_in, own_in, *moves = (
-            _written_out(part, runs.total) for part, runs in zip(table, self.runs, strict=True)
-        )
+        index = _written_out(self.table.to(device, non_blocking=True), self.totals)
+        send, received, kept, own, own_to, shared, send_in, own_in, *moves = index
         offsets = self.offsets.to(device, non_blocking=True)
         own_calls, *others = _device_calls(self.calls, offsets, routing.adding or ())
         return Maps(
@@ -227,18 +225,26 @@ class HostPlanMaps:
         return PlanMaps(forward, forward if self.backward is self.forward else self.backward.to(device))
 
 
-def _table(runs: Runs) -> np.ndarray:
-    """`[4, runs]` length, stride and start of each run, and the numbers before it."""
-    before = np.cumsum(runs.lengths) - runs.lengths
-    return np.stack((runs.lengths, runs.strides, runs.starts, before))
+def _room(total: int) -> int:
+    """Numbers (int64) that begin where row kernels like them to (`kernels.launch.ALIGNMENT`), if all before do."""
+    return total + total % 2
 
 
-def _written_out(table: torch.Tensor, total: int) -> torch.Tensor:
-    """`[total]` the numbers of some runs, on the device; the host does not wait."""
-    lengths, strides, starts, before = table
-    run = torch.repeat_interleave(lengths, output_size=total)
-    within = torch.arange(total, device=table.device) - (before - before[:1])[run]
-    return starts[run] + within * strides[run]
+def _table(parts: Sequence[Runs]) -> np.ndarray:
+    """`[3, runs]` length and stride of each run, and what its first number would be at place 0; every part with its
+    room."""
+    filled = [Runs.join([part, Runs.range(0, _room(part.total) - part.total)]) for part in parts]
+    runs = Runs.join(filled)
+    return np.stack((runs.lengths, runs.strides, runs.starts - runs.before * runs.strides))
+
+
+def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
+    """The numbers of some runs on the device, in parts of so many; the host does not wait."""
+    lengths, strides, firsts = table
+    rooms = [_room(total) for total in totals]
+    run = torch.repeat_interleave(lengths, output_size=sum(rooms))
+    numbers = firsts[run] + torch.arange(len(run), device=table.device) * strides[run]
+    return [part[:total] for part, total in zip(numbers.split(rooms), totals, strict=True)]
 
 
 def _parts(counts: IntArray) -> tuple[slice, ...]:
