@@ -21,7 +21,7 @@ def _copy_block(source, target, block, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["rows", "places"])  # type: ignore[untyped-decorator]
 def _copy_row(  # type: ignore[no-untyped-def]
     source,
     target,
@@ -71,7 +71,7 @@ def copy_rows_on_gpu(
     assert index is not None
     indices = index if rows is None else rows, index if places is None else places
     if count:
-        launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], *indices)
+        launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], index=indices)
 
 
 @lru_cache

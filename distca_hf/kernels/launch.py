@@ -7,6 +7,7 @@ it in the end, but for the hooks of Triton's own profiler. For NVIDIA GPUs: on o
 far pointers reach.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ _NO_HOOKS = None, None, None
 
 
 class Launch:
-    """Launches a kernel whose arguments are tensors, then numbers on which it is not specialised, then constants.
+    """Launches a kernel whose arguments are tensors, then index tensors, then numbers, then constants.
 
     Args:
-        kernel: function of Triton's.
+        kernel: function of Triton's, not specialised on numbers, nor on where index tensors begin: they are parts of
+            others, and begin anywhere.
         constants: what follows the others.
         device: of all tensors, which nobody checks, and the current one; their dtypes are always the same, too, and
             numbers fit 32 bits.
@@ -33,7 +35,14 @@ class Launch:
         self._run: Any = None
         self._of_launch: tuple[Any, ...] = ()
 
-    def __call__(self, rows: int, blocks: int, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
+    def __call__(
+        self,
+        rows: int,
+        blocks: int,
+        *tensors: torch.Tensor,
+        index: Sequence[torch.Tensor] = (),
+        numbers: tuple[int, ...] = (),
+    ) -> None:
         """Launches `[rows, blocks]` programs on the current stream; the first launch compiles."""
         others = *numbers, *self._constants
         addresses, bits = [], 0
@@ -42,13 +51,15 @@ class Launch:
             addresses.append(address)
             bits |= address
         if bits % ALIGNMENT:  # rare: views of single heads
-            self._kernel[rows, blocks, 1](*tensors, *others)
+            self._kernel[rows, blocks, 1](*tensors, *index, *others)
             return
         if self._run is None:
-            compiled = self._kernel[rows, blocks, 1](*tensors, *others)
+            compiled = self._kernel[rows, blocks, 1](*tensors, *index, *others)
             self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
             self._run = compiled.run
             return
+        for x in index:
+            addresses.append(x.data_ptr())
         # Addresses, because Triton asks the driver of each tensor whether it is on the device.
         self._run(rows, blocks, 1, current_stream(self._device), *self._of_launch, *addresses, *others)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from distca_hf.kernels.launch import Launch
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["rows", "own_of_shared", "order", "offsets"])  # type: ignore[untyped-decorator]
 def _add_row(  # type: ignore[no-untyped-def]
     target,
     own,
@@ -51,7 +51,8 @@ def add_rows_on_gpu(
     strides = target_RD.stride(0), own_RD.stride(0), returned_RD.stride(0)
     dtypes = target_RD.dtype, own_RD.dtype, returned_RD.dtype
     launch = _launch_of(target_RD.device, dtypes, strides, target_RD.shape[1])
-    launch(rows.shape[0], 1, target_RD, own_RD, returned_RD, rows, own_of_shared, order, offsets)
+    index = rows, own_of_shared, order, offsets
+    launch(rows.shape[0], 1, target_RD, own_RD, returned_RD, index=index)
 
 
 @lru_cache

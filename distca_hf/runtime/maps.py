@@ -131,7 +131,7 @@ class HostMaps:
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
-    totals: tuple[int, ...]
+    totals: list[int]
     table: torch.Tensor
     offsets: torch.Tensor
 
@@ -156,8 +156,8 @@ class HostMaps:
         return cls(
             routing=routing,
             calls=calls,
-            totals=tuple(part.total for part in runs),
-            table=_pinned(_table(runs), pin),
+            totals=[part.total for part in runs],
+            table=_pinned(_table(Runs.join(runs)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
         )
 
@@ -225,26 +225,17 @@ class HostPlanMaps:
         return PlanMaps(forward, forward if self.backward is self.forward else self.backward.to(device))
 
 
-def _room(total: int) -> int:
-    """Numbers (int64) that begin where row kernels like them to (`kernels.launch.ALIGNMENT`), if all before do."""
-    return total + total % 2
-
-
-def _table(parts: Sequence[Runs]) -> np.ndarray:
-    """`[3, runs]` length and stride of each run, and what its first number would be at place 0; every part with its
-    room."""
-    filled = [Runs.join([part, Runs.range(0, _room(part.total) - part.total)]) for part in parts]
-    runs = Runs.join(filled)
+def _table(runs: Runs) -> np.ndarray:
+    """`[3, runs]` length and stride of each run, and what its first number would be at place 0."""
     return np.stack((runs.lengths, runs.strides, runs.starts - runs.before * runs.strides))
 
 
-def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
+def _written_out(table: torch.Tensor, totals: list[int]) -> list[torch.Tensor]:
     """The numbers of some runs on the device, in parts of so many; the host does not wait."""
     lengths, strides, firsts = table
-    rooms = [_room(total) for total in totals]
-    run = torch.repeat_interleave(lengths, output_size=sum(rooms))
+    run = torch.repeat_interleave(lengths, output_size=sum(totals))
     numbers = firsts[run] + torch.arange(len(run), device=table.device) * strides[run]
-    return [part[:total] for part, total in zip(numbers.split(rooms), totals, strict=True)]
+    return [*numbers.split(totals)]
 
 
 def _parts(counts: IntArray) -> tuple[slice, ...]:

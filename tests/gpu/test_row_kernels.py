@@ -19,6 +19,11 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
 
 
+def _parts_of_one(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Index tensors on the device, as they come with a plan: one behind the other, so that each begins anywhere."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), *index]).cuda()[1:].split([len(x) for x in index])
+
+
 # --- merge
 
 
@@ -100,7 +105,7 @@ def _sums(generator: torch.Generator) -> tuple[RowSums, int, int, int]:
     stops = [sum(len(part) for part in parts[: at + 1]) for at in range(len(parts))]
     slices = tuple(slice(stop - len(part), stop) for stop, part in zip(stops, parts, strict=True) if len(part))
     index = (shared, own_rows, own_in_shared, torch.cat(parts))
-    return RowSums(*(x.cuda() for x in index), slices), 300, 90, stops[-1]
+    return RowSums(*_parts_of_one(*index), slices), 300, 90, stops[-1]
 
 
 @pytest.mark.parametrize("store_dtype", [torch.bfloat16, torch.float32], ids=["store", "summed store"])
@@ -143,7 +148,7 @@ def test_sums_are_the_same_bit_by_bit() -> None:
 @pytest.mark.parametrize("width", [1, 32, 640, 2048, 4100], ids=str)
 def test_rows_are_copied_as_they_are(width: int, dtype: torch.dtype) -> None:
     """They may be parts of wider rows; rows nobody writes to stay."""
-    places = torch.randperm(400, generator=torch.Generator().manual_seed(width))[:300].cuda()
+    [places] = _parts_of_one(torch.randperm(400, generator=torch.Generator().manual_seed(width))[:300])
     rows = (100 * _random(300, 2 * width, dtype=torch.float32)).to(dtype)[:, width:]
     target = torch.full((400, width), 7, device="cuda", dtype=dtype)
     expected = target.clone()
@@ -157,7 +162,7 @@ def test_rows_are_copied_as_they_are(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("widths", [(1024, 1024), (4096, 512), (24, 3)], ids=str)
 def test_rows_of_two_tensors_are_copied_at_once(widths: tuple[int, int], ordered: str) -> None:
     generator, count = torch.Generator().manual_seed(sum(widths)), 300
-    rows, places = (torch.randperm(400, generator=generator)[:count].cuda() for _ in range(2))
+    rows, places = _parts_of_one(*(torch.randperm(400, generator=generator)[:count] for _ in range(2)))
     sources = [_random(400, width, dtype=torch.bfloat16, seed=width) for width in widths]
     beside = torch.zeros(400, sum(widths), device="cuda", dtype=torch.bfloat16)
     targets, expected = beside.split(widths, dim=1), beside.clone()

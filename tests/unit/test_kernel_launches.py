@@ -1,4 +1,5 @@
-"""What a first launch compiled is launched again; whatever address is not aligned is left to Triton."""
+"""What a first launch compiled is launched again; whatever address is not aligned is left to Triton, but for those of
+index tensors, which need not be."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,13 +64,15 @@ def test_kernel_is_compiled_once(kernel: Kernel) -> None:
     assert launched[9:] == (y.data_ptr(), x.data_ptr(), 8, 16)
 
 
-def test_numbers_stand_between_tensors_and_constants(kernel: Kernel) -> None:
-    merge, x = Launch(kernel, (8,), DEVICE), aligned(4, 8)
-    merge(1, 1, x, numbers=(5,))
-    merge(1, 1, x, numbers=(7,))
+def test_index_and_numbers_stand_between_tensors_and_constants(kernel: Kernel) -> None:
+    merge, x, index = Launch(kernel, (8,), DEVICE), aligned(4, 8), torch.arange(3)
+    merge(1, 1, x, index=(index,), numbers=(5,))
+    merge(1, 1, x, index=(index[1:],), numbers=(7,))
 
-    assert kernel.compiled[0][4:] == (5, 8)
-    assert kernel.launched[0][9:] == (x.data_ptr(), 7, 8)
+    [compiled], [launched] = kernel.compiled, kernel.launched
+    assert compiled[4] is index
+    assert compiled[5:] == (5, 8)
+    assert launched[9:] == (x.data_ptr(), index[1:].data_ptr(), 7, 8)
 
 
 def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:
