@@ -131,7 +131,7 @@ class HostMaps:
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
-    totals: list[int]
+    totals: tuple[int, ...]
     table: torch.Tensor
     offsets: torch.Tensor
 
@@ -156,7 +156,7 @@ class HostMaps:
         return cls(
             routing=routing,
             calls=calls,
-            totals=[part.total for part in runs],
+            totals=tuple(part.total for part in runs),
             table=_pinned(_table(Runs.join(runs)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
         )
@@ -230,12 +230,14 @@ def _table(runs: Runs) -> np.ndarray:
     return np.stack((runs.lengths, runs.strides, runs.starts - runs.before * runs.strides))
 
 
-def _written_out(table: torch.Tensor, totals: list[int]) -> list[torch.Tensor]:
+def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
     """The numbers of some runs on the device, in parts of so many; the host does not wait."""
     lengths, strides, firsts = table
     run = torch.repeat_interleave(lengths, output_size=sum(totals))
-    numbers = firsts[run] + torch.arange(len(run), device=table.device) * strides[run]
-    return [*numbers.split(totals)]
+    numbers = torch.arange(len(run), device=table.device)
+    numbers *= strides[run]
+    numbers += firsts[run]
+    return [*numbers.split([*totals])]
 
 
 def _parts(counts: IntArray) -> tuple[slice, ...]:
