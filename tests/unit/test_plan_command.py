@@ -68,7 +68,7 @@ def test_json_says_everything() -> None:
     assert 1.0 <= said["imbalance"] <= 1.01 < said["imbalance_before"]
     assert 0 < said["bytes_max_rank"] < said["bytes_total"]
     assert said["bytes_internode_max"] == 0  # one node
-    assert 0 < said["planning_seconds"] < 1
+    assert said["planning_seconds"] > 0
     assert said["baselines"] == {}
 
 
