@@ -282,7 +282,8 @@ def _terminate_after(what: str, folder: Path) -> None:
     else:
         trainer.add_callback(AtStep(2, terminate))
         trainer.train()
-    time.sleep(5.0)  # a process that is still here afterwards ends without a signal
+    time.sleep(5.0)
+    folder.with_name("still-here").touch()
 
 
 @pytest.mark.parametrize("what", ["a failure", "the last step"])
@@ -290,6 +291,7 @@ def test_signal_that_comes_too_late_ends_the_process_as_ever(what: str, tmp_path
     (outcome,) = start_ranks(1, _terminate_after, tmp_path, what, tmp_path / "run")
 
     assert outcome.exit_code == -signal.SIGTERM
+    assert not (tmp_path / "still-here").exists()  # it ended at once
 
 
 def test_setting_leaves_the_signal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,13 +68,13 @@ ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8])
 # --- all plans
 
 
-@settings(max_examples=200)
+@settings(max_examples=360)
 @given(case=ANY)
 def test_every_query_attends_to_its_causal_prefix_exactly_once(case: Case) -> None:
     check_attention(case.simulated())
 
 
-@settings(max_examples=200)
+@settings(max_examples=360)
 @given(case=ANY)
 def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
     simulation = case.simulated()
@@ -90,7 +90,7 @@ def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
     assert moved.tolist() == bytes_between(simulation.plan, tokens).tolist()
 
 
-@settings(max_examples=200)
+@settings(max_examples=360)
 @given(case=ANY)
 def test_shared_rows_and_orders(case: Case) -> None:
     simulation = case.simulated()
@@ -99,7 +99,7 @@ def test_shared_rows_and_orders(case: Case) -> None:
     check_orders(simulation)
 
 
-@settings(max_examples=200)
+@settings(max_examples=360)
 @given(case=ANY)
 def test_calls_read_what_their_leg_brings_and_backward_what_all_did(case: Case) -> None:
     simulation = case.simulated()
@@ -108,7 +108,7 @@ def test_calls_read_what_their_leg_brings_and_backward_what_all_did(case: Case) 
     check_kept(simulation)
 
 
-@settings(max_examples=200)
+@settings(max_examples=360)
 @given(case=ANY)
 def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
     """And guest rows are the queries of tasks that have any from elsewhere, tasks whole."""
@@ -127,7 +127,7 @@ def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
         assert routing.queries.num_rows == len(guests)
 
 
-@settings(max_examples=200)
+@settings(max_examples=360)
 @given(case=ANY)
 def test_key_transfers_are_what_the_routings_send(case: Case) -> None:
     world, num_ranks = case.simulated(), case.num_ranks
