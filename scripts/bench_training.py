@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
-from distca_hf.integrations.model import packs_of
+from distca_hf.integrations.model import watch_of
 
 
 VOCABULARY = 32_000
@@ -186,7 +186,8 @@ def train(options: argparse.Namespace) -> None:
     losses = torch.stack(parts)
     dist.all_reduce(losses)
     if dist.get_rank() == 0:
-        packs = packs_of(trainer.model)
+        watch = watch_of(trainer.model)
+        packs = None if watch is None else watch.packs
         facts = list(loader.history if packs is None else packs.history)
         times_of_plans = loader.times if packs is None else packs.times
         figures = {

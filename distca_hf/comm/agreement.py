@@ -2,13 +2,19 @@
 
 All-to-alls whose two sides disagree corrupt data silently (gloo) or hang (NCCL). A few integers per micro-batch,
 gathered while the batch is still being prepared, turn that into an error that names the ranks.
+
+Facts travel as a digest of 63 bits. Only where digests differ do their names and values follow, so that there may be
+any number of them.
 """
 
 import enum
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from distca_hf.comm.transport import Gather, Traffic, Transport
+from distca_hf.comm.text import integers_of, text_of
+from distca_hf.comm.transport import Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
 from distca_hf.telemetry import get_logger
 
@@ -20,35 +26,37 @@ class Occasion(enum.IntEnum):
     """What a rank is about to do."""
 
     TAKE = 1  # hand out a micro-batch
-    FORWARD = 2  # run a model on it
-    PLAN = 4  # plan a batch that somebody else packed
+    PLAN = 2  # plan a batch that somebody else packed
+    ATTEND = 3  # exchange rows for a model's first attention call
+    DERIVE = 4  # exchange rows again, for backward
     REPORT = 5  # log what was measured
     COMPARE = 6  # compare weights
-    UNABLE = 3  # give up, because it cannot prepare the micro-batch
+    UNABLE = 7  # give up, because it cannot do its part
 
 
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
-WIDTH = 32
-# The first of them: occasion, micro-batch, whether the rank wants to leave.
-HEADER = 3
+WIDTH = 12
+# The first of them: occasion, micro-batch, whether the rank wants to leave, digest and bytes of the facts.
+HEADER = 5
 
 
 @dataclass
 class Agreement:
-    """Facts on their way to all ranks. By the way every rank tells whether it wants to leave: see `Traffic.leaving`.
+    """Facts on their way to all ranks. By the way every rank shows whether it wants to leave: see `Traffic.leaving`.
 
     Attributes:
         facts: must be the same everywhere.
-        told: numbers that may differ and are only passed on.
+        told: integers that may differ and are only passed on.
     """
 
     occasion: Occasion
     micro_batch: int
-    facts: Mapping[str, int]
+    facts: Mapping[str, object]
     told: Mapping[str, int]
+    transport: Transport
     gather: Gather
-    where: str
-    traffic: Traffic
+    _text: bytes
+    _failure: DistCAError | None = field(default=None, init=False)
 
     @classmethod
     def start(
@@ -56,15 +64,24 @@ class Agreement:
         transport: Transport,
         occasion: Occasion,
         micro_batch: int,
-        facts: Mapping[str, int],
+        facts: Mapping[str, object],
         told: Mapping[str, int],
     ) -> "Agreement":
-        """Starts showing `facts` and telling `told`; for one occasion both have the same names on all ranks."""
-        where = f"micro-batch {micro_batch}"
-        values = [occasion, micro_batch, transport.traffic.wants_to_leave, *facts.values(), *told.values()]
-        padded = values + [0] * (WIDTH - len(values))
-        gather = transport.gather(padded, where)
-        return cls(occasion, micro_batch, facts, told, gather, f"rank {transport.rank}, {where}", transport.traffic)
+        """Starts showing `facts` and telling `told`; for one occasion `told` has the same names on all ranks.
+
+        Raises:
+            ValueError: there are more numbers to tell than an agreement holds.
+        """
+        if len(told) > WIDTH - HEADER:
+            raise ValueError(
+                f"an agreement tells at most {WIDTH - HEADER} numbers, not {len(told)}: {', '.join(told)}"
+            )
+        text = json.dumps([(name, str(value)) for name, value in facts.items()]).encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        header = [occasion, micro_batch, transport.traffic.wants_to_leave, digest, len(text)]
+        values = [*header, *told.values()]
+        gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}")
+        return cls(occasion, micro_batch, facts, told, transport, gather, text)
 
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int) -> None:
@@ -76,34 +93,55 @@ class Agreement:
             log.warning("the other ranks could not be told: %s", error)
 
     def wait(self) -> dict[str, list[int]]:
-        """What every rank told.
+        """Returns the numbers that every rank told.
 
         Raises:
-            PeerLostError: a rank could not prepare its part.
+            PeerLostError: a rank could not do its part.
             PlanMismatchError: ranks are about to do different things; lists ranks by value.
         """
-        rows = self.gather.wait()
-        self.traffic.leaving |= {rank: row[2] for rank, row in enumerate(rows) if row[2]}
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        try:
+            return self._compare(self.gather.wait())
+        except DistCAError as error:
+            self._failure = error
+            raise
+
+    def _compare(self, rows: list[list[int]]) -> dict[str, list[int]]:
+        self.transport.traffic.leaving |= {rank: row[2] for rank, row in enumerate(rows) if row[2]}
         unable = [rank for rank, row in enumerate(rows) if row[0] == Occasion.UNABLE]
         if unable:
             ranks = ", ".join(map(str, unable))
-            raise PeerLostError(f"{self.where}: rank {ranks} could not prepare its part; see the error there")
+            raise PeerLostError(f"{self._where}: rank {ranks} could not do its part; see the error there")
         doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
-        shown = {"what they do": doing}
-        if len(set(doing)) == 1:
-            shown = {name: [str(row[HEADER + at]) for row in rows] for at, name in enumerate(self.facts)}
-        different = [f"{name} is {by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
-        if different:
-            raise PlanMismatchError(
-                f"{self.where}: ranks disagree, nothing was sent: {'; '.join(different)}. All ranks need the same "
-                "dataset, seed, settings and version of distca_hf, and must run the same micro-batches in one order."
-            )
-        first = HEADER + len(self.facts)
-        return {name: [row[first + at] for row in rows] for at, name in enumerate(self.told)}
+        if len(set(doing)) > 1:
+            raise self._mismatch([f"what they do is {by_value(doing)}"])
+        if len({row[3] for row in rows}) > 1:
+            raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)))
+        return {name: [row[HEADER + at] for row in rows] for at, name in enumerate(self.told)}
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.transport.rank}, micro-batch {self.micro_batch}"
+
+    def _differences(self, most_bytes: int) -> list[str]:
+        """Gathers the facts themselves and names those that differ. All ranks have seen the same digests, so all of
+        them come here."""
+        texts = self.transport.gather(integers_of(self._text, most_bytes), f"{self._where}, facts").wait()
+        of_rank = [dict(json.loads(text_of(text))) for text in texts]
+        names = dict.fromkeys(name for facts in of_rank for name in facts)
+        shown = {name: [facts.get(name, "missing") for facts in of_rank] for name in names}
+        return [f"{name} is {by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
+
+    def _mismatch(self, differences: Sequence[str]) -> PlanMismatchError:
+        return PlanMismatchError(
+            f"{self._where}: ranks disagree, nothing was sent: {'; '.join(differences)}. All ranks need the same "
+            "dataset, seed, model, settings and versions, and must run the same micro-batches in one order."
+        )
 
 
 def by_value(values: Sequence[str]) -> str:
-    """Which ranks have which value: "5 on rank 0, 2, 7 on rank 1"."""
+    """Lists ranks by their value: "5 on rank 0, 2, 7 on rank 1"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)

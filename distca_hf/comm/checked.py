@@ -8,6 +8,7 @@ here does that; this finds out who does, at the price of one more message per ex
 from collections.abc import Sequence
 
 from distca_hf.comm.agreement import by_value
+from distca_hf.comm.text import integers_of, text_of
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import PlanMismatchError
 
@@ -33,10 +34,10 @@ class CheckedTransport:
         """
         number, self._number = self._number, self._number + 1
         row = [asked.rows.shape[1:].numel(), asked.rows.element_size()]
-        header = [*row, *_encode(asked.where), *asked.send_counts, *asked.receive_counts]
+        header = [*row, *integers_of(asked.where.encode(), PLACE_BYTES), *asked.send_counts, *asked.receive_counts]
         shown = self._inner.gather(header, f"{asked.where}, check of exchange {number}").wait()
         counts_at = len(header) - 2 * self.world_size
-        meant = [f"{_decode(row[2:counts_at])} (rows of {row[0]} x {row[1]} bytes)" for row in shown]
+        meant = [f"{text_of(row[2:counts_at])} (rows of {row[0]} x {row[1]} bytes)" for row in shown]
         here = f"rank {self.rank}, exchange {number}"
         if len(set(meant)) > 1:
             raise PlanMismatchError(
@@ -56,13 +57,3 @@ class CheckedTransport:
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Passes integers on unchecked: agreements check themselves."""
         return self._inner.gather(values, where)
-
-
-def _encode(place: str) -> list[int]:
-    """The name of a place as integers, equally many for all."""
-    padded = place.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
-    return [int.from_bytes(padded[at : at + 4]) for at in range(0, PLACE_BYTES, 4)]
-
-
-def _decode(numbers: Sequence[int]) -> str:
-    return b"".join(number.to_bytes(4) for number in numbers).decode(errors="replace").rstrip()

@@ -45,10 +45,11 @@ HARMLESS_KEYWORDS = frozenset(
 
 
 class LocalSettings(NamedTuple):
-    """Kernel and determinism of a layer that attends without a plan."""
+    """Kernel and determinism of a layer that attends without a plan, and its number in the model."""
 
     kernel: str = "auto"
     deterministic: bool = False
+    number: int = 0
 
 
 def distca_attention(
@@ -89,11 +90,14 @@ def distca_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     if distca_plan is not None:
-        if not hasattr(module, ENABLED):
+        enabled: LocalSettings | None = getattr(module, ENABLED, None)
+        if enabled is None:
             raise PlanError(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
+        if not torch.compiler.is_compiling():
+            distca_plan.forward_pass.note_layer(enabled.number)
         _check_window(module, sliding_window, distca_plan.facts.longest_document_tokens)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle)
@@ -109,7 +113,7 @@ def distca_attention(
         else _local_documents(query, key, position_ids, packed)
     )
     _check_window(module, sliding_window, longest_k)
-    how = queries, keys, longest_q, longest_k, scale, *settings
+    how = queries, keys, longest_q, longest_k, scale, settings.kernel, settings.deterministic
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), *how)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -126,7 +130,7 @@ def _attend_padded(
     (query_rows, queries, longest_q), (key_rows, keys, longest_k) = padded.queries, padded.keys
     q_TNH = _rows(query).index_select(0, query_rows)
     k_SGH, v_SGV = (_rows(x).index_select(0, key_rows) for x in (key, value))
-    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, queries, keys, longest_q, longest_k, scale, *settings)
+    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, queries, keys, longest_q, longest_k, scale, *settings[:2])
     shape = query.shape[0], query.shape[2], *out_TNV.shape[1:]
     return out_TNV.new_zeros((shape[0] * shape[1], *shape[2:])).index_copy(0, query_rows, out_TNV).view(shape)
 

@@ -11,7 +11,7 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.drift import WeightsCheck
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model import enable, packs_of
+from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.runtime.plans import PlanFacts
 from distca_hf.telemetry import LoaderTimes
@@ -159,7 +159,10 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
 
     def _since_last_log(self, args: TrainingArguments, step: int) -> dict[str, float]:
         """A collective call: every rank logs the same steps."""
-        source: PlanSource | None = self._loader if self._loader is not None else packs_of(self._model)
+        watch = watch_of(self._model)
+        source: PlanSource | None = self._loader
+        if source is None and watch is not None:
+            source = watch.packs
         if source is None:  # one rank, nothing planned
             return {}
         now, times = time.perf_counter(), source.times

@@ -6,33 +6,35 @@
 Every rank computes the same layouts and plans from lengths alone and reads only the tokens it holds.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import torch
 
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
+from distca_hf.integrations.facts import shared_facts
 from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
+from distca_hf.integrations.taking import agree_to_take, check_cuts
+from distca_hf.packing.contents import dataset_checksum
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches, RegroupedEpoch
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
-from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 class PlacedLoader:
@@ -120,6 +122,11 @@ class PlacedLoader:
     def documents_truncated(self) -> int:
         """Documents of an epoch that lost their end to `overlong="truncate"`."""
         return self._source.documents_truncated
+
+    @cached_property
+    def contents(self) -> str:
+        """Checksum of tokens and labels (see `packing.contents`); reads documents when first asked for."""
+        return dataset_checksum(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
         """The whole documents of one micro-batch, as they were before placement cut and ordered them."""
@@ -234,6 +241,7 @@ class PlacedLoader:
         with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
+                    self.contents  # noqa: B018  read before the first micro-batch
                     prepared = next(ahead)
                 except Exception:
                     Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
@@ -257,21 +265,7 @@ class PlacedLoader:
         self.times.plan_seconds += prepared.plan_seconds
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
-        agreement = Agreement.start(
-            self._transport,
-            Occasion.TAKE,
-            number,
-            {
-                "version": zlib.crc32(__version__.encode()),
-                **self._config.shared_settings(),
-                "seed": self._seed,
-                "micro_steps": self._micro_steps,
-                "number of documents": len(self._source),
-                "dataset": int(self._source.fingerprint, 16) >> 1,
-                "fingerprint": prepared.fingerprint,
-            },
-            {"label_tokens": prepared.label_tokens},
-        )
+        agreement = agree_to_take(self._transport, prepared, number, self._facts())
         plan = LivePlan(
             micro_batch=number,
             maps=prepared.maps.to(self._device),
@@ -289,7 +283,20 @@ class PlacedLoader:
             "distca_plan": plan,
         }
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
+        check_cuts(self._transport, prepared, number, plan.told)
         return batch
+
+    def _facts(self) -> dict[str, object]:
+        """Returns what must be the same on all ranks, besides the micro-batch itself."""
+        return {
+            **shared_facts(self._config),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "micro_steps": self._micro_steps,
+            "number of documents": len(self._source),
+            "lengths of documents": self._source.fingerprint,
+            "contents of documents": self.contents,
+        }
 
     def _number(self, cursor: Cursor) -> int:
         """Number of a micro-batch in the endless stream."""
@@ -307,6 +314,7 @@ class PlacedLoader:
         return {
             "version": STATE_VERSION,
             "dataset": self._source.fingerprint,
+            "contents": self.contents,
             "documents": len(self._source),
             "seed": self._seed,
             "shuffle": self._shuffle,

@@ -1,17 +1,17 @@
-"""Enabling a model: checked before the first step, watched during it, and told what only the plan knows.
+"""Enabling a model: checked before the first step, and watched in every forward pass.
 
 Batches of `plugin.dataloader` bring their plan along. Any other batch that an enabled model trains on is planned here,
 right before its forward pass.
 """
 
 import inspect
-import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from distca_hf.comm.groups import default_device
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -24,14 +24,17 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.model_check import (
+    IMPLEMENTATION,
     attention_layers,
     check_model,
     forward_accepts,
+    implementation_of,
     longest_rotary_tokens,
     rotary_refusal,
     transformers_model,
 )
-from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
+from distca_hf.integrations.model_facts import config_facts, module_facts
+from distca_hf.integrations.packs import PackPlanner, check_mask_numbers, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
 
@@ -41,10 +44,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Attribute of an enabled model that holds its watch.
+# Attribute of an enabled model, and of the Transformers model inside it, that holds the watch.
 WATCH = "_distca_watch"
-# Order is part of what ranks agree on.
-PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: int | None = None) -> nn.Module:
@@ -59,12 +60,12 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
     Args:
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
             one.
-        plugin: settings, and the transport between ranks.
+        plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
         longest_document_tokens: longest document the model will see, for sliding windows and rotary embeddings that
             depend on it; by default the longest that all ranks together can hold.
 
     Returns:
-        The same model. Enabling it again does nothing.
+        The same model.
 
     Raises:
         UnsupportedAttentionError: the model would compute something else than its own attention; says what.
@@ -73,154 +74,226 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size
     check_model(model, longest, plugin.kernel, default_device())
-    if not hasattr(model, WATCH):
-        setattr(model, WATCH, ForwardWatch(model, plugin))
-        for layer in attention_layers(transformers_model(model)).values():
-            setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic))
+    inner = transformers_model(model)
+    earlier = watch_of(inner)
+    if earlier is None or earlier.root is not model or earlier.plugin is not plugin:
+        if earlier is not None:
+            log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
+            earlier.leave({model, inner})
+        watch = ForwardWatch(model, plugin)
+        for part in {model, inner}:
+            setattr(part, WATCH, watch)
+    for number, layer in enumerate(attention_layers(inner).values()):
+        setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic, number))
     return model
 
 
-def packs_of(model: nn.Module) -> PackPlanner | None:
-    """The planner of an enabled model's packs; None before the first one."""
-    watch: ForwardWatch | None = getattr(model, WATCH, None)
-    return None if watch is None else watch.packs
+def watch_of(model: nn.Module) -> "ForwardWatch | None":
+    """Returns the watch of a model; None if it is not enabled."""
+    return getattr(model, WATCH, None)
 
 
 class ForwardWatch:
-    """Hooks around the forward pass of the outermost module."""
+    """Hooks around the forward pass of the outermost module.
 
-    def __init__(self, model: nn.Module, plugin: "DistCAPlugin") -> None:
+    Attributes:
+        root: the module that was enabled.
+        plugin: settings and transports that its passes follow.
+        packs: plans batches without a plan; None before the first one.
+    """
+
+    def __init__(self, root: nn.Module, plugin: "DistCAPlugin") -> None:
+        self.root, self.plugin = root, plugin
         self.packs: PackPlanner | None = None
-        self._plugin = plugin
-        inner = transformers_model(model)
+        inner = transformers_model(root)
         self._class_name = type(inner).__name__
-        layers = attention_layers(inner)
-        self._attention_layers, self._attention_checksum = len(layers), _checksum_of(layers, inner.config)
-        self._parameters = list(inspect.signature(model.forward).parameters)
+        self._layer_names = list(attention_layers(inner))
+        self._module_facts: dict[str, object] | None = None
+        self._parameters = list(inspect.signature(root.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
-        self._config = inner.config
-        self._told_of_cache = False
-        self._head_groups, self._token_bytes = head_groups_of(model), token_bytes_of(model)
-        self._longest_rotary_tokens = longest_rotary_tokens(model)
+        self._told_of_cache = self._warned_of_plugin = False
+        self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
+        self._longest_rotary_tokens = longest_rotary_tokens(root)
         self._calls: int | None = None
         self._checkpointed: list[nn.Module] | None = None
-        model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True)
-        model.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True)
+        self._handles: list[RemovableHandle] = [
+            root.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
+            root.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True),
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWatch":
+        """A copied model keeps the watch of the original, which notices that it is another one."""
+        return self
+
+    def leave(self, modules: Iterable[nn.Module]) -> None:
+        """Takes the hooks away from modules of the enabled model, or of a copy, whose hooks are copies, too."""
+        for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
+            for handle in self._handles:
+                hooks.pop(handle.id, None)
+        if transformers_model(self.root) in modules:
+            for handle in self._handles:
+                handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("distca_plan") is None:
+        plan = kwargs.get("distca_plan")
+        if plan is None:
             batch = dict(zip(self._parameters, args, strict=False)) | kwargs
             plan = self._plan_packs(module, batch)
             if plan is None:
                 return None
             args, kwargs = (), {**batch, **fill_empty(batch), "distca_plan": plan}
-        plan = kwargs["distca_plan"]
         if not isinstance(plan, LivePlan):
             raise PlanError(
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
                 "unchanged"
             )
-        self._check_length(plan)
-        rows_wait = False
-        if self._plugin.checkpointed_attention != "recompute":
-            self._save_attention(module)
-        elif self._plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
-            rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if self._recomputes_attention(module) else self._attention_layers
-        plan.begin_forward_pass(
-            self._calls,
-            {
-                "gradients": int(torch.is_grad_enabled()),
-                "training": int(module.training),
-                "parameter_dtype": _dtype_number(module),
-                "attention layers": self._attention_layers,
-                "checksum of their names and heads": self._attention_checksum,
-                "layers saved at the same time": layers_kept,
-                "received rows wait for recomputation": int(rows_wait),
-            },
-            layers_kept,
-            self._calls or self._attention_layers,
-        )
+        self._check_model(module)
+        self._check_plan(plan)
+        self._begin(module, plan)
         return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
 
-    def _no_cache(self, kwargs: dict[str, Any]) -> dict[str, bool]:
-        """`use_cache=False`, unless the caller decided: nobody generates from a batch with a plan, and a cache would
-        keep the keys of all layers alive."""
-        if not self._accepts_use_cache or kwargs.get("use_cache") is not None:
+    def _begin(self, module: nn.Module, plan: LivePlan) -> None:
+        """Prepares checkpointing, and the pass with its facts."""
+        rows_wait = False
+        if self.plugin.checkpointed_attention != "recompute":
+            self._save_attention(module)
+        elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
+            rows_wait = keep_received(self._checkpointed_modules(module))
+        layers_kept = 1 if self._recomputes_attention(module) else len(self._layer_names)
+        if self._module_facts is None:
+            self._module_facts = module_facts(self.root, self._layer_names)
+        facts = {
+            "gradients": torch.is_grad_enabled(),
+            "training": module.training,
+            "layers saved at the same time": layers_kept,
+            "received rows wait for recomputation": rows_wait,
+            **self._module_facts,
+            **config_facts(self.root),
+        }
+        plan.begin_forward_pass(self._calls, facts, layers_kept, self._calls or len(self._layer_names))
+
+    def _check_model(self, module: nn.Module) -> None:
+        """Checks that the model is the one that was enabled, and that it still attends through distca.
+
+        Raises:
+            PlanError: it is a copy, or its attention implementation was changed.
+        """
+        if module is not self.root:
+            raise PlanError(
+                f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
+                "plugin) before it trains"
+            )
+        implementation = implementation_of(module)
+        if implementation != IMPLEMENTATION:
+            raise PlanError(
+                f"{self._class_name} was enabled for distca, but its config now says "
+                f"attn_implementation={implementation!r}: documents that are cut between ranks need distca. "
+                'Call model.set_attn_implementation("distca"). If you did not change it: another model was made from '
+                "model.config, which then shares it; give that one copy.deepcopy(model.config)"
+            )
+
+    def _check_plan(self, plan: LivePlan) -> None:
+        """Checks that the model's rotary embeddings reach as far as the longest document; warns of another plugin.
+
+        Raises:
+            UnsupportedAttentionError: the longest document is too long for them.
+        """
+        limit, longest = self._longest_rotary_tokens, plan.facts.longest_document_tokens
+        if limit is not None and longest > limit:
+            raise UnsupportedAttentionError(f"micro-batch {plan.micro_batch}: {rotary_refusal(limit, longest)}")
+        if plan.config is not self.plugin and not self._warned_of_plugin:
+            self._warned_of_plugin = True
+            of_batch, of_model = plan.config.shared_settings(), self.plugin.shared_settings()
+            different = [
+                f"{name}={value} and {of_model[name]}" for name, value in of_batch.items() if of_model[name] != value
+            ]
+            if different:
+                log.warning(
+                    "batches were made by one plugin, and %s was enabled with another: %s. The first counts for "
+                    "exchanges and kernels, the second for checkpointing and evaluation; use one plugin for both",
+                    self._class_name,
+                    ", ".join(different),
+                )
+
+    def _no_cache(self, batch: dict[str, Any]) -> dict[str, bool]:
+        """Returns `use_cache=False`, unless the caller decided: nobody generates from a batch with a plan, and a cache
+        would keep the keys of all layers alive."""
+        if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
-        if getattr(self._config, "use_cache", False) and not self._told_of_cache:
+        if getattr(transformers_model(self.root).config, "use_cache", False) and not self._told_of_cache:
             self._told_of_cache = True
             log.info("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
     def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
-        """The plan of a batch without one; None if it attends locally, which is decided alike on all ranks: there is
-        one rank, or the model is not training (evaluation, generation, a teacher), unless evaluation is shared."""
+        """Returns the plan of a batch without one; None if it attends locally. That is decided alike on all ranks:
+        there is one rank, or the model is not training (evaluation, generation, a teacher) and evaluation is not
+        shared, or some rank's batch is padded."""
         trains = module.training and torch.is_grad_enabled()
-        evaluates = not module.training and self._plugin.evaluate == "distca"
-        if not (trains or evaluates) or batch.get("past_key_values") is not None:
+        evaluates = not module.training and self.plugin.evaluate == "distca"
+        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        if alone or not (trains or evaluates) or batch.get("past_key_values") is not None:
+            check_mask_numbers(batch)
             return None
+        self._check_model(module)
         if self.packs is None:
-            if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-                return None
-            transport = self._plugin.transport(tokens_of(batch).device)
-            self.packs = PackPlanner(self._plugin, transport, self._head_groups, self._token_bytes)
+            transport = self.plugin.transport(tokens_of(batch).device)
+            self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
 
     def _recomputes_attention(self, module: nn.Module) -> bool:
-        """Whether backward computes attention again, one layer after the other."""
+        """Returns whether backward computes attention again, one layer after the other."""
         return recomputes_attention(self._checkpointed_modules(module))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
-        """Wrappers may come, and checkpointing may be switched on, until the first forward pass."""
+        """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
         if self._checkpointed is None:
             self._checkpointed = checkpointed_modules(module)
         return self._checkpointed
 
     def _save_attention(self, module: nn.Module) -> None:
         first = self._checkpointed is None
-        on_host = self._plugin.checkpointed_attention == "offload"
+        on_host = self.plugin.checkpointed_attention == "offload"
         if not save_attention(self._checkpointed_modules(module), on_host) and first:
             log.warning(
                 "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
                 "their outputs instead"
             )
 
-    def _check_length(self, plan: LivePlan) -> None:
-        limit, longest = self._longest_rotary_tokens, plan.facts.longest_document_tokens
-        if limit is not None and longest > limit:
-            raise UnsupportedAttentionError(f"micro-batch {plan.micro_batch}: {rotary_refusal(limit, longest)}")
-
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Counts attention calls: as many as there are layers, and as many in every pass.
+
+        Raises:
+            UnsupportedAttentionError, PlanError: some layer computed something else.
+            PlanMismatchError: no backward pass follows, and ranks ran different passes.
+        """
         plan = kwargs.get("distca_plan")
-        if plan is None or self._calls is not None:
+        if plan is None:
             return
-        if plan.forward_calls < self._attention_layers:
+        calls = plan.forward_calls
+        if self._calls is None and calls < len(self._layer_names):
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {plan.forward_calls} of its {self._attention_layers} attention layers came "
+                f"{self._class_name}: {calls} of its {len(self._layer_names)} attention layers came "
                 "through distca in the first forward pass; the others computed something else, and no step was taken"
             )
-        self._calls = plan.num_layers = plan.forward_calls
+        if self._calls is not None and calls != self._calls:
+            raise PlanError(
+                f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: {calls} attention calls of "
+                f"{self._class_name} came through distca, and {self._calls} did in every forward pass before; the "
+                "others computed something else or were left out, and no step was taken. Keep attn_implementation "
+                '"distca" for all layers, and leave none out (layerdrop)'
+            )
+        self._calls = calls
+        plan.end_forward_pass(derives=torch.is_grad_enabled())
 
 
-def _label_count(kwargs: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
-    """`num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were counted.
-    Never 0: a window without labels has loss 0, not 0 / 0."""
-    count, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
+def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
+    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
+    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:
         return {}
     share = max(1, plan.label_tokens) / plan.transport.world_size
     return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}
-
-
-def _checksum_of(layers: Iterable[str], config: Any) -> int:
-    """Of what decides how wide the rows of keys and values are, and which of them meet between ranks."""
-    heads = {name: value for name, value in config.get_text_config().to_dict().items() if "head" in name}
-    return zlib.crc32(repr((sorted(layers), sorted(heads.items(), key=str))).encode())
-
-
-def _dtype_number(module: nn.Module) -> int:
-    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
-    return PARAMETER_DTYPES.index(dtype) if dtype in PARAMETER_DTYPES else -1

@@ -54,6 +54,11 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}  # type: ignore[arg-type]
 
 
+def implementation_of(model: nn.Module) -> str | None:
+    """Returns the attention implementation that the layers of a Transformers model look up now."""
+    return getattr(transformers_model(model).config.get_text_config(), "_attn_implementation", None)
+
+
 def forward_accepts(model: nn.Module, keyword: str) -> bool:
     """Whether `model.forward` has a parameter of this name."""
     return keyword in inspect.signature(model.forward).parameters
@@ -78,7 +83,7 @@ def check_model(
     """
     inner = transformers_model(model)
     config = inner.config.get_text_config()
-    implementation = getattr(config, "_attn_implementation", None)
+    implementation = implementation_of(inner)
     if implementation != IMPLEMENTATION:
         raise ConfigError(
             f"{type(inner).__name__} uses attn_implementation={implementation!r}; load it with "
@@ -91,6 +96,7 @@ def check_model(
         *_positions(inner),
         *_rotary(inner, longest_document_tokens),
         *_attention_settings(inner, config, longest_document_tokens),
+        *_layerdrop(config),
         *_loss(inner),
     ]
     if attention_layers(inner):
@@ -194,6 +200,14 @@ def _attention_settings(model: PreTrainedModel, config: Any, longest_document_to
         if found:
             name, value = next(iter(found.items()))
             yield f"{message.format(value)} ({name} and {len(found) - 1} more layers)"
+
+
+def _layerdrop(config: Any) -> Iterator[str]:
+    """Layers that are left out by chance: each rank leaves out others, and their exchanges would not match."""
+    for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
+        share = getattr(config, name, None)
+        if isinstance(share, float | int) and share > 0:
+            yield f"{name}={share} leaves out other layers on every rank; set it to 0"
 
 
 def _dropout(module: nn.Module) -> float | None:

@@ -5,9 +5,8 @@ from cu_seq_lens_q, position_ids or rows                    moving tasks     of 
 """
 
 import time
-import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,18 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, TokenBytes
-from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.errors import PackingError
+from distca_hf.integrations.facts import shared_facts
 from distca_hf.integrations.mask import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.plans import LivePlan, PlanFacts
-from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
-from distca_hf.version import __version__
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
+
+
+log = get_logger(__name__)
 
 
 class PackPlanner:
@@ -49,19 +51,25 @@ class PackPlanner:
         self._topology = config.topology(transport.world_size)
         self._head_groups = head_groups
         self._token_bytes = token_bytes
+        self._warned_of_padding = False
 
-    def plan(self, batch: Mapping[str, Any]) -> LivePlan:
-        """The plan of a batch, on the device of its tokens. A collective call.
+    def plan(self, batch: Mapping[str, Any]) -> LivePlan | None:
+        """Plans a batch, on the device of its tokens. A collective call.
+
+        Returns:
+            The plan; None where some rank's batch is padded: then every rank attends to its own batch.
 
         Raises:
-            PackingError, UnsupportedAttentionError: the batch holds something else than packed documents, or no rank
-                has any.
+            PackingError: the batch holds something else than whole documents, or no rank has any.
             PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
         """
         began = time.perf_counter()
         number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
-        layout = Layout.from_packs(self._all_lengths(lengths, number))
+        lengths_of_ranks = self._all_lengths(lengths, number)
+        if lengths_of_ranks is None:
+            return None
+        layout = Layout.from_packs(lengths_of_ranks)
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
@@ -79,28 +87,43 @@ class PackPlanner:
             fingerprint=plan.fingerprint,
         )
 
-    def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray:
-        """Document lengths of this rank; other ranks hear of a failure."""
+    def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray | None:
+        """Returns document lengths of this rank, None if its batch is padded; other ranks hear of a failure."""
         try:
             return document_lengths(batch)
         except Exception:
             Agreement.announce_unable(self._transport, number)
             raise
 
-    def _all_lengths(self, lengths: IntArray, number: int) -> list[IntArray]:
-        """Document lengths of every rank."""
+    def _all_lengths(self, lengths: IntArray | None, number: int) -> list[IntArray] | None:
+        """Returns document lengths of every rank; None if some rank's batch is padded."""
         told = Agreement.start(
             self._transport,
             Occasion.PLAN,
             number,
-            {"version": zlib.crc32(__version__.encode()), **self._config.shared_settings()},
-            {"documents": len(lengths)},
+            shared_facts(self._config),
+            {"documents": 0 if lengths is None else len(lengths), "padded": int(lengths is None)},
         ).wait()
+        if any(told["padded"]):
+            self._warn_of_padding([rank for rank, padded in enumerate(told["padded"]) if padded], number)
+            return None
+        assert lengths is not None
         most = max(told["documents"])
         padded = [*lengths.tolist(), *[0] * (most - len(lengths))]
         where = f"micro-batch {number}, document lengths"
         rows = self._transport.gather(padded, where).wait()
         return [as_int_array(row[:count], where) for row, count in zip(rows, told["documents"], strict=True)]
+
+    def _warn_of_padding(self, ranks: Sequence[int], number: int) -> None:
+        """Says once that padded batches are not balanced."""
+        if not self._warned_of_padding:
+            self._warned_of_padding = True
+            log.warning(
+                "micro-batch %d is padded on rank %s: every rank attends to such batches alone, and nothing is "
+                "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
+                number,
+                ", ".join(map(str, ranks)),
+            )
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -120,22 +143,19 @@ def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def document_lengths(batch: Mapping[str, Any]) -> IntArray:
-    """Lengths of the documents of a batch, row after row.
+def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
+    """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
 
     They are what, in this order, `cu_seq_lens_q` says; `position_ids` that restart; the rows of the batch.
 
     Raises:
-        PackingError: offsets or positions do not fit the tokens, or each other.
-        UnsupportedAttentionError: the batch is padded.
+        PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
     """
     tokens = tokens_of(batch)
+    check_mask_numbers(batch)
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
-        raise UnsupportedAttentionError(
-            f"the batch is padded (attention_mask of shape {tuple(mask.shape)} holds zeros); pack documents instead, "
-            "for example with DataCollatorWithFlattening, or use plugin.dataloader"
-        )
+        return None
     if tokens.numel() == 0:
         return as_int_array([], "document lengths")
     offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
@@ -151,6 +171,35 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray:
         offsets = _offsets_of_rows(tokens, positions) if offsets is None else offsets
         lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
     return lengths[lengths > 0]
+
+
+def check_mask_numbers(batch: Mapping[str, Any]) -> None:
+    """Checks a mask that numbers the documents of its rows (1 1 1 2 2), where no positions say the same.
+
+    Transformers takes every number but 0 for "no padding": documents would see each other.
+
+    Raises:
+        PackingError: the mask numbers documents, and there are no positions, or positions of other documents.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.is_floating_point():
+        return
+    if batch.get("past_key_values") is not None or mask.numel() == 0 or int(mask.max()) <= 1:
+        return
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.shape[-1] == mask.shape[-1]:
+        changes = (mask[:, 1:] != mask[:, :-1]) & (mask[:, 1:] > 0)
+        restarts = positions[:, 1:] != positions[:, :-1] + 1
+        if bool(((changes & ~restarts) | (restarts & ~changes & (mask[:, 1:] > 0))).any()):
+            raise PackingError(
+                f"attention_mask numbers {int(mask.max())} documents, but position_ids restart at other tokens; leave "
+                "the numbers out (ones instead), or make them agree"
+            )
+        return
+    raise PackingError(
+        f"attention_mask numbers documents (its largest value is {int(mask.max())}), and no position_ids restart with "
+        "them: documents would see each other. Give position_ids that begin at 0 in every document, as "
+        "DataCollatorWithFlattening does"
+    )
 
 
 def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

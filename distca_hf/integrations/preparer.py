@@ -4,6 +4,7 @@ Runs in the loader's background thread: it knows no process group, and nothing o
 """
 
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray
 from distca_hf.layout import Layout
 from distca_hf.packing.collate import RankRows, collate, pad_rows
+from distca_hf.packing.contents import Cut, cuts_of
 from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.packing.seconds import KernelTimes, place_by_seconds
 from distca_hf.packing.source import DocumentSource
@@ -43,7 +45,12 @@ class Cursor:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps."""
+    """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps.
+
+    Attributes:
+        documents_checksum: of the documents that form the micro-batch.
+        cuts: cuts of documents beside this rank's segments.
+    """
 
     cursor: Cursor
     input_ids: torch.Tensor
@@ -54,6 +61,8 @@ class Prepared:
     facts: PlanFacts
     fingerprint: int
     label_tokens: int
+    documents_checksum: int
+    cuts: list[Cut]
     plan_seconds: float
 
 
@@ -116,6 +125,8 @@ class Preparer:
             facts=facts,
             fingerprint=plan.fingerprint,
             label_tokens=rows.num_labels,
+            documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),
+            cuts=cuts_of(layout, self.rank, documents, self.source),
             plan_seconds=time.perf_counter() - began,
         )
 

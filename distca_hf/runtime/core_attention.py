@@ -55,7 +55,9 @@ def attend(
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
-    where, maps, transport = plan.begin_forward(), plan.maps, plan.transport
+    if not plan.forward_calls:
+        plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
+    where, maps, transport = plan.forward_pass.begin_forward(), plan.maps, plan.transport
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV, where)
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
@@ -105,8 +107,13 @@ def attend_backward(
     scale: float,
     plan: LivePlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v from those of the output; what was not kept is fetched again."""
-    where, maps, transport = plan.begin_backward(), plan.backward_maps, plan.transport
+    """Returns gradients of q, k and v from those of the output; what was not kept is fetched again.
+
+    Raises:
+        PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
+    """
+    plan.agree()
+    where, maps, transport = plan.forward_pass.begin_backward(), plan.backward_maps, plan.transport
     kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV, where), plan.keeps_received is True, maps.rows_per_token
     deterministic = plan.config.deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, deterministic, k_TGH.shape[1]

@@ -84,6 +84,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.scale, ctx.plan = scale, plan
     # Kept alive until backward; a traced plan is a symbol.
     ctx.live = find_plan(plan) if isinstance(plan, int) else None
+    if ctx.live is not None:
+        ctx.live.forward_pass.note_derived()
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, imbalance
@@ -23,6 +23,7 @@ from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job, Kernel
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import KeyTransfers
+from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.maps import PlanMaps
 
 
@@ -99,8 +100,7 @@ class LivePlan:
 
     Attributes:
         told: what every rank told in the agreement.
-        num_layers: attention calls of one forward pass, once known.
-        forward_calls, backward_calls: calls of the operator so far.
+        forward_pass: the latest pass of a model with this plan.
         layers_kept: layers whose attention is saved for backward at the same time.
         attention_calls: of one forward pass.
         keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
@@ -128,9 +128,7 @@ class LivePlan:
         self.fingerprint = fingerprint
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self.told: dict[str, list[int]] = {}
-        self.num_layers: int | None = None
-        self.forward_calls = 0
-        self.backward_calls = 0
+        self.forward_pass = ForwardPass(transport, micro_batch)
         self.layers_kept = self.attention_calls = 1
         self.keeps_received: bool | None = None
         self.waits_for_recomputation: bool | None = None
@@ -138,7 +136,8 @@ class LivePlan:
         self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:
-        """Waits until all ranks have shown that they run the same plan; once.
+        """Waits for what all ranks are showing each other, if anything: that they run the same plan, once, and that
+        they ran the same forward pass.
 
         Raises:
             PlanMismatchError, PeerLostError: they do not.
@@ -146,6 +145,7 @@ class LivePlan:
         if self.agreement is not None:
             self.told |= self.agreement.wait()
             self.agreement = None
+        self.forward_pass.agree_to_derive()
 
     @property
     def label_tokens(self) -> int | None:
@@ -154,21 +154,43 @@ class LivePlan:
         return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
 
     def begin_forward_pass(
-        self, num_layers: int | None, facts: Mapping[str, int], layers_kept: int = 1, attention_calls: int = 1
+        self, num_calls: int | None, facts: Mapping[str, object], layers_kept: int = 1, attention_calls: int = 1
     ) -> None:
-        """A model begins its forward pass with this plan; all ranks are shown the facts of this one.
+        """A model begins its forward pass with this plan.
 
         Args:
-            num_layers: attention calls of the pass, if known.
-            facts: what must be the same on all ranks.
+            num_calls: attention calls of the pass, if known.
+            facts: what must be the same on all ranks; shown to them before the first exchange.
             layers_kept: layers whose attention is saved for backward at the same time.
             attention_calls: of the pass, as far as is known before the first one.
         """
         self.agree()
-        self.num_layers, self.forward_calls, self.backward_calls = num_layers, 0, 0
         self.layers_kept, self.attention_calls = layers_kept, attention_calls
-        facts = {**facts, "fingerprint": self.fingerprint}
-        self.agreement = Agreement.start(self.transport, Occasion.FORWARD, self.micro_batch, facts, {})
+        facts = {**facts, "fingerprint of the plan": self.fingerprint}
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
+
+    def end_forward_pass(self, derives: bool) -> None:
+        """The forward pass has ended; all ranks begin to show each other which calls they made.
+
+        Args:
+            derives: whether a backward pass may follow; if not, the other ranks are waited for here.
+
+        Raises:
+            PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
+        """
+        self.forward_pass.end(self.maps.exchanges)
+        if not derives:
+            self.agree()
+
+    @property
+    def forward_calls(self) -> int:
+        """Forward calls of the operator in the latest pass, recomputed ones included."""
+        return self.forward_pass.calls
+
+    @property
+    def backward_calls(self) -> int:
+        """Backward calls of the operator in the latest pass."""
+        return self.forward_pass.backward_calls
 
     def kernel(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, where: str = "no layer yet"
@@ -206,25 +228,6 @@ class LivePlan:
                 f"rank {self.transport.rank}, {where}: the plan divides heads in {maps.rows_per_token} groups, the "
                 f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
             )
-
-    def begin_forward(self) -> str:
-        """Counts a forward call of the operator and names the place."""
-        layer = self.forward_calls
-        if self.num_layers is not None and layer >= self.num_layers:  # recomputed for backward, last layer first
-            layer = self.num_layers - 1 - self.backward_calls
-        self.forward_calls += 1
-        return self._place(layer, "forward")
-
-    def begin_backward(self) -> str:
-        """Counts a backward call of the operator and names the place."""
-        if self.num_layers is None:
-            self.num_layers = self.forward_calls
-        layer = self.num_layers - 1 - self.backward_calls
-        self.backward_calls += 1
-        return self._place(layer, "backward")
-
-    def _place(self, layer: int, phase: str) -> str:
-        return f"micro-batch {self.micro_batch}, layer {layer}, {phase}"
 
 
 class PlanRegister:

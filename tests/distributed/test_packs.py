@@ -191,4 +191,4 @@ def test_padded_batch_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     outcomes: list[Outcome] = start_ranks(2, _one_rank_pads, tmp_path, None, timeout_seconds=20.0)
 
     assert "the batch is padded" in outcomes[0].output
-    assert "rank 0 could not prepare its part" in outcomes[1].output
+    assert "rank 0 could not do its part" in outcomes[1].output

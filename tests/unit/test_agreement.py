@@ -45,13 +45,13 @@ def test_every_rank_names_the_fact_its_values_and_ranks(fact: str) -> None:
 
 def test_ranks_at_different_places_meet_in_an_error() -> None:
     def body(transport: LoopbackTransport) -> str:
-        occasion, facts = (Occasion.FORWARD, {"gradients": 1}) if transport.rank else (Occasion.TAKE, {"settings": 7})
+        occasion, facts = (Occasion.ATTEND, {"gradients": 1}) if transport.rank else (Occasion.TAKE, {"settings": 7})
         with pytest.raises(PlanMismatchError) as caught:
             Agreement.start(transport, occasion, transport.rank, facts, {}).wait()
         return str(caught.value)
 
     for message in run_ranks(2, body):
-        assert "what they do is take micro-batch 0 on rank 0, forward micro-batch 1 on rank 1" in message
+        assert "what they do is take micro-batch 0 on rank 0, attend micro-batch 1 on rank 1" in message
 
 
 def test_a_rank_that_is_unable_is_named() -> None:
@@ -61,7 +61,7 @@ def test_a_rank_that_is_unable_is_named() -> None:
             Agreement.start(transport, occasion, 0, {}, {}).wait()
         return str(caught.value)
 
-    assert all("rank 1 could not prepare its part" in message for message in run_ranks(3, body))
+    assert all("rank 1 could not do its part" in message for message in run_ranks(3, body))
 
 
 def test_all_agreements_are_equally_wide() -> None:

@@ -11,6 +11,7 @@ from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
+from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.plans import LivePlan, find_plan
 from support.data import random_dataset
 from support.models import tiny_model
@@ -72,9 +73,10 @@ def test_the_newest_plans_are_kept_when_nobody_else_holds_them() -> None:
 
 def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
     plan = _plan()
-    plan.begin_forward_pass(num_layers=2, facts={})
-    places = [plan.begin_forward(), plan.begin_forward(), plan.begin_forward(), plan.begin_backward()]
-    places += [plan.begin_forward(), plan.begin_backward()]
+    plan.begin_forward_pass(num_calls=2, facts={})
+    calls = plan.forward_pass
+    places = [calls.begin_forward(), calls.begin_forward(), calls.begin_forward(), calls.begin_backward()]
+    places += [calls.begin_forward(), calls.begin_backward()]
 
     layers = [place.split(", ")[1] for place in places]
     assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
@@ -83,8 +85,8 @@ def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
 def test_the_first_step_names_its_layers_already(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many there are is known when forward has ended, before any of them is recomputed."""
     places: list[tuple[int, str]] = []
-    place = LivePlan._place
-    monkeypatch.setattr(LivePlan, "_place", lambda *given: places.append(given[1:]) or place(*given))
+    place = ForwardPass._place
+    monkeypatch.setattr(ForwardPass, "_place", lambda *given: places.append(given[1:]) or place(*given))
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=192, checkpointed_attention="recompute")
     model = distca_hf.enable(tiny_model(num_hidden_layers=3), plugin).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -19,6 +19,7 @@ from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations import ahead
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.packing import contents
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import LoaderTimes
 from support.data import random_dataset
@@ -354,8 +355,9 @@ class Broken(Exception):
     """An error of a user's own transform."""
 
 
-def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type() -> None:
+def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches before the broken one come first; nothing hangs and no thread stays."""
+    monkeypatch.setattr(contents, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if rows["number"] == [10]:
@@ -379,7 +381,8 @@ def test_row_shorter_than_announced_is_found_when_it_is_read() -> None:
         list(loader_of(dataset))
 
 
-def test_padded_row_is_found_when_it_is_read() -> None:
+def test_padded_row_is_found_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "MOST_DOCUMENTS", 1)
     rows = [[3] * 64 for _ in range(12)]
     masks = [[1] * 64 for _ in rows]
     whole = loader_of(Dataset.from_dict({"input_ids": rows, "attention_mask": masks}), shuffle=False)
@@ -391,6 +394,14 @@ def test_padded_row_is_found_when_it_is_read() -> None:
     with pytest.raises(PackingError, match="row 10: attention_mask is 0 at token 60: the dataset is padded"):
         taken.extend(padded)
     assert len(taken) == 3
+
+
+def test_padded_row_of_a_small_dataset_is_found_before_the_first_batch() -> None:
+    padded = Dataset.from_dict(
+        {"input_ids": [[3] * 64] * 12, "attention_mask": [[1] * 64] * 11 + [[1] * 60 + [0] * 4]}
+    )
+    with pytest.raises(PackingError, match="row 11: attention_mask is 0 at token 60: the dataset is padded"):
+        next(iter(loader_of(padded, shuffle=False)))
 
 
 class Infinite(torch.utils.data.Dataset):

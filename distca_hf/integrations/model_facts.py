@@ -1,0 +1,54 @@
+"""Model facts: all that ranks must share about a model before they run it together."""
+
+import json
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distca_hf.integrations.model_check import transformers_model
+
+
+# Entries of a config that say where a model comes from and how it answers, not what it computes.
+ABOUT_A_CONFIG = frozenset({"name_or_path", "transformers_version", "use_cache", "return_dict", "tie_word_embeddings"})
+
+
+def module_facts(model: nn.Module, attention_layers: Iterable[str]) -> dict[str, object]:
+    """Returns facts about modules and parameters. Computed once: reading all modules takes milliseconds.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one.
+        attention_layers: names of its attention layers, in the order of their numbers.
+    """
+    names = list(attention_layers)
+    trained = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+    return {
+        "model class": type(transformers_model(model)).__name__,
+        "attention layers": len(names),
+        "names of attention layers": _checksum(names),
+        "modules and their sizes": _checksum(repr(transformers_model(model))),
+        "parameters and which of them are trained": _checksum(trained),
+        "dtypes of parameters": ", ".join(dtypes),
+    }
+
+
+def config_facts(model: nn.Module) -> dict[str, object]:
+    """Returns the entries of a model's config, which programs may change at any time."""
+    entries = sorted(vars(transformers_model(model).config.get_text_config()).items())
+    return {
+        f"config.{name}": json.dumps(value, default=_name_of, sort_keys=True)
+        for name, value in entries
+        if not name.startswith("_") and name not in ABOUT_A_CONFIG
+    }
+
+
+def _name_of(value: Any) -> str:
+    """Stands in for a value that JSON does not know; memory addresses would differ between ranks."""
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def _checksum(value: object) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"

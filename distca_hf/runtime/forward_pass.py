@@ -1,0 +1,150 @@
+"""Forward pass: the attention calls that a model makes with a plan, forward, recomputed and backward.
+
+    first call ──▶ agree ──▶ exchange ... last call ──▶ end ──▶ agree ──▶ first recomputed or backward call ...
+
+Twice in a pass all ranks show each other what they compute: before its first exchange, and before the first one behind
+its end. A rank that computes in another dtype, calls other layers, or needs other gradients would send rows that
+another rank takes for something else.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from distca_hf.comm.agreement import Agreement, Occasion, by_value
+from distca_hf.comm.transport import Transport
+from distca_hf.errors import PlanMismatchError
+
+
+# Told in place of a checksum by a rank that does not know: compiled layers call the operator and nothing else.
+UNKNOWN = -1
+
+
+class ForwardPass:
+    """Counts the attention calls of one forward pass and of its backward pass, and names their places.
+
+    Args:
+        facts: must be the same on all ranks; None for a pass that nobody announced, which agrees about nothing.
+        num_calls: attention calls of the pass, if known.
+
+    Attributes:
+        calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
+        agreement: shown to all ranks and not yet waited for.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        micro_batch: int,
+        facts: Mapping[str, object] | None = None,
+        num_calls: int | None = None,
+    ) -> None:
+        self.num_calls = num_calls
+        self.calls = self.backward_calls = 0
+        self.agreement: Agreement | None = None
+        self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
+        self._ended = False
+        self._layers: list[int] = []
+        self._derived: list[int] = []
+        self._recomputed = 0
+        self._calls_per_region = 1
+
+    def note_layer(self, number: int) -> None:
+        """Notes which layer makes the next call."""
+        if not self._ended:
+            self._layers.append(number)
+
+    def note_derived(self) -> None:
+        """Notes that backward will follow the latest call."""
+        if not self._ended:
+            self._derived.append(self.calls)
+
+    def begin_forward(self) -> str:
+        """Counts a forward call and names its place."""
+        self.calls += 1
+        if self.num_calls is None or self.calls <= self.num_calls:
+            return self._place(self.calls - 1, "forward")
+        self._recomputed += 1
+        return self._place_recomputed()
+
+    def begin_backward(self) -> str:
+        """Counts a backward call and names its place."""
+        if self.num_calls is None:
+            self.num_calls = self.calls
+        if self._recomputed:
+            self._calls_per_region, self._recomputed = self._recomputed, 0
+        layer = self.num_calls - 1 - self.backward_calls
+        self.backward_calls += 1
+        return self._place(layer, "backward")
+
+    def agree_to_attend(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> None:
+        """Waits until all ranks have shown in which dtype and with which heads they attend, and the pass's facts.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they differ.
+        """
+        if self._facts is None or self._transport.world_size == 1:
+            return
+        heads = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("q", q_TNH), ("k", k_TGH), ("v", v_TGV)))
+        dtypes = ", ".join(str(x.dtype) for x in (q_TNH, k_TGH, v_TGV))
+        facts = {**self._facts, "dtypes that attention computes in": dtypes, "heads and their dimensions": heads}
+        self.agreement = Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, {})
+        self.agreement.wait()
+        self.agreement = None
+
+    def end(self, exchanges: bool) -> None:
+        """Ends the forward pass: all further calls belong to backward.
+
+        Args:
+            exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
+        """
+        self.num_calls, self._ended = self.calls, True
+        if self._facts is None or not exchanges or self._transport.world_size == 1:
+            return
+        known = len(self._layers) == self.calls
+        told = {
+            "attention calls": self.calls,
+            "order of the layers that attend": _checksum(self._layers) if known else UNKNOWN,
+            "attention calls with gradients": len(self._derived) if known else UNKNOWN,
+            "which of them have gradients": _checksum(self._derived) if known else UNKNOWN,
+        }
+        self.agreement = Agreement.start(self._transport, Occasion.DERIVE, self._micro_batch, {}, told)
+
+    def agree_to_derive(self) -> None:
+        """Waits until all ranks have shown which calls they made and which of them backward will follow; once.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they differ.
+        """
+        if self.agreement is None:
+            return
+        told = self.agreement.wait()
+        different = {
+            name: values for name, values in told.items() if len({value for value in values if value != UNKNOWN}) > 1
+        }
+        if different:
+            name, values = next(iter(different.items()))
+            raise PlanMismatchError(
+                f"rank {self._transport.rank}, micro-batch {self._micro_batch}: ranks ran other attention calls in "
+                f"their forward passes: {name} is {by_value([str(value) for value in values])}; no step was taken. "
+                "All ranks must run the same layers in one order. Where inputs need gradients on some ranks alone "
+                "(frozen layers behind embeddings that another module made), that module must take part on every rank"
+            )
+        self.agreement = None
+
+    def _place_recomputed(self) -> str:
+        """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
+        assert self.num_calls is not None
+        last = self.num_calls - 1 - self.backward_calls
+        layer = last - self._calls_per_region + self._recomputed
+        if layer <= last:
+            return self._place(layer, "forward")
+        return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
+
+    def _place(self, layer: int, phase: str) -> str:
+        return f"micro-batch {self._micro_batch}, layer {layer}, {phase}"
+
+
+def _checksum(numbers: Sequence[int]) -> int:
+    return zlib.crc32(",".join(map(str, numbers)).encode())
