@@ -58,6 +58,7 @@ class PlacedLoader:
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
         endless: an iteration is the next `len(loader)` micro-batches of the endless stream, wherever the last one
             stopped: for loops that count epochs by themselves.
+        unlearnt_token: a token that is never a label.
 
     Raises:
         PackingError: the dataset cannot be packed.
@@ -77,6 +78,7 @@ class PlacedLoader:
         endless: bool = False,
         head_groups: int = 1,
         micro_steps: int = 1,
+        unlearnt_token: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
@@ -90,7 +92,7 @@ class PlacedLoader:
         self._endless = endless
         self._micro_steps = micro_steps
         self._capacity_tokens = transport.world_size * config.tokens_per_rank
-        self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
+        self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
         self.preparer = Preparer(self._source, config, transport.rank, transport.world_size, device, head_groups)
         self.preparer.kernel_times  # noqa: B018  a table that cannot be read is met here

@@ -46,6 +46,7 @@ class DistCAPlugin(DistCAConfig):
         endless: bool = False,
         model: torch.nn.Module | None = None,
         micro_steps: int = 1,
+        unlearnt_token: int | None = None,
     ) -> PlacedLoader:
         """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
@@ -60,6 +61,7 @@ class DistCAPlugin(DistCAConfig):
             model: the model that batches are for: then the heads of very long documents may be divided, too.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
+            unlearnt_token: a token that is never a label, such as a pad token that also ends documents.
 
         Raises:
             ConfigError: several processes were launched, but no process group is initialised.
@@ -69,7 +71,17 @@ class DistCAPlugin(DistCAConfig):
         head_groups = 1 if model is None else head_groups_of(model)
         transport = self.transport(target)
         return PlacedLoader(
-            dataset, self, transport, target, seed, shuffle, prefetch, endless, head_groups, micro_steps
+            dataset,
+            self,
+            transport,
+            target,
+            seed,
+            shuffle,
+            prefetch,
+            endless,
+            head_groups,
+            micro_steps,
+            unlearnt_token,
         )
 
     def transport(self, device: torch.device) -> Transport:

@@ -48,6 +48,7 @@ class DocumentSource:
         dataset: the tokenised dataset.
         capacity_tokens: tokens of a global micro-batch: no document may be longer.
         overlong: what to do with a document that is.
+        unlearnt_token: a token that is never a label; None if all may be.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
@@ -57,7 +58,13 @@ class DocumentSource:
         PackingError: the dataset cannot be read as documents; names the row.
     """
 
-    def __init__(self, dataset: Any, capacity_tokens: int, overlong: OverlongPolicy = "error") -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        capacity_tokens: int,
+        overlong: OverlongPolicy = "error",
+        unlearnt_token: int | None = None,
+    ) -> None:
         check_map_style(dataset)
         self._columns, rows = open_columns(dataset)
         self._masks = [name for name in MASK_COLUMNS if name in self._columns]
@@ -68,6 +75,7 @@ class DocumentSource:
             )
         self.documents_truncated = 0
         self.tokens_truncated = 0
+        self._unlearnt_token = unlearnt_token
         self._row, self._start, self.document_tokens = self._split_rows(dataset, rows)
         self._apply(overlong, capacity_tokens)
 
@@ -105,6 +113,8 @@ class DocumentSource:
         labels = self._read("labels", row, begin, labels_end) if "labels" in self._columns else input_ids.copy()
         for mask in self._masks:
             labels[self._read(mask, row, begin, labels_end) == 0] = IGNORED_LABEL
+        if self._unlearnt_token is not None:
+            labels[input_ids == self._unlearnt_token] = IGNORED_LABEL
         if start == 0:
             labels[0] = IGNORED_LABEL
         shift_labels = np.full(stop - start, IGNORED_LABEL, dtype=np.int64)
