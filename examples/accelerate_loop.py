@@ -7,7 +7,6 @@ whichever rank holds it.
 """
 
 import random
-import time
 from contextlib import nullcontext
 from itertools import islice
 
@@ -63,7 +62,6 @@ def main() -> None:
             f"step {step}: loss {accelerator.reduce(loss_sum, 'mean').item():.5f}, max/mean work {balance}"
         )
     accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     accelerator.end_training()
 
 

@@ -8,7 +8,6 @@ Self-contained: random documents, a tiny Llama. Prints which distributed type it
 
 import os
 import random
-import time
 
 import torch
 from datasets import Dataset
@@ -62,7 +61,6 @@ def main() -> None:
     distca_hf.DistCAPlugin(tokens_per_rank=1024).attach(trainer)
     trainer.train()
     trainer.accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     trainer.accelerator.end_training()
 
 

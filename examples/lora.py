@@ -8,7 +8,6 @@ tokenised dataset. The argument is the folder to write to.
 
 import random
 import sys
-import time
 
 import torch
 from datasets import Dataset
@@ -54,7 +53,6 @@ def main(output: str) -> None:
     trainer.train()
     trainer.save_model()  # of a PEFT model the adapter
     trainer.accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     trainer.accelerator.end_training()
 
 

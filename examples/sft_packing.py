@@ -7,7 +7,6 @@ Without `packing=True` documents are placed instead, and with `max_length=None` 
 """
 
 import random
-import time
 
 import torch
 from datasets import Dataset
@@ -60,7 +59,6 @@ def main() -> None:
     distca_hf.DistCAPlugin().attach(trainer)
     trainer.train()
     trainer.accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     trainer.accelerator.end_training()
 
 

@@ -7,7 +7,6 @@ Without a recipe every argument of `TrainingArguments` and below can be given on
 distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
 """
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -45,7 +44,6 @@ def main() -> None:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     trainer.accelerator.end_training()
 
 

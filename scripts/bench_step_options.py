@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -87,5 +86,4 @@ def on_all_ranks(measure: Callable[[argparse.Namespace, torch.device], None], op
     """Measures on this rank's device, between the beginning and the end of the process group."""
     measure(options, _open_group(options.device))
     dist.barrier()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     dist.destroy_process_group()

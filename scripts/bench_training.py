@@ -209,7 +209,6 @@ def train(options: argparse.Namespace) -> None:
         Path(options.out).write_text(json.dumps(figures))
         print(summary(figures))
     dist.barrier()
-    time.sleep(0.1)  # gloo hangs if a group is destroyed while one of its threads still frees the last operation
     dist.destroy_process_group()
 
 

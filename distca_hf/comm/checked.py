@@ -57,3 +57,7 @@ class CheckedTransport:
     def gather(self, values: Sequence[int], where: str) -> Gather:
         """Passes integers on unchecked: agreements check themselves."""
         return self._inner.gather(values, where)
+
+    def close(self) -> None:
+        """Closes the inner transport."""
+        self._inner.close()

@@ -4,6 +4,9 @@ Exchanges get a group of their own, so that they neither wait behind FSDP's coll
 integers a gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
 """
 
+import atexit
+import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport, TorchTransport, Transport
 from distca_hf.config import launched_world_size
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PeerLostError
 
 
 def open_transport(
@@ -27,6 +30,7 @@ def open_transport(
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet.
+        PeerLostError: some ranks did not come; names them.
     """
     if not dist.is_available() or not dist.is_initialized():
         if launched_world_size() > 1:
@@ -37,15 +41,39 @@ def open_transport(
         return LocalTransport()
     if dist.get_world_size() == 1:
         return LocalTransport()
-    timeout = timedelta(seconds=timeout_seconds)
-    data_group = _nccl_group(timeout) if device.type == "cuda" else dist.new_group(backend="gloo", timeout=timeout)
-    patience = timedelta(seconds=agreement_timeout_seconds or timeout_seconds)
-    control_group = dist.new_group(backend="gloo", timeout=patience)
     # No public accessor; every backend's rendezvous goes through it.
-    store = dist.distributed_c10d._get_default_store()
-    rollcall = RollCall(store, dist.get_rank(), dist.get_world_size())
+    rollcall = RollCall(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    timeout, patience = (timedelta(seconds=x) for x in (timeout_seconds, agreement_timeout_seconds or timeout_seconds))
+    began = time.monotonic()
+    try:
+        # Ranks come here when their data is ready, so the group with the longer deadline is where they meet.
+        control_group = dist.new_group(backend="gloo", timeout=patience)
+        on_gpus = device.type == "cuda"
+        data_group = _nccl_group(timeout) if on_gpus else dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        raise _nobody_came(rollcall, time.monotonic() - began, error) from error
+    transport = TorchTransport(data_group, control_group, rollcall, device)
     rollcall.announce_uncaught_errors()
-    return TorchTransport(data_group, control_group, rollcall, device)
+    atexit.register(_settle, weakref.ref(transport), rollcall)
+    return transport
+
+
+def _settle(reference: weakref.ref[TorchTransport], rollcall: RollCall) -> None:
+    """Lets groups come to rest before the interpreter ends, unless an exception ends it."""
+    transport = reference()
+    if transport is not None and not rollcall.has_left:
+        transport.settle()
+
+
+def _nobody_came(rollcall: RollCall, waited_seconds: float, error: RuntimeError) -> PeerLostError:
+    """Returns the error to raise where groups could not be opened: which ranks did not come."""
+    missing = "; ".join(f"rank {rank} {words}" for rank, words in rollcall.missing(waited_seconds).items())
+    return PeerLostError(
+        f"rank {dist.get_rank()} waited {waited_seconds:.0f} s for all {dist.get_world_size()} ranks to open their "
+        f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "
+        f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
+        f"agreement_timeout_seconds. Cause: {str(error).partition(chr(10))[0][:300]}"
+    )
 
 
 def _nccl_group(timeout: timedelta) -> dist.ProcessGroup:

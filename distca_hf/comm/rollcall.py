@@ -7,7 +7,9 @@ before.
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -20,12 +22,17 @@ log = get_logger(__name__)
 PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.02
 LONGEST_MESSAGE = 500
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # What gloo and NCCL say, in collectives that are not ours.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
 
 
 class RollCall:
     """Signs in and out at the store of the process group.
+
+    Attributes:
+        has_left: whether this rank has left a message.
 
     Args:
         store: reachable as long as possible; the launcher's own, if there is one.
@@ -37,9 +44,12 @@ class RollCall:
         self._rank = rank
         self._world_size = world_size
         self._patience_seconds = patience_seconds
+        self.has_left = False
+        self._hooks: tuple[ExceptHook, ExceptHook] | None = None
 
     def leave(self, words: str) -> None:
         """Leaves a message for the others; the store may be gone, then nobody can be told."""
+        self.has_left = True
         try:
             self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
         except RuntimeError as error:
@@ -88,4 +98,11 @@ class RollCall:
             self.leave(f"{kind.__name__}: {error}")
             earlier(kind, error, trace)
 
+        self._hooks = leave_and_pass_on, earlier
         sys.excepthook = leave_and_pass_on
+
+    def be_silent(self) -> None:
+        """Exceptions are announced no more, as far as nobody else has put a hook before ours."""
+        if self._hooks is not None and sys.excepthook is self._hooks[0]:
+            sys.excepthook = self._hooks[1]
+        self._hooks = None

@@ -6,6 +6,7 @@ gloo), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ log = get_logger(__name__)
 
 # Exchanges remembered for the error message of the one that fails.
 REMEMBERED_EXCHANGES = 64
+# Tensors of the latest operations: more than a group of gloo, which has two threads, can still hold.
+REMEMBERED_TENSORS = 64
+# How long a group that is closed waits for its threads: they need microseconds, more only on a machine under load.
+LETTING_GO_SECONDS = 2.0
+POLL_SECONDS = 0.001
 
 
 @dataclass(eq=False, slots=True)
@@ -138,6 +144,10 @@ class Transport(Protocol):
         """Starts sending a few integers (equally many on all ranks) to every rank."""
         ...
 
+    def close(self) -> None:
+        """Ends the connection; exchanges and gathers after it fail."""
+        ...
+
 
 @dataclass
 class Gathered:
@@ -150,7 +160,7 @@ class Gathered:
 
 
 class LocalTransport:
-    """One rank: whatever it sends, it sends to itself."""
+    """One rank: all that it sends, it sends to itself."""
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.traffic = 0, 1, Traffic()
@@ -161,6 +171,9 @@ class LocalTransport:
 
     def gather(self, values: Sequence[int], where: str) -> Gathered:
         return Gathered([list(values)])
+
+    def close(self) -> None:
+        """Does nothing: there is no group."""
 
 
 class TorchTransport:
@@ -186,10 +199,12 @@ class TorchTransport:
         # What dist.all_to_all_single comes to in the end, for half of its host time: without c10d's operator, which is
         # dispatched on autograd, too.
         self._backend: Any = data_group._get_backend(device)
-        self._control_group = control_group
+        self._control_group: dist.ProcessGroup | None = control_group
         self._rollcall = rollcall
         self._asynchronous = dist.AllToAllOptions()
         self._asynchronous.asyncOp = True
+        self._groups = [data_group, control_group]
+        self._latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=REMEMBERED_TENSORS)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         received = asked.room()
@@ -200,6 +215,8 @@ class TorchTransport:
             )
         except RuntimeError as error:
             raise self.failure(error, asked.where) from error
+        if asked.rows.is_cpu:
+            self._latest.append(weakref.ref(asked.rows))
         return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
 
     def gather(self, values: Sequence[int], where: str) -> "TorchGather":
@@ -209,7 +226,29 @@ class TorchTransport:
             work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
         except RuntimeError as error:
             raise self.failure(error, where) from error
+        self._latest.extend(weakref.ref(x) for x in (mine, *theirs))
         return TorchGather(self, work, where, time.monotonic(), theirs)
+
+    def settle(self) -> None:
+        """Waits until gloo's threads have let go of the latest operations; a group may be destroyed then.
+
+        A thread lets go of an operation's tensors a moment after the operation has been waited for, and needs the
+        interpreter for that. A group that is destroyed meanwhile waits for its thread, and both wait forever.
+        """
+        deadline = time.monotonic() + LETTING_GO_SECONDS
+        while any(map(_held_by_gloo, self._latest)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._latest.clear()
+
+    def close(self) -> None:
+        """Ends both groups."""
+        self.settle()
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        self._backend = self._control_group = None
+        self._rollcall.be_silent()
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """The error to raise for a failed group operation: who is gone, as far as can be found out."""
@@ -223,6 +262,12 @@ class TorchTransport:
                 f"{message}. Deadlines are exchange_timeout_seconds and agreement_timeout_seconds."
             )
         return PeerLostError(message)
+
+
+def _held_by_gloo(reference: weakref.ref[torch.Tensor]) -> bool:
+    """Returns whether somebody besides Python holds a tensor; False where torch does not say."""
+    tensor = reference()
+    return tensor is not None and hasattr(tensor, "_use_count") and tensor._use_count() > 1
 
 
 @dataclass(eq=False, slots=True)

@@ -28,7 +28,8 @@ class _End:
 class Ahead(Generic[Item]):
     """Items of `make()`, up to `depth` of them made before they are asked for.
 
-    The thread never touches a process group. It ends with its iterator, or when the consumer stops.
+    The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
+    thread: a daemon thread would be cut off in the midst of a call, which may abort the process.
     """
 
     def __init__(self, make: Callable[[], Iterator[Item]], depth: int, times: LoaderTimes) -> None:
@@ -39,7 +40,7 @@ class Ahead(Generic[Item]):
 
     def __iter__(self) -> Generator[Item, None, None]:
         """Items in order; an exception of the iterator is raised in its place."""
-        thread = threading.Thread(target=self._run, name="distca-ahead", daemon=True)
+        thread = threading.Thread(target=self._run, name="distca-ahead")
         thread.start()
         try:
             while True:
@@ -71,6 +72,8 @@ class Ahead(Generic[Item]):
     def _put(self, item: "Item | _Failure | type[_End]") -> bool:
         """Puts an item when there is room; False if nobody wants it any more."""
         while not self._stopped.is_set():
+            if not threading.main_thread().is_alive():
+                return False
             try:
                 self._queue.put(item, timeout=POLL_SECONDS)
             except queue.Full:

@@ -1,11 +1,14 @@
 """Callback: checks the model, keeps the loader's position in checkpoints, and logs what balancing brought."""
 
+import sys
 import time
 from collections import deque
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
@@ -14,11 +17,13 @@ from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.runtime.plans import PlanFacts
-from distca_hf.telemetry import LoaderTimes
+from distca_hf.telemetry import LoaderTimes, get_logger
 
 
 if TYPE_CHECKING:
     from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
 
 # Where `TrainerState` keeps the loader's position: among the states of callbacks, which it writes into checkpoints.
 LOADER_STATE = "distca_loader"
@@ -42,8 +47,8 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     `distca/imbalance` (mean of max/mean work), `distca/mbytes_sent_max` (by the rank that sends most, per
     micro-batch), `distca/plan_ms`, `distca/loader_wait_ms` (of the slowest rank, per micro-batch),
     `distca/wait_ms_max` (of the rank that waited longest for others, per micro-batch), `distca/slowest_rank` (the one
-    that waited least), `distca/tokens_per_second` and `distca/documents_truncated`. `plugin.attach` puts it before the
-    callbacks that report logs to trackers.
+    that waited least), `distca/tokens_per_second` and `distca/documents_truncated`. It comes before the callbacks that
+    report logs to trackers.
 
     It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
     compares weights every `check_weights_every_steps`.
@@ -79,8 +84,16 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
                 "plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
             )
         self.watch(enable(model, self._plugin))
-        if self._plugin.save_on_signal:
-            self._leave = LeaveOnSignal(self._plugin.transport)
+        leave = LeaveOnSignal(self._plugin.transport) if self._plugin.save_on_signal else None
+        handler = _handler_of_this_event(self)
+        if handler is None:
+            log.warning("DistCACallback stays where it is among callbacks: trackers before it do not get its metrics")
+            self._leave = leave
+            return
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
+        if leave is not None:
+            handler.add_callback(leave)
 
     def watch(self, model: Any) -> None:
         """Reports on this enabled model."""
@@ -93,8 +106,10 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         steps, or of ranks, it is another place in the data.
 
         Raises:
-            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all.
+            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all; or
+                the model does not follow this callback's plugin.
         """
+        self._check_model()
         saved = state.stateful_callbacks.get(LOADER_STATE)
         if self._loader is not None:
             self._loader.restart()
@@ -109,6 +124,20 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         self._began = time.perf_counter()
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control)
+
+    def _check_model(self) -> None:
+        """Raises ConfigError unless the model follows this callback's plugin."""
+        watch = watch_of(self._model)
+        if watch is None:
+            raise ConfigError(
+                "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
+                "trainer.add_callback, or call plugin.attach(trainer)"
+            )
+        if watch.plugin is not self._plugin:
+            raise ConfigError(
+                "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
+                "batches would go separate ways. Use one plugin, or call plugin.attach(trainer) again"
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -199,3 +228,18 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             "distca/tokens_per_second": sum(fact.num_tokens for fact in facts) / seconds,
             "distca/documents_truncated": float(self._loader.documents_truncated if self._loader is not None else 0),
         }
+
+
+def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
+    """Returns the list of callbacks that is being called; None where it is not found.
+
+    Trainer puts callbacks of the user behind its own, among them those that report to trackers, and passes everything
+    to them but the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            return handler
+        frame = frame.f_back
+    return None

@@ -21,6 +21,8 @@ log = get_logger(__name__)
 
 # The signals, and what handles them in a Python program that does not care.
 USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+# Steps after which a signal that no agreement has carried is passed on: an agreement takes place in every micro-batch.
+MOST_STEPS_UNTOLD = 2
 
 
 class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
@@ -40,6 +42,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
         self._traffic = Traffic()
         self._alone = True
         self._signal = 0
+        self._steps_untold = 0
         self._earlier: dict[int, Any] = {}
 
     def on_train_begin(
@@ -55,6 +58,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         got = {0: self._traffic.wants_to_leave} if self._alone else self._traffic.leaving
+        self._check_told(state)
         if any(got.values()):
             first = min(got)
             self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
@@ -62,6 +66,23 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
             log.warning("step %d: %s on rank %s; saving a checkpoint and leaving", state.global_step, name, ranks)
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
+
+    def _check_told(self, state: TrainerState) -> None:
+        """Passes a signal on that the other ranks have not heard of for some steps: they agree over other groups."""
+        if self._alone or not self._traffic.wants_to_leave or self._traffic.leaving:
+            self._steps_untold = 0
+            return
+        self._steps_untold += 1
+        if self._steps_untold > MOST_STEPS_UNTOLD:
+            log.error(
+                "step %d: no other rank could be told of %s for %d steps, because they agree over the groups of "
+                "another plugin; leaving without a checkpoint",
+                state.global_step,
+                signal.Signals(self._traffic.wants_to_leave).name,
+                self._steps_untold,
+            )
+            self._restore()
+            signal.raise_signal(self._traffic.wants_to_leave)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -98,6 +98,10 @@ class FaultTransport:
         self._run_planned("gather")
         return self._inner.gather(values, where)
 
+    def close(self) -> None:
+        """Closes the inner transport."""
+        self._inner.close()
+
     def _run_planned(self, of: Literal["exchange", "gather"]) -> bool:
         """Lets the faults happen that are planned for this one; whether the next one may overtake it."""
         number, self._started[of] = self._started[of], self._started[of] + 1

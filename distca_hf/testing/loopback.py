@@ -83,6 +83,9 @@ class LoopbackTransport:
     def gather(self, values: Sequence[int], where: str) -> _Meeting:
         return _Meeting(lambda: self._world.meet(self.rank, list(values), where))
 
+    def close(self) -> None:
+        """Does nothing: the world ends with its threads."""
+
 
 def run_ranks(
     world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 60.0

@@ -88,7 +88,7 @@ def test_step_without_tokens_on_any_rank_is_refused_by_all(tmp_path: Path) -> No
 def _train_with_another_version(batches: str) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
     if torch.distributed.get_rank() == 1:
-        loader.__version__ = packs.__version__ = "0.0.1"
+        facts.__version__ = "0.0.1"
     model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
     batch = (
         next(iter(plugin.dataloader(random_dataset())))
