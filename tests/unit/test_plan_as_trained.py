@@ -21,7 +21,6 @@ import distca_hf
 from distca_hf.cli import app
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.insight.draw import Drawn, OptimizerStep, draw_step
 from distca_hf.insight.lengths import read_lengths
@@ -286,14 +285,3 @@ def test_the_environment_decides_other_settings_as_in_training(
     changed, _ = check_same_step(LONG, PlanRequest(8, 2000, 8, 1, shapes[heads]), heads, seed=1)
 
     assert changed[0].fingerprint != plain[0].fingerprint
-
-
-def test_latent_attention_sends_keys_and_values_of_their_own_widths(tmp_path: Path) -> None:
-    """As in DeepSeek-V3: keys of 192 numbers a head, values of 128."""
-    config = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512}
-    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config | widths))
-    shape = read_model_config(tmp_path / "config.json")
-
-    assert shape.heads.groups == 8
-    assert shape.token_bytes == TokenBytes(query=128 * 192 * 2, output=128 * 128 * 2, key_value=128 * 320 * 2)
