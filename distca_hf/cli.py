@@ -50,18 +50,22 @@ def plan(
     lengths: Annotated[
         Path,
         typer.Argument(
-            help="document lengths: a flat JSON list, .jsonl or .parquet with a column length, lengths, num_tokens or "
-            "input_ids, or a saved datasets folder"
+            help="document lengths, in the dataset's order: a flat JSON list, .jsonl or .parquet with a column "
+            "length, lengths, num_tokens or input_ids, or a saved datasets folder"
         ),
     ],
     ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
-    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step, planned together")] = 1,
+    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
     model: Annotated[str | None, typer.Option(help="shape of attention, llama3-8b if nothing is said")] = None,
     model_config: Annotated[Path | None, typer.Option(help="shape from a Transformers config.json instead")] = None,
     layout: Annotated[
-        str, typer.Option(help="placed: distca chooses who holds what; fixed: documents in order, tasks move")
+        str,
+        typer.Option(
+            help="placed: distca chooses who holds what; fixed: tokens stay where documents in order fill the ranks, "
+            "tasks move"
+        ),
     ] = "placed",
     overlong: Annotated[
         str, typer.Option(help="documents longer than a whole batch: error, split (into several) or truncate")
@@ -69,19 +73,25 @@ def plan(
     bytes_limit: Annotated[
         int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
     ] = None,
-    seed: Annotated[int, typer.Option(help="decides which documents are drawn, and their order")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")
+    ] = 0,
     lengths_are_batch: Annotated[
-        bool, typer.Option("--lengths-are-batch", help="plan exactly these documents; none are drawn")
+        bool,
+        typer.Option(
+            "--lengths-are-batch",
+            help="plan exactly these documents; several micro-steps take them in order, nearly equal tokens each",
+        ),
     ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:
-    """Plans a global batch of a file of document lengths: how equal the work of all ranks gets, and what must be sent.
+    """Plans the first optimizer step of a training on documents of these lengths: how equal the work of all ranks
+    gets, and what must be sent.
 
-    Documents are drawn in a random order, each once, until a batch holds ranks x tokens per rank tokens. None is
-    cut: what does not fit into the rest is skipped (and waits for the next micro-step), and after 100 misfits in a
-    row the batch is full.
+    Documents are shuffled and packed as training does it: an epoch has as few micro-batches as hold all documents, of
+    nearly equal tokens. The step is made of the first ones of epoch 0. Other steps have other documents.
 
     Bytes are those of one layer's forward pass. Bad input is one line on stderr and exit status 2.
     """

@@ -1,8 +1,8 @@
 """Epochs: balance, padding and preparation time on real document lengths, as Markdown tables of bench_planning.py.
 
-For every file and world the first micro-batches of an epoch are placed, planned and routed, documents longer than a
-micro-batch being split. Balance is counted from the kernel calls of all ranks. The last table times what the loader's
-background thread does for one micro-batch, reading its tokens included.
+For every file and world the first micro-batches of an epoch are placed, planned and routed as for an 8B Llama,
+documents longer than a micro-batch being split. Balance is counted from the kernel calls of all ranks. The last table
+times what the loader's background thread does for one micro-batch, reading its tokens included.
 """
 
 import gzip
@@ -12,19 +12,20 @@ import time
 from pathlib import Path
 
 import numpy as np
+from bench_tools import HEAD_GROUPS, RANKS_PER_NODE
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 
-from distca_hf import DistCAPlugin
 from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.integrations.preparer import Cursor
 from distca_hf.packing.collate import pad_rows
 from distca_hf.packing.epochs import EpochPacker
-from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.packing.source import split_documents
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.packing.placement import fill_in_order
+from distca_hf.packing.source import fit_documents
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
@@ -41,28 +42,34 @@ def read_lengths(path: Path) -> np.ndarray:
     return np.array(json.loads(text), dtype=np.int64)
 
 
+def settings(tokens_per_rank: int) -> DistCAConfig:
+    """Settings of the training."""
+    return DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=RANKS_PER_NODE, overlong="split")
+
+
 def balance(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
     """One row: balance of the first micro-batches, and padding of the whole epoch."""
-    capacity_tokens = num_ranks * tokens_per_rank
-    _, _, documents = split_documents(lengths, capacity_tokens)
+    config = settings(tokens_per_rank)
+    planner = PlacedPlanner(config, num_ranks, HEAD_GROUPS)
+    capacity_tokens = planner.capacity_tokens
+    _, _, documents = fit_documents(lengths, capacity_tokens, config.overlong)
     packer = EpochPacker(documents, capacity_tokens)
     epoch = packer.epoch(0)
     before, placed, spread, sent = [], [], 0, []
     for micro_batch in range(min(MICRO_BATCHES, packer.num_micro_batches)):
         tokens = documents[epoch.micro_batch(micro_batch)]
-        layout = place(tokens, num_ranks)
-        plan = plan_in_place(layout)
+        plan = planner.plan(tokens)
         transfers = key_transfers(plan)
         work = [route(plan, rank, transfers).pairs for rank in range(num_ranks)]
         before.append(imbalance(fill_in_order(tokens, num_ranks).rank_work))
         placed.append(imbalance(work))
-        spread = max(spread, int(np.ptp(layout.rank_tokens)))
-        sent.append(int(transfers.tokens.sum()) / max(1, int(tokens.sum())))
+        spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
+        key_tokens = int(transfers.rows_between(num_ranks).sum()) / plan.tasks.head_groups
+        sent.append(key_tokens / max(1, int(tokens.sum())))
     rows = 0
     for micro_batch in range(packer.num_micro_batches):
-        tokens = int(documents[epoch.micro_batch(micro_batch)].sum())
-        fullest = -(-tokens // num_ranks)
-        rows += num_ranks * min(-(-fullest // 128) * 128, tokens_per_rank)
+        layout = fill_in_order(documents[epoch.micro_batch(micro_batch)], num_ranks)
+        rows += int(pad_rows(layout, config.pad_to_multiple_of, tokens_per_rank).rank_rows.sum())
     padding = 1 - documents.sum() / rows
     full_padding = 1 - documents.sum() / (packer.num_micro_batches * capacity_tokens)
     return (
@@ -85,15 +92,16 @@ def preparation(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank:
 
     enough = np.searchsorted(np.cumsum(lengths), 12 * num_ranks * tokens_per_rank)
     dataset = Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths[:enough]]})
-    plugin = DistCAPlugin(tokens_per_rank=tokens_per_rank, overlong="split")
-    loader = PlacedLoader(dataset, plugin, OneOfMany(1, num_ranks), torch.device("cpu"))
-    epoch = EpochPacker(loader._source.document_tokens, num_ranks * tokens_per_rank).epoch(0)
+    config = settings(tokens_per_rank)
+    transport = OneOfMany(1, num_ranks)
+    loader = PlacedLoader(dataset, config, transport, torch.device("cpu"), head_groups=HEAD_GROUPS)
+    planner = loader.preparer.planner
+    epoch = EpochPacker(loader._source.document_tokens, planner.capacity_tokens).epoch(0)
     times, pads, documents = [], [], []
     for micro_batch in range(10):
         chosen = loader._source.document_tokens[epoch.micro_batch(micro_batch)]
         began = time.perf_counter()
-        layout = pad_rows(place(chosen, num_ranks), 128, tokens_per_rank)
-        plan = plan_in_place(layout)
+        plan = planner.plan(chosen)
         route(plan, 1, key_transfers(plan))
         pads.append(time.perf_counter() - began)
         began = time.perf_counter()

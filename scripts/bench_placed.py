@@ -18,7 +18,7 @@ from bench_tools import (
 from length_mixes import batch
 
 from distca_hf.cost import imbalance
-from distca_hf.insight.draw import draw_batches
+from distca_hf.insight.draw import OptimizerStep, draw_step
 from distca_hf.insight.models import preset
 from distca_hf.insight.plan_report import make_report
 from distca_hf.insight.plan_request import PlanRequest
@@ -32,6 +32,8 @@ from distca_hf.topology import Topology
 
 MIXES = ("pretrain", "pretrain_up", "prolong", "prolong_up", "lognormal", "one", "equal", "equal_3001")
 FILE_MIXES = ("pretrain", "pretrain_up", "prolong", "prolong_up")
+# Micro-batches whose tokens an epoch has, of which the first optimizer step takes four.
+EPOCH_MICRO_BATCHES = 16
 
 
 def print_balance(ranks: list[int], seeds: int) -> None:
@@ -108,7 +110,7 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
 
 
 def print_windows(ranks: list[int], seeds: int) -> None:
-    """Documents of several micro-steps, as they come and long ones together."""
+    """The first optimizer step of an epoch of several, as its documents were packed and long ones together."""
     table(
         "Windows of 4 micro-steps: bytes of all, and sum of the heaviest ranks ÷ ideal (limit: 1.005)",
         *("mix", "ranks", "tokens/rank", "as they come GB", "grouped GB", "grouped, worst imbalance"),
@@ -117,12 +119,13 @@ def print_windows(ranks: list[int], seeds: int) -> None:
         for num_ranks in (count for count in ranks if count <= 64):
             one_by_one, grouped, worst = [], [], 1.0
             for seed in range(seeds):
-                lengths = batch(mix, num_ranks, 4 * 128 * K, 128 * K, seed)
+                lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
                 request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
-                batches = draw_batches(lengths, request, seed)
+                step = draw_step(lengths, request, seed)
                 alone = replace(request, micro_steps=1)
-                one_by_one.append(sum(make_report(alone, [step]).planned.figures.bytes_total for step in batches))
-                figures = make_report(request, batches).planned.figures
+                reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
+                one_by_one.append(sum(report.planned.figures.bytes_total for report in reports))
+                figures = make_report(request, step).planned.figures
                 grouped.append(figures.bytes_total)
                 worst = max(worst, figures.imbalance)
             means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))

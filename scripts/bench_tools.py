@@ -1,27 +1,37 @@
 """What the planning benchmarks share: how to plan, how to count, how to print."""
 
 import statistics
+from functools import cache
 
 from length_mixes import Lengths
 
-from distca_hf.cost import IntArray, TokenBytes
-from distca_hf.packing.placement import fill_in_order, place
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray
+from distca_hf.insight.models import preset
+from distca_hf.integrations.placed import PlacedPlanner
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.topology import Topology
 
 
 K = 1024
-LLAMA = TokenBytes()
-HEAD_GROUPS = 8
+LLAMA = preset("llama3-8b").token_bytes
+HEAD_GROUPS = preset("llama3-8b").heads.groups
 RANKS_PER_NODE = 8
+
+
+@cache
+def placed_planner(topology: Topology) -> PlacedPlanner:
+    """What plans in training; ranks hold as many tokens as a batch brings."""
+    config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=topology.ranks_per_node)
+    return PlacedPlanner(config, topology.num_ranks, HEAD_GROUPS)
 
 
 def plan_placed(documents: Lengths, topology: Topology) -> Plan:
     """What the loader does."""
-    layout = place(documents, topology.num_ranks, topology=topology, head_groups=HEAD_GROUPS)
-    return plan_in_place(layout, HEAD_GROUPS)
+    return placed_planner(topology).plan(documents)
 
 
 def plan_fixed(documents: Lengths, topology: Topology) -> Plan:

@@ -39,7 +39,7 @@ def run_baselines(request: PlanRequest, batches: Sequence[IntArray]) -> Iterator
 def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Baseline]]:
     """Baselines that know nothing of other micro-steps."""
     ranks, model = request.num_ranks, request.model
-    token_bytes, heads, key_value_heads = model.token_bytes, model.heads, model.key_value_heads
+    token_bytes, heads, key_value_heads = model.token_bytes, model.heads.query, model.heads.key_value
     for tolerance in TOLERANCES:
         yield partial(published_greedy, num_ranks=ranks, token_bytes=token_bytes, tolerance=tolerance)
     groups = [ranks] if ranks <= request.ranks_per_node else [ranks, request.ranks_per_node]

@@ -1,50 +1,76 @@
-"""Draw: global batches out of a file of lengths.
+"""Draw: the documents of an optimizer step, drawn from a file of lengths as training draws them, or given.
 
-Documents come in a random order that the seed decides, each once. A batch of at most ranks x tokens per rank tokens
-takes them whole: one that does not fit into what is left is skipped and comes first for the next batch; after so many
-that did not fit in a row, the batch is full.
+Training packs all documents into the micro-batches of an epoch, in an order that the seed decides. The first optimizer
+step of the first epoch takes as many of them, from the first on, as it has micro-steps.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from distca_hf.cost import IntArray
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more
 from distca_hf.insight.plan_request import PlanRequest
-from distca_hf.packing.source import split_documents
+from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.source import fit_documents
+from distca_hf.packing.windows import group_documents
 
 
-# A batch that so many documents in a row did not fit into is full.
-MISFITS = 100
+@dataclass(frozen=True)
+class Drawn:
+    """Where an optimizer step was drawn: it is the first one of this epoch.
+
+    Attributes:
+        seed: what the order of documents follows from, together with the epoch's number.
+        epoch: number of the epoch, from 0.
+        epoch_micro_batches: micro-batches of every epoch.
+    """
+
+    seed: int
+    epoch: int
+    epoch_micro_batches: int
 
 
-def draw_batches(document_tokens: IntArray, request: PlanRequest, seed: int) -> list[IntArray]:
-    """Lengths of the documents of every micro-step, in the order they were drawn.
+@dataclass(frozen=True, eq=False)
+class OptimizerStep:
+    """Documents of one optimizer step.
+
+    Attributes:
+        micro_batches: for each `[documents]` lengths in the order in which they were packed.
+        drawn: where from; None if they were given.
+    """
+
+    micro_batches: list[IntArray]
+    drawn: Drawn | None = None
+
+
+def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
+    """The first optimizer step of a training on these documents.
 
     Raises:
-        PackingError: a document that was drawn is longer than a global batch, or there are too few documents to put
-            one in every batch.
+        PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than the step.
     """
-    document_tokens = _cut_overlong(document_tokens, request)
-    waiting = document_tokens[np.random.default_rng(seed).permutation(len(document_tokens))].tolist()
-    batches = []
-    for number in range(request.micro_steps):
-        batch, waiting = _fill(waiting, request)
-        if not batch:
-            raise PackingError(
-                f"{len(document_tokens)} documents with {int(document_tokens.sum())} tokens fill {number} of "
-                f"{request.micro_steps} micro-steps of {request.capacity_tokens} tokens; choose fewer micro-steps"
-            )
-        batches.append(np.array(batch, dtype=np.int64))
-    return batches
+    document_tokens = _fit(document_tokens, request)
+    packer = EpochPacker(document_tokens, request.capacity_tokens, seed)
+    if packer.num_micro_batches < request.micro_steps:
+        raise PackingError(
+            f"{len(document_tokens)} documents with {int(document_tokens.sum())} tokens fill "
+            f"{packer.num_micro_batches} of {request.micro_steps} micro-steps of {request.capacity_tokens} tokens; "
+            "choose fewer micro-steps"
+        )
+    epoch = packer.epoch(0)
+    micro_batches = [document_tokens[epoch.micro_batch(index)] for index in range(request.micro_steps)]
+    return OptimizerStep(micro_batches, Drawn(seed, 0, packer.num_micro_batches))
 
 
-def divide_batch(document_tokens: IntArray, request: PlanRequest) -> list[IntArray]:
-    """All documents, in order, divided among the micro-steps with nearly equal tokens.
+def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:
+    """All documents, in order, divided among the micro-steps with nearly equal tokens. Where that gives a micro-step
+    more tokens than it holds, long documents are put together instead.
 
     Raises:
         PackingError: they do not fit.
     """
-    document_tokens = _cut_overlong(document_tokens, request)
+    document_tokens = _fit(document_tokens, request)
     total_tokens, steps = int(document_tokens.sum()), request.micro_steps
     if total_tokens > request.capacity_tokens * steps:
         raise PackingError(
@@ -52,45 +78,28 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> list[IntArr
             f"{f' x {steps} micro-steps' if steps > 1 else ''} hold {request.capacity_tokens * steps}; "
             f"{-(-total_tokens // (request.num_ranks * steps))} tokens per rank would hold it"
         )
-    for length in document_tokens.tolist():
-        _check_fits(length, request)
     goals = [-(-total_tokens * (step + 1) // steps) for step in range(steps)]
     step_of = np.searchsorted(goals, np.cumsum(document_tokens) - document_tokens, side="right")
-    return [document_tokens[step_of == step] for step in range(steps)]
+    micro_batches = [document_tokens[step_of == step] for step in range(steps)]
+    if max(int(batch.sum()) for batch in micro_batches) > request.capacity_tokens:
+        groups = group_documents(document_tokens, steps, request.capacity_tokens)
+        micro_batches = [document_tokens[group] for group in groups]
+    return OptimizerStep(micro_batches)
 
 
-def _cut_overlong(document_tokens: IntArray, request: PlanRequest) -> IntArray:
-    """Lengths after the policy for documents that are longer than a global batch."""
-    if request.overlong == "split":
-        return split_documents(document_tokens, request.capacity_tokens)[2]
-    if request.overlong == "truncate":
-        return np.minimum(document_tokens, request.capacity_tokens)
-    return document_tokens
+def _fit(document_tokens: IntArray, request: PlanRequest) -> IntArray:
+    """Lengths after the policy for documents that are longer than a micro-batch.
 
-
-def _fill(waiting: list[int], request: PlanRequest) -> tuple[list[int], list[int]]:
-    """Documents of the next batch, and those that still wait."""
-    batch: list[int] = []
-    skipped: list[int] = []
-    room, misfits, at = request.capacity_tokens, 0, 0
-    while at < len(waiting) and room and misfits < MISFITS:
-        length = waiting[at]
-        _check_fits(length, request)
-        if length <= room:
-            batch.append(length)
-            room, misfits = room - length, 0
-        else:
-            skipped.append(length)
-            misfits += 1
-        at += 1
-    return batch, skipped + waiting[at:]
-
-
-def _check_fits(length: int, request: PlanRequest) -> None:
-    """Raises PackingError if a document is longer than a global batch."""
-    if length > request.capacity_tokens:
+    Raises:
+        PackingError: there are some, and the policy refuses them.
+    """
+    longest, capacity_tokens = int(document_tokens.max()), request.capacity_tokens
+    if request.overlong == "error" and longest > capacity_tokens:
+        others = int((document_tokens > capacity_tokens).sum()) - 1
         raise PackingError(
-            f"a document of {length} tokens does not fit on {request.num_ranks} ranks x {request.tokens_per_rank} "
-            f"tokens = {request.capacity_tokens}; {-(-length // request.num_ranks)} tokens per rank or "
-            f"{-(-length // request.tokens_per_rank)} ranks would hold it, or --overlong split or truncate cuts it"
+            f"a document of {longest} tokens{and_more(others)} does not fit on {request.num_ranks} ranks x "
+            f"{request.tokens_per_rank} tokens = {capacity_tokens}; {-(-longest // request.num_ranks)} tokens per "
+            f"rank or {-(-longest // request.tokens_per_rank)} ranks would hold it, or --overlong split or truncate "
+            "cuts it"
         )
+    return fit_documents(document_tokens, capacity_tokens, request.overlong)[2]

@@ -9,10 +9,14 @@
 
 A column of lengths is called `length`, `lengths` or `num_tokens` and has whole numbers, or is called `input_ids` and
 has lists, whose lengths count. There must be one of them.
+
+A folder with `input_ids` is what the loader takes, and is read as the loader reads it (`packing.source`): whatever
+else it has, and with several documents in a row if `seq_lengths` says so.
 """
 
 import gzip
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +27,13 @@ import numpy as np
 from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_document_tokens
+from distca_hf.packing.source import DocumentSource
 
 
 NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
 TOKENS_COLUMN = "input_ids"
+# Lengths of the documents of each row, from TRL's packing.
+SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
 
 
@@ -119,9 +126,21 @@ def _read_dataset(path: Path) -> DocumentLengths:
     dataset = load_from_disk(str(path))
     if not isinstance(dataset, Dataset):
         raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
+    if TOKENS_COLUMN in dataset.column_names:
+        return _read_source(dataset, path)
     column = _choose_column(dataset.column_names, path)
     values = dataset.select_columns([column]).with_format("arrow")[:][column]
     return _from_arrow(values, f"{path}, column {column}")
+
+
+def _read_source(dataset: Any, path: Path) -> DocumentLengths:
+    """Documents as the loader finds them."""
+    try:
+        tokens = DocumentSource(dataset, sys.maxsize).document_tokens
+    except PackingError as error:
+        raise PackingError(f"{path}: {error}") from error
+    column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
+    return DocumentLengths(tokens, f"{path}, column {column}")
 
 
 def _from_arrow(values: Any, source: str) -> DocumentLengths:
@@ -146,8 +165,13 @@ def _choose_column(names: Sequence[str], path: Path) -> str:
     """The one column that says lengths.
 
     Raises:
-        PackingError: there is none, or more than one; names the columns.
+        PackingError: there is none, or more than one, or rows hold several documents; names the columns.
     """
+    if SEQUENCES_COLUMN in names:
+        raise PackingError(
+            f"{path} has a column {SEQUENCES_COLUMN}: its rows hold several documents; give the folder of a dataset "
+            "saved with save_to_disk, which has input_ids, too"
+        )
     found = [name for name in COLUMNS if name in names]
     if len(found) == 1:
         return found[0]

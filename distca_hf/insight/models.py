@@ -8,6 +8,7 @@ from typing import Any
 
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError
+from distca_hf.planning.heads import Heads
 
 
 BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,50 +20,44 @@ class ModelShape:
 
     Attributes:
         name: what to call it.
-        heads, key_value_heads: query heads, and heads of keys and values, which several query heads may share.
-        head_dim: numbers of one head of one token.
+        heads: its heads.
         number_bytes: bytes of a number.
     """
 
     name: str
-    heads: int
-    key_value_heads: int
-    head_dim: int
+    heads: Heads
     number_bytes: int = 2
 
     @property
     def token_bytes(self) -> TokenBytes:
         """Bytes of one token in one layer."""
-        query = self.heads * self.head_dim * self.number_bytes
-        return TokenBytes(query, query, 2 * self.key_value_heads * self.head_dim * self.number_bytes)
-
-    @property
-    def head_groups(self) -> int:
-        """Groups that heads can be divided in: a head of keys and values, and the query heads that share it."""
-        return self.key_value_heads
+        return self.heads.token_bytes(self.number_bytes)
 
 
 # Public config.json values: num_attention_heads, num_key_value_heads, head_dim; all in bfloat16.
 PRESETS = {
-    shape.name: shape
-    for shape in (
-        ModelShape("llama3-8b", 32, 8, 128),
-        ModelShape("llama3-70b", 64, 8, 128),
-        ModelShape("llama3-405b", 128, 8, 128),
-        ModelShape("llama3.2-1b", 32, 8, 64),
-        ModelShape("llama3.2-3b", 24, 8, 128),
-        ModelShape("mistral-7b", 32, 8, 128),
-        ModelShape("mixtral-8x7b", 32, 8, 128),
-        ModelShape("qwen2.5-7b", 28, 4, 128),
-        ModelShape("qwen2.5-72b", 64, 8, 128),
-        ModelShape("qwen3-0.6b", 16, 8, 128),
-        ModelShape("qwen3-1.7b", 16, 8, 128),
-        ModelShape("qwen3-4b", 32, 8, 128),
-        ModelShape("qwen3-8b", 32, 8, 128),
-        ModelShape("qwen3-14b", 40, 8, 128),
-        ModelShape("qwen3-32b", 64, 8, 128),
-        ModelShape("qwen3-30b-a3b", 32, 4, 128),
-        ModelShape("qwen3-235b-a22b", 64, 4, 128),
+    name: ModelShape(
+        name,
+        Heads.of_config({"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "head_dim": head_dim}),
+    )
+    for name, heads, key_value_heads, head_dim in (
+        ("llama3-8b", 32, 8, 128),
+        ("llama3-70b", 64, 8, 128),
+        ("llama3-405b", 128, 8, 128),
+        ("llama3.2-1b", 32, 8, 64),
+        ("llama3.2-3b", 24, 8, 128),
+        ("mistral-7b", 32, 8, 128),
+        ("mixtral-8x7b", 32, 8, 128),
+        ("qwen2.5-7b", 28, 4, 128),
+        ("qwen2.5-72b", 64, 8, 128),
+        ("qwen3-0.6b", 16, 8, 128),
+        ("qwen3-1.7b", 16, 8, 128),
+        ("qwen3-4b", 32, 8, 128),
+        ("qwen3-8b", 32, 8, 128),
+        ("qwen3-14b", 40, 8, 128),
+        ("qwen3-32b", 64, 8, 128),
+        ("qwen3-30b-a3b", 32, 4, 128),
+        ("qwen3-235b-a22b", 64, 4, 128),
     )
 }
 
@@ -93,38 +88,43 @@ def read_model_config(path: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ConfigError(f"model config {path} must be a JSON object, as Transformers' config.json is")
     text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
-    heads = _positive(config, "num_attention_heads", path)
-    key_value_heads = (
-        heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads", path)
+    text = text if isinstance(text, dict) else config
+    _check_heads(text, path)
+    return ModelShape(
+        name=str(text.get("model_type") or path.name),
+        heads=Heads.of_config(text),
+        number_bytes=_number_bytes(config | text, path),
     )
+
+
+def _check_heads(config: Mapping[str, Any], path: Path) -> None:
+    """Checks what `Heads.of_config` reads.
+
+    Raises:
+        ConfigError: a value is missing or wrong; names it.
+    """
+    heads = _positive(config, "num_attention_heads", path)
+    for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
+        if config.get(key) is not None:
+            _positive(config, key, path)
+    key_value_heads = config.get("num_key_value_heads") or heads
     if heads % key_value_heads:
         raise ConfigError(
             f"model config {path}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={key_value_heads}"
         )
-    return ModelShape(
-        name=str(config.get("model_type") or path.name),
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head_dim=_head_dim(config, heads, path),
-        number_bytes=_number_bytes(config, path),
-    )
-
-
-def _head_dim(config: Mapping[str, Any], heads: int, path: Path) -> int:
-    """`head_dim`, or what hidden_size leaves for each head."""
-    if config.get("head_dim") is not None:
-        return _positive(config, "head_dim", path)
-    if config.get("hidden_size") is None:
-        raise ConfigError(f"model config {path} has neither head_dim nor hidden_size")
-    hidden_size = _positive(config, "hidden_size", path)
-    if hidden_size % heads:
-        raise ConfigError(
-            f"model config {path}: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; "
-            "give head_dim"
-        )
-    return hidden_size // heads
+    if config.get("kv_lora_rank") is not None:
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            _positive(config, key, path)
+    elif config.get("head_dim") is None and config.get("kv_channels") is None:
+        if config.get("hidden_size") is None:
+            raise ConfigError(f"model config {path} has neither head_dim nor hidden_size")
+        hidden_size = _positive(config, "hidden_size", path)
+        if hidden_size % heads:
+            raise ConfigError(
+                f"model config {path}: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; "
+                "give head_dim"
+            )
 
 
 def _number_bytes(config: Mapping[str, Any], path: Path) -> int:

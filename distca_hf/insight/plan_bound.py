@@ -44,7 +44,7 @@ def _placed(request: PlanRequest, plan: Plan) -> int:
 
 def _fixed(request: PlanRequest, plan: Plan) -> int:
     """Linear program of one micro-step."""
-    groups = request.model.head_groups
+    groups = request.model.heads.groups
     largest_work = int(plan.work.max()) * groups // plan.tasks.head_groups
     limits = np.full(request.num_ranks, largest_work)
     return bytes_bound(plan.layout, limits, groups, request.model.token_bytes).total

@@ -3,11 +3,13 @@
 import gc
 import json
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
+from distca_hf.config import OverlongPolicy
 from distca_hf.errors import ConfigError
-from distca_hf.insight.draw import divide_batch, draw_batches
+from distca_hf.insight.draw import divide_batch, draw_step
 from distca_hf.insight.lengths import read_lengths
 from distca_hf.insight.models import preset, read_model_config
 from distca_hf.insight.plan_picture import check_can_draw, draw_report
@@ -48,18 +50,19 @@ def run_plan(
     if seed < 0:
         raise ConfigError(f"--seed {seed} must be at least 0")
     shape = preset(model or DEFAULT_MODEL) if model_config is None else read_model_config(model_config)
-    request = PlanRequest(ranks, tokens_per_rank, ranks_per_node, micro_steps, shape, layout, overlong, bytes_limit)
+    policy = cast(OverlongPolicy, overlong)  # the request refuses any other
+    request = PlanRequest(ranks, tokens_per_rank, ranks_per_node, micro_steps, shape, layout, policy, bytes_limit)
     if plot is not None:
         check_can_draw(plot)
     documents = read_lengths(lengths)
     if lengths_are_batch:
-        batches = divide_batch(documents.tokens, request)
+        step = divide_batch(documents.tokens, request)
     else:
-        batches = draw_batches(documents.tokens, request, seed)
+        step = draw_step(documents.tokens, request, seed)
     # What imports and reading left for the garbage collector is no part of the time that planning takes.
     gc.collect()
     gc.freeze()
-    report = make_report(request, batches, documents.source, compare)
+    report = make_report(request, step, documents.source, compare)
     if plot is not None:
         draw_report(report, plot)
     console = Console(width=None if Console().is_terminal else 120)

@@ -1,9 +1,9 @@
-"""Plan report: a window of documents planned as training would, and what comes of it in numbers."""
+"""Plan report: an optimizer step planned as training plans it, and what comes of it in numbers."""
 
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,19 @@ import numpy as np
 from distca_hf.cost import IntArray
 from distca_hf.errors import PlanError
 from distca_hf.insight.compare import run_baselines
+from distca_hf.insight.draw import Drawn, OptimizerStep
 from distca_hf.insight.figures import Figures, figures_of
 from distca_hf.insight.plan_bound import bound_bytes_total
 from distca_hf.insight.plan_request import PlanRequest
-from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.packing.windows import group_documents
+from distca_hf.insight.plan_step import plan_micro_steps
+from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.baselines.result import Baseline
-from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way to run the window.
+    """One way to run the optimizer step.
 
     Attributes:
         figures: its balance and bytes.
@@ -42,11 +41,12 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """A planned window, and baselines on the same documents.
+    """A planned optimizer step, and baselines on the same documents.
 
     Attributes:
         request: what was asked.
         source: where lengths come from.
+        drawn: where in training the documents are; None if they were given.
         documents, tokens, longest_document_tokens: what was planned.
         cut_documents, shards: documents that more than one rank or task computes, and their tasks.
         imbalance_before: of documents in order, every rank computing what it holds.
@@ -57,6 +57,7 @@ class PlanReport:
 
     request: PlanRequest
     source: str
+    drawn: Drawn | None
     documents: int
     tokens: int
     longest_document_tokens: int
@@ -70,6 +71,8 @@ class PlanReport:
 
     def as_json(self) -> dict[str, Any]:
         """One flat object; `baselines` holds one more for each baseline, with the same keys."""
+        names = [field.name for field in fields(Drawn)]
+        drawn = dict.fromkeys(names) if self.drawn is None else asdict(self.drawn)
         world = {
             "ranks": self.request.num_ranks,
             "tokens_per_rank": self.request.tokens_per_rank,
@@ -84,6 +87,7 @@ class PlanReport:
             "model": self.request.model.name,
             "layout": self.request.layout,
             "source": self.source,
+            **drawn,
             **world,
             **_flat(self.planned),
             "cut_documents": self.cut_documents,
@@ -93,13 +97,13 @@ class PlanReport:
 
 
 def make_report(
-    request: PlanRequest, batches: Sequence[IntArray], source: str = "lengths", compare: bool = False
+    request: PlanRequest, step: OptimizerStep, source: str = "lengths", compare: bool = False
 ) -> PlanReport:
-    """Plans a window and counts.
+    """Plans an optimizer step and counts.
 
     Args:
         request: world, model and way of planning.
-        batches: lengths of the documents of every micro-step, in the order they came.
+        step: its documents.
         source: where they come from.
         compare: whether to run the baselines, too.
 
@@ -107,14 +111,15 @@ def make_report(
         PackingError: lengths are out of range.
         PlanError: a rank has to send or receive more than the request's limit.
     """
+    batches = step.micro_batches
     began = time.perf_counter()
     try:
-        plans = _plan(request, batches)
+        plans = plan_micro_steps(request, batches)
         planning_seconds = time.perf_counter() - began
         for plan in plans:
             plan.validate()
-        steps = [Baseline.of_plan("distca", plan, request.model.token_bytes) for plan in plans]
-        _check_bytes_limit(steps, request.bytes_limit)
+        planned = [Baseline.of_plan("distca", plan, request.model.token_bytes) for plan in plans]
+        _check_bytes_limit(planned, request.bytes_limit)
     except PlanError as error:
         raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error
     in_order = [fill_in_order(batch, request.num_ranks).rank_work for batch in batches]
@@ -129,6 +134,7 @@ def make_report(
     return PlanReport(
         request=request,
         source=source,
+        drawn=step.drawn,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         longest_document_tokens=int(lengths.max()),
@@ -136,49 +142,11 @@ def make_report(
         shards=shards,
         imbalance_before=_imbalance(in_order),
         planned=Outcome(
-            figures_of(steps, request.topology), bound, planning_seconds, _join([plan.fingerprint for plan in plans])
+            figures_of(planned, request.topology), bound, planning_seconds, _join([plan.fingerprint for plan in plans])
         ),
         baselines=baselines,
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work for plan in plans], axis=0),
-    )
-
-
-def _plan(request: PlanRequest, batches: Sequence[IntArray]) -> list[Plan]:
-    """The plan of every micro-step."""
-    if request.layout == "fixed":
-        return [_plan_fixed(request, batch) for batch in batches]
-    groups = request.model.head_groups
-    return [
-        plan_in_place(place(batch, request.num_ranks, topology=request.topology, head_groups=groups), groups)
-        for batch in (_regroup(request, batches) if request.micro_steps > 1 else batches)
-    ]
-
-
-def _regroup(request: PlanRequest, batches: Sequence[IntArray]) -> Sequence[IntArray]:
-    """Long documents of all micro-steps together, where that moves less.
-
-    Raises:
-        PackingError: no way was found to fit them.
-    """
-    lengths = np.concatenate(batches)
-    came: list[IntArray] | None = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
-    if max(int(batch.sum()) for batch in batches) > request.capacity_tokens:
-        came = None
-    steps = group_documents(
-        lengths, request.micro_steps, request.capacity_tokens, request.topology, request.model.head_groups, came
-    )
-    return [lengths[step] for step in steps]
-
-
-def _plan_fixed(request: PlanRequest, batch: IntArray) -> Plan:
-    """Documents in order, and tasks that move."""
-    return plan_by_moving(
-        fill_in_order(batch, request.num_ranks),
-        request.model.head_groups,
-        topology=request.topology,
-        token_bytes=request.model.token_bytes,
-        bytes_limit=request.bytes_limit,
     )
 
 
@@ -202,8 +170,8 @@ def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
     while ranks > 1:
         ranks //= 2
         world = replace(request, num_ranks=ranks, tokens_per_rank=-(-most_tokens // ranks), bytes_limit=None)
-        steps = [Baseline.of_plan("", plan, request.model.token_bytes) for plan in _plan(world, batches)]
-        largest = max(int(step.bytes_between.sum(axis=axis).max()) for step in steps for axis in (0, 1))
+        planned = [Baseline.of_plan("", plan, request.model.token_bytes) for plan in plan_micro_steps(world, batches)]
+        largest = max(int(step.bytes_between.sum(axis=axis).max()) for step in planned for axis in (0, 1))
         if largest <= (request.bytes_limit or 0):
             break
     return f"or train these documents on {ranks} ranks of {-(-most_tokens // ranks)} tokens, where it is met"

@@ -1,11 +1,13 @@
 """Plan request: the world, the model and the way of planning that `distca plan` is asked about."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
-from distca_hf.config import OverlongPolicy
+from distca_hf.config import DistCAConfig, OverlongPolicy
 from distca_hf.errors import ConfigError
 from distca_hf.insight.models import ModelShape
+from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.topology import Topology
 
@@ -31,7 +33,9 @@ class PlanRequest:
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
 
     Raises:
-        ConfigError: a number is out of range, or there is no such layout or policy.
+        ConfigError: a number is out of range, there is no such layout or policy, or a variable of the environment is
+            no value of its setting.
+        PackingError: the environment names a table of kernel times that cannot be read.
     """
 
     num_ranks: int
@@ -40,7 +44,7 @@ class PlanRequest:
     micro_steps: int
     model: ModelShape
     layout: str = "placed"
-    overlong: str = "error"
+    overlong: OverlongPolicy = "error"
     bytes_limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,13 +61,25 @@ class PlanRequest:
         for option, name, names in (("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, OVERLONG)):
             if name not in names:
                 raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
+        self.planner  # noqa: B018  a variable of the environment that is wrong is met here
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that all ranks together hold in a micro-step."""
-        return self.num_ranks * self.tokens_per_rank
+        return self.planner.capacity_tokens
 
     @property
     def topology(self) -> Topology:
         """Which ranks share a node."""
-        return Topology(self.num_ranks, self.ranks_per_node)
+        return self.planner.config.topology(self.num_ranks)
+
+    @cached_property
+    def planner(self) -> PlacedPlanner:
+        """What plans in a training with these numbers. The environment decides all other settings, as it does
+        there."""
+        config = DistCAConfig(
+            tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node
+        )
+        planner = PlacedPlanner(config, self.num_ranks, self.model.heads.groups)
+        planner.kernel_times  # noqa: B018  read before anything is timed
+        return planner

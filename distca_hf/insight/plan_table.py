@@ -31,8 +31,18 @@ def _world(report: PlanReport) -> str:
     return (
         f"{report.source}: {report.documents:,} documents, {report.tokens:,} tokens on {request.num_ranks} ranks x "
         f"{request.tokens_per_rank:,} tokens{steps}, {request.ranks_per_node} ranks per node, {request.model.name}, "
-        f"{request.layout} layout"
+        f"{request.layout} layout; {_place_in_training(report)}"
     )
+
+
+def _place_in_training(report: PlanReport) -> str:
+    """Which micro-batches of a training these are."""
+    if report.drawn is None:
+        return "exactly these documents"
+    steps = report.request.micro_steps
+    first = f"the first {steps}" if steps > 1 else "the first"
+    drawn = report.drawn
+    return f"{first} of {drawn.epoch_micro_batches:,} micro-batches of epoch {drawn.epoch}, seed {drawn.seed}"
 
 
 def _figures(report: PlanReport) -> RenderableType:

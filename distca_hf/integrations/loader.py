@@ -22,12 +22,13 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.facts import shared_facts
+from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
 from distca_hf.integrations.taking import agree_to_take, check_cuts
 from distca_hf.packing.contents import dataset_checksum
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.source import DocumentSource, Tokens
-from distca_hf.packing.steps import MicroBatches, RegroupedEpoch
+from distca_hf.packing.steps import MicroBatches
 from distca_hf.runtime.plans import LivePlan, PlanFacts
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
@@ -91,11 +92,12 @@ class PlacedLoader:
         self._prefetch = prefetch or config.prefetch
         self._endless = endless
         self._micro_steps = micro_steps
-        self._capacity_tokens = transport.world_size * config.tokens_per_rank
+        self._planner = PlacedPlanner(config, transport.world_size, head_groups)
+        self._planner.kernel_times  # noqa: B018  a table that cannot be read is met here
+        self._capacity_tokens = self._planner.capacity_tokens
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
-        self.preparer = Preparer(self._source, config, transport.rank, transport.world_size, device, head_groups)
-        self.preparer.kernel_times  # noqa: B018  a table that cannot be read is met here
+        self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._stream: Generator[dict[str, Any], None, None] | None = None
@@ -203,17 +205,7 @@ class PlacedLoader:
     def _packed(self, cursor: Cursor) -> MicroBatches:
         """The epoch of a position, or what was left of it when micro-batches changed their size."""
         packed = self._packer.rest(cursor.epoch, cursor.taken) if cursor.taken else self._packer.epoch(cursor.epoch)
-        if self._micro_steps == 1:
-            return packed
-        return RegroupedEpoch(
-            packed,
-            self._source.document_tokens,
-            self._micro_steps,
-            self._capacity_tokens,
-            self._config.topology(self._transport.world_size),
-            self.preparer.head_groups,
-            cursor.windows_from,
-        )
+        return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.windows_from)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self._next_of_stream() if self._endless else self._epoch()

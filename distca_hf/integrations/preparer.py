@@ -7,21 +7,15 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 
 import torch
 
-from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray
-from distca_hf.layout import Layout
-from distca_hf.packing.collate import RankRows, collate, pad_rows
+from distca_hf.integrations.placed import PlacedPlanner
+from distca_hf.packing.collate import RankRows, collate
 from distca_hf.packing.contents import Cut, cuts_of
-from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.packing.seconds import KernelTimes, place_by_seconds
+from distca_hf.packing.placement import fill_in_order
 from distca_hf.packing.source import DocumentSource
 from distca_hf.packing.steps import MicroBatches
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.plans import PlanFacts
@@ -68,32 +62,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preparer:
-    """Prepares micro-batches of one rank; `head_groups` is in how many groups plans may divide heads."""
+    """Prepares micro-batches of one rank."""
 
     source: DocumentSource
-    config: DistCAConfig
+    planner: PlacedPlanner
     rank: int
-    num_ranks: int
     device: torch.device
-    head_groups: int = 1
-
-    @cached_property
-    def kernel_times(self) -> KernelTimes | None:
-        """What placement predicts seconds with, if there is a table.
-
-        Raises:
-            PackingError: the table cannot be read.
-        """
-        return KernelTimes.load(Path(self.config.kernel_times)) if self.config.kernel_times else None
-
-    def _place(self, document_tokens: IntArray) -> Layout:
-        """Who holds what: equal work for all ranks, or equal seconds."""
-        topology, times = self.config.topology(self.num_ranks), self.kernel_times
-        if times is None:
-            return place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)
-        return place_by_seconds(
-            document_tokens, self.num_ranks, times, topology=topology, head_groups=self.head_groups
-        )
 
     def rest(self, begin: Cursor, epoch: MicroBatches) -> Iterator[Prepared]:
         """Micro-batches from `begin` to the end of its epoch."""
@@ -107,13 +81,13 @@ class Preparer:
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
-        layout = pad_rows(self._place(document_tokens), self.config.pad_to_multiple_of, self.config.tokens_per_rank)
-        plan = plan_in_place(layout, self.head_groups)
+        num_ranks = self.planner.num_ranks
+        plan = self.planner.plan(document_tokens)
         transfers = key_transfers(plan)
         pin = self.device.type == "cuda"
-        maps = HostPlanMaps.prepare(plan, self.rank, self.config.num_legs(self.num_ranks), transfers, pin)
-        facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, self.num_ranks).rank_work)
-        rows = collate(layout, self.rank, documents, self.source)
+        maps = HostPlanMaps.prepare(plan, self.rank, self.planner.config.num_legs(num_ranks), transfers, pin)
+        facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, num_ranks).rank_work)
+        rows = collate(plan.layout, self.rank, documents, self.source)
         input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)
         return Prepared(
             cursor=cursor,
@@ -126,7 +100,7 @@ class Preparer:
             fingerprint=plan.fingerprint,
             label_tokens=rows.num_labels,
             documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),
-            cuts=cuts_of(layout, self.rank, documents, self.source),
+            cuts=cuts_of(plan.layout, self.rank, documents, self.source),
             plan_seconds=time.perf_counter() - began,
         )
 

@@ -162,21 +162,31 @@ class DocumentSource:
                 f"{capacity_tokens}{and_more(len(too_long) - 1)}. Use more ranks or tokens_per_rank, or "
                 "choose overlong='split' or 'truncate'."
             )
-        if overlong == "truncate":
-            self.documents_truncated = len(too_long)
-            self.tokens_truncated = int((tokens[too_long] - capacity_tokens).sum())
-            self.document_tokens = np.minimum(tokens, capacity_tokens)
-            log.warning(
-                "truncated %d of %d documents to %d tokens; %d tokens will not be trained on",
-                self.documents_truncated,
-                len(tokens),
-                capacity_tokens,
-                self.tokens_truncated,
-            )
-            return
-        document, start, self.document_tokens = split_documents(tokens, capacity_tokens)
+        document, start, self.document_tokens = fit_documents(tokens, capacity_tokens, overlong)
         self._row, self._start = self._row[document], self._start[document] + start
-        log.info("split %d of %d documents at %d tokens", len(too_long), len(tokens), capacity_tokens)
+        if overlong == "split":
+            log.info("split %d of %d documents at %d tokens", len(too_long), len(tokens), capacity_tokens)
+            return
+        self.documents_truncated = len(too_long)
+        self.tokens_truncated = int((tokens[too_long] - capacity_tokens).sum())
+        log.warning(
+            "truncated %d of %d documents to %d tokens; %d tokens will not be trained on",
+            self.documents_truncated,
+            len(tokens),
+            capacity_tokens,
+            self.tokens_truncated,
+        )
+
+
+def fit_documents(
+    document_tokens: IntArray, capacity_tokens: int, overlong: OverlongPolicy
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Applies the policy for documents longer than a global micro-batch: document, first token and length of every
+    document that comes of it. `error` leaves them as they are: the caller refuses them by name."""
+    if overlong == "split":
+        return split_documents(document_tokens, capacity_tokens)
+    kept = np.minimum(document_tokens, capacity_tokens) if overlong == "truncate" else document_tokens
+    return np.arange(len(kept)), np.zeros(len(kept), dtype=np.int64), kept
 
 
 def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArray, IntArray, IntArray]:

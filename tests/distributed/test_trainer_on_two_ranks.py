@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import distca_hf
-from distca_hf.integrations import loader, packs
+from distca_hf.integrations import facts
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
@@ -102,4 +102,4 @@ def _train_with_another_version(batches: str) -> None:
 def test_ranks_of_different_versions_are_refused(batches: str, tmp_path: Path) -> None:
     for outcome in start_ranks(2, _train_with_another_version, tmp_path, batches, timeout_seconds=20.0):
         assert outcome.exit_code == 1
-        assert "ranks disagree, nothing was sent: version is" in outcome.output
+        assert "ranks disagree, nothing was sent: distca_hf is" in outcome.output

@@ -34,6 +34,7 @@ def run_fresh(program: str) -> str:
         "import distca_hf.cli",
         "import distca_hf.packing.placement, distca_hf.packing.epochs, distca_hf.packing.collate",
         "import distca_hf.planning.planner, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
+        "import distca_hf.integrations.placed, distca_hf.insight.plan_command",
     ],
 )
 def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(statement: str) -> None:

@@ -1,4 +1,5 @@
-"""Real document lengths: equal tokens, equal work and little padding, at the sizes people train with."""
+"""Real document lengths: equal tokens, equal work and little padding, planned as training plans them, at the sizes
+people train with."""
 
 import gzip
 import json
@@ -8,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
-from distca_hf.packing.collate import pad_rows
+from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.epochs import EpochPacker
-from distca_hf.packing.placement import place
 from distca_hf.packing.source import split_documents
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
@@ -34,6 +34,11 @@ def lengths_of(name: str, capacity_tokens: int) -> np.ndarray:
     return split
 
 
+def planner_of(num_ranks: int, tokens_per_rank: int) -> PlacedPlanner:
+    """What plans in training: eight ranks a node, eight groups of heads."""
+    return PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=8), num_ranks, head_groups=8)
+
+
 @pytest.mark.parametrize("tokens_per_rank", [32 * 1024, 128 * 1024])
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
 @pytest.mark.parametrize("name", NAMES)
@@ -41,17 +46,18 @@ def test_ranks_hold_equal_tokens_and_compute_equal_work(name: str, num_ranks: in
     """Work is counted from the kernel calls that the ranks make."""
     lengths = lengths_of(name, num_ranks * tokens_per_rank)
     epoch = EpochPacker(lengths, num_ranks * tokens_per_rank).epoch(0)
+    planner = planner_of(num_ranks, tokens_per_rank)
     chosen = np.linspace(0, epoch.num_micro_batches - 1, min(LOOKED_AT[num_ranks], epoch.num_micro_batches))
     for micro_batch in chosen.astype(int).tolist():
         documents = lengths[epoch.micro_batch(micro_batch)]
-        plan = plan_in_place(place(documents, num_ranks))
+        plan = planner.plan(documents)
         transfers = key_transfers(plan)
         work = [route(plan, rank, transfers).pairs for rank in range(num_ranks)]
 
         tokens = plan.layout.rank_tokens
         assert tokens.max() - tokens.min() <= 1
         assert tokens.max() <= tokens_per_rank
-        assert sum(work) == int((documents * (documents + 1) // 2).sum())
+        assert sum(work) == int((documents * (documents + 1) // 2).sum()) * plan.tasks.head_groups
         assert work == plan.work.tolist()
         assert imbalance(work) <= 1.01
 
@@ -61,9 +67,10 @@ def test_padding_of_an_epoch_is_under_one_percent(name: str) -> None:
     num_ranks, tokens_per_rank = 8, 32 * 1024
     lengths = lengths_of(name, num_ranks * tokens_per_rank)
     epoch = EpochPacker(lengths, num_ranks * tokens_per_rank).epoch(0)
+    planner = planner_of(num_ranks, tokens_per_rank)
     rows = tokens = 0
     for micro_batch in range(epoch.num_micro_batches):
-        layout = pad_rows(place(lengths[epoch.micro_batch(micro_batch)], num_ranks), 128, tokens_per_rank)
+        layout = planner.plan(lengths[epoch.micro_batch(micro_batch)]).layout
         assert len(set(layout.rank_rows.tolist())) == 1
         assert layout.rank_rows[0] <= tokens_per_rank
         rows += int(layout.rank_rows.sum())

@@ -16,7 +16,7 @@ from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
 from distca_hf.insight.compare import run_baselines
-from distca_hf.insight.draw import MISFITS, divide_batch, draw_batches
+from distca_hf.insight.draw import OptimizerStep, divide_batch, draw_step
 from distca_hf.insight.figures import Figures, figures_of
 from distca_hf.insight.models import PRESETS, preset
 from distca_hf.insight.plan_report import make_report
@@ -29,6 +29,8 @@ PRETRAIN = Path(__file__).parents[1] / "data" / "lengths" / "pretrain.json.gz"
 KEYS = {
     "ranks",
     "tokens_per_rank",
+    "ranks_per_node",
+    "micro_steps",
     "documents",
     "tokens_min",
     "tokens_max",
@@ -72,6 +74,8 @@ def test_json_says_everything() -> None:
     assert 0 < said["bytes_max_rank"] < said["bytes_total"]
     assert said["bytes_internode_max"] == 0  # one node
     assert 0 < said["planning_seconds"] < took_seconds
+    assert (said["seed"], said["epoch"]) == (0, 0)
+    assert said["epoch_micro_batches"] > 1000
     assert said["baselines"] == {}
 
 
@@ -114,6 +118,7 @@ def test_figures_are_those_of_the_tasks(tmp_path: Path) -> None:
 def test_a_batch_may_hold_fewer_tokens(tmp_path: Path) -> None:
     lengths = write_lengths(tmp_path / "lengths.json", [64, 64, 64, 64])
     said = plan(lengths, "--json", "--lengths-are-batch", ranks=4, tokens_per_rank=100)
+    assert said["seed"] is said["epoch"] is said["epoch_micro_batches"] is None
     assert (said["tokens"], said["tokens_min"], said["tokens_max"], said["bytes_total"]) == (256, 64, 64, 0)
     assert said["imbalance"] == 1.0
 
@@ -140,18 +145,16 @@ def test_micro_steps_are_planned_together() -> None:
 def test_long_documents_of_a_window_train_together() -> None:
     """Four micro-steps with one document of a rank and a half each, that has to be cut; together they need not be."""
     batches = [np.array([1500, *[50] * 50]) for _ in range(4)]
-    together = make_report(world(4, 1000, 4), batches).planned.figures
-    alone = [make_report(world(4, 1000, 1), [batch]).planned.figures for batch in batches]
+    together = make_report(world(4, 1000, 4), OptimizerStep(batches)).planned.figures
+    alone = [make_report(world(4, 1000, 1), OptimizerStep([batch])).planned.figures for batch in batches]
     assert together.bytes_total < sum(one.bytes_total for one in alone)
     assert together.imbalance < 1.01
 
 
 def test_a_window_that_cannot_be_regrouped_stays_as_it_came() -> None:
     batches = [np.array([50, 25, 25]), np.array([40, 30, 30])]  # 50 + 40 leaves no way to fill up with the others
-    report = make_report(world(1, 100, 2), batches)
+    report = make_report(world(1, 100, 2), OptimizerStep(batches))
     assert report.tokens == 200
-    with pytest.raises(PackingError, match="do not fit into 2 micro-steps"):
-        make_report(world(1, 100, 2), [np.array([60, 60]), np.array([60])])
 
 
 def test_no_plan_sends_less_than_the_bound(tmp_path: Path) -> None:
@@ -178,6 +181,7 @@ def test_the_table_can_be_read() -> None:
     for words in ("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document", "lpt"):
         assert words in text
     assert str(PRETRAIN) in text.replace("\n", "")
+    assert "placed layout; the first of 377 micro-batches of epoch 0, seed 0" in " ".join(text.split())
     bars = [line for line in text.splitlines() if line.lstrip()[:1].isdigit() and "-" in line.split()[0]]
     assert len(bars) == 32
     assert bars[-1].split()[0] == "62-63"
@@ -214,42 +218,51 @@ def test_terminals_that_know_no_blocks_get_bars_too() -> None:
 
 def test_documents_are_drawn_once_and_whole() -> None:
     lengths = np.arange(1, 400)
-    batches = draw_batches(lengths, world(4, 2000, 6), seed=3)
-    drawn = np.concatenate(batches)
+    step = draw_step(lengths, world(4, 2000, 6), seed=3)
+    drawn = np.concatenate(step.micro_batches)
     assert len(set(drawn.tolist())) == len(drawn)
     assert set(drawn.tolist()) <= set(lengths.tolist())
-    # Lengths of 1 to 399 fill the last tokens nearly always.
-    assert all(8000 - 40 < batch.sum() <= 8000 for batch in batches)
+    # An epoch of 79,800 tokens has ten micro-batches of up to 8,000; all get nearly equal tokens.
+    assert step.drawn is not None
+    assert step.drawn.epoch_micro_batches == 10
+    assert all(7980 - 20 <= batch.sum() <= 8000 for batch in step.micro_batches)
 
 
-def test_a_document_that_does_not_fit_opens_the_next_batch() -> None:
-    batches = draw_batches(np.array([60, 60, 60]), world(1, 100, 3), seed=0)
+def test_documents_that_do_not_fit_together_are_drawn_apart() -> None:
+    batches = draw_step(np.array([60, 60, 60]), world(1, 100, 3), seed=0).micro_batches
     assert [batch.tolist() for batch in batches] == [[60], [60], [60]]
-    many = np.array([99] * (MISFITS + 5) + [2])
-    assert all(len(batch) == 1 for batch in draw_batches(many, world(1, 100, 3), seed=1))
 
 
 def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
-    steps = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
-    assert [step.tolist() for step in steps] == [[10, 30, 5, 15], [20, 20]]
+    step = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
+    assert [batch.tolist() for batch in step.micro_batches] == [[10, 30, 5, 15], [20, 20]]
+    assert step.drawn is None
+
+
+def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:
+    """In order the first one would have [60, 60]."""
+    step = divide_batch(np.array([60, 60, 40, 40]), world(1, 100, 2))
+    assert [sorted(batch.tolist()) for batch in step.micro_batches] == [[40, 60], [40, 60]]
+    with pytest.raises(PackingError, match="do not fit into 2 micro-steps"):
+        divide_batch(np.array([60, 60, 60]), world(1, 100, 2))
 
 
 @pytest.mark.parametrize(("overlong", "kept"), [("split", [40, 40, 40, 10]), ("truncate", [40, 10])])
 def test_overlong_documents_are_cut_if_asked(overlong: str, kept: list[int]) -> None:
     lengths = np.array([120, 10])
-    for batches in (
+    for step in (
         divide_batch(lengths, world(2, 20, 4, overlong=overlong)),
-        draw_batches(lengths, world(2, 20, len(kept), overlong=overlong), seed=0),
+        draw_step(lengths, world(2, 20, len(kept), overlong=overlong), seed=0),
     ):
-        assert sorted(np.concatenate(batches).tolist()) == sorted(kept)
+        assert sorted(np.concatenate(step.micro_batches).tolist()) == sorted(kept)
 
 
 def test_presets_are_what_their_configs_say() -> None:
     llama = preset("Llama3-8B")
     assert (llama.token_bytes.query, llama.token_bytes.output, llama.token_bytes.key_value) == (8192, 8192, 4096)
-    assert llama.head_groups == 8
+    assert llama.heads.groups == 8
     assert preset("llama3-70b").token_bytes.query == 16384
-    assert all(shape.heads % shape.key_value_heads == 0 for shape in PRESETS.values())
+    assert all(shape.heads.query % shape.heads.key_value == 0 for shape in PRESETS.values())
 
 
 def test_figures_by_hand() -> None:
@@ -272,7 +285,7 @@ def test_figures_by_hand() -> None:
 def test_a_report_counts_a_window_of_its_micro_steps() -> None:
     request = world(2, 100, 2, layout="fixed")
     batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
-    report = make_report(request, batches, compare=True)
+    report = make_report(request, OptimizerStep(batches), compare=True)
     heavy, light = causal_pairs(0, 100), 2 * causal_pairs(0, 50)
     assert report.imbalance_before == pytest.approx(2 * (heavy + light) / (heavy + 100 + 2 * light))
     names = [name for name, micro_steps, _ in run_baselines(request, batches) if len(micro_steps) == 2]

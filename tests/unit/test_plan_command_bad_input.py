@@ -142,6 +142,12 @@ def test_a_document_that_cannot_fit(good: Path) -> None:
     )
 
 
+def test_every_document_must_fit_not_only_those_that_are_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([*[100] * 500, 2001, 2500, *[100] * 500]))
+    assert "a document of 2500 tokens (and 1 more like it) does not fit" in refusal(path)
+
+
 def test_a_batch_that_does_not_fit(good: Path) -> None:
     said = refusal(good, "--lengths-are-batch", tokens_per_rank="899")
     assert "the batch has 1800 tokens, but 2 ranks x 899 tokens hold 1798; 900 tokens per rank would hold it" in said
@@ -159,6 +165,14 @@ def test_fewer_bytes_than_any_plan_needs(layout: str, tmp_path: Path) -> None:
     assert "--bytes-limit -1 must be at least 0" in refusal(path, bytes_limit="-1")
 
 
+def test_a_setting_of_the_environment_that_is_no_value(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_PAD_TO_MULTIPLE_OF", "many")
+    assert "DISTCA_PAD_TO_MULTIPLE_OF='many' is no int" in refusal(good)
+    monkeypatch.setenv("DISTCA_PAD_TO_MULTIPLE_OF", "1")
+    monkeypatch.setenv("DISTCA_KERNEL_TIMES", "missing.json")
+    assert "missing.json is no table of kernel times" in refusal(good)
+
+
 def test_two_models_at_once(good: Path) -> None:
     assert "exclude each other" in refusal(good, model="llama3-8b", model_config=good)
 
@@ -174,6 +188,8 @@ SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "
         ({"num_key_value_heads": 7}, "num_attention_heads=32 is not a multiple of num_key_value_heads=7"),
         ({"num_key_value_heads": "8"}, "num_key_value_heads='8' must be a whole number"),
         ({"head_dim": None}, "has neither head_dim nor hidden_size"),
+        ({"kv_lora_rank": 512}, "has no qk_nope_head_dim"),
+        ({"text_config": {"num_attention_heads": 0}}, "num_attention_heads=0 must be a whole number above zero"),
         ({"head_dim": None, "hidden_size": 100}, "hidden_size=100 is not a multiple of num_attention_heads=32"),
         ({"dtype": None}, "has neither dtype nor torch_dtype"),
         ({"dtype": "int4"}, "dtype 'int4' is not one of float64"),
