@@ -107,7 +107,7 @@ class ForwardWatch:
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
         self._class_name = type(inner).__name__
-        self._layer_names = list(attention_layers(inner))
+        self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
         self._parameters = list(inspect.signature(root.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
@@ -159,9 +159,9 @@ class ForwardWatch:
             self._save_attention(module)
         elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if self._recomputes_attention(module) else len(self._layer_names)
+        layers_kept = 1 if self._recomputes_attention(module) else len(self._layers)
         if self._module_facts is None:
-            self._module_facts = module_facts(self.root, self._layer_names)
+            self._module_facts = module_facts(self.root, self._layers)
         facts = {
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
@@ -170,7 +170,7 @@ class ForwardWatch:
             **self._module_facts,
             **config_facts(self.root),
         }
-        plan.begin_forward_pass(self._calls, facts, layers_kept, self._calls or len(self._layer_names))
+        plan.begin_forward_pass(self._calls, facts, layers_kept, self._calls or len(self._layers))
 
     def _check_model(self, module: nn.Module) -> None:
         """Checks that the model is the one that was enabled, and that it still attends through distca.
@@ -271,9 +271,9 @@ class ForwardWatch:
         if plan is None:
             return
         calls = plan.forward_calls
-        if self._calls is None and calls < len(self._layer_names):
+        if self._calls is None and calls < len(self._layers):
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {calls} of its {len(self._layer_names)} attention layers came "
+                f"{self._class_name}: {calls} of its {len(self._layers)} attention layers came "
                 "through distca in the first forward pass; the others computed something else, and no step was taken"
             )
         if self._calls is not None and calls != self._calls:

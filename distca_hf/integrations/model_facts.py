@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,20 +15,20 @@ from distca_hf.integrations.model_check import transformers_model
 ABOUT_A_CONFIG = frozenset({"name_or_path", "transformers_version", "use_cache", "return_dict", "tie_word_embeddings"})
 
 
-def module_facts(model: nn.Module, attention_layers: Iterable[str]) -> dict[str, object]:
+def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:
     """Returns facts about modules and parameters. Computed once: reading all modules takes milliseconds.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
-        attention_layers: names of its attention layers, in the order of their numbers.
+        attention_layers: its attention layers by name, in the order of their numbers.
     """
-    names = list(attention_layers)
+    names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers.items()]
     trained = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
     return {
         "model class": type(transformers_model(model)).__name__,
         "attention layers": len(names),
-        "names of attention layers": _checksum(names),
+        "names and numbers of attention layers": _checksum(names),
         "modules and their sizes": _checksum(repr(transformers_model(model))),
         "parameters and which of them are trained": _checksum(trained),
         "dtypes of parameters": ", ".join(dtypes),

@@ -86,7 +86,7 @@ def _train_on_packs(folder: Path, what: str) -> None:
         (_train, "dtype", "torch.float32 on rank 0, 2, torch.bfloat16, torch.bfloat16, torch.bfloat16 on rank 1"),
         (_train, "layers", "attention layers is 2 on rank 0, 2, 1 on rank 1"),
         (_train, "heads", "config.num_key_value_heads is 2 on rank 0, 2, 1 on rank 1"),
-        (_train, "names", "names of attention layers is"),
+        (_train, "names", "names and numbers of attention layers is"),
         (_train_on_packs, "heads", "config.num_key_value_heads is 2 on rank 0, 2, 1 on rank 1"),
         (_train_on_packs, "mode", "training is True on rank 0, 2, False on rank 1"),
         (_train_on_packs, "dtype", "dtypes of parameters is torch.float32 on rank 0, 2, torch.bfloat16 on rank 1"),

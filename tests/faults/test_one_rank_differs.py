@@ -1,0 +1,307 @@
+"""One rank differs from the others, from the beginning or after the first step: noticed before the next optimizer step,
+or harmless.
+
+Every difference is a function that changes rank 1 alone. Documents are so long that all of them are cut between ranks.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch import nn
+
+import distca_hf
+from distca_hf.integrations import facts
+from distca_hf.packing import contents
+from support.data import random_documents
+from support.models import tiny_model
+from support.ranks import start_ranks
+
+
+WORLD = 2
+DIFFERENT = 1
+STEPS = 3
+LENGTH = 150
+TOKENS_PER_RANK = 80
+
+
+@dataclass
+class Training:
+    """All that may differ on one rank.
+
+    Attributes:
+        columns: of the dataset.
+        settings: of the plugin.
+        shuffle: argument of the loader.
+        autocast: dtype of autocast, if there is any.
+        model: to be enabled.
+        embed: makes embeddings of the first tokens with another module, as of images.
+    """
+
+    columns: dict[str, list[list[int]]]
+    settings: dict[str, Any] = field(default_factory=lambda: {"tokens_per_rank": TOKENS_PER_RANK})
+    shuffle: bool = True
+    autocast: torch.dtype | None = None
+    model: nn.Module = field(default_factory=lambda: tiny_model(num_hidden_layers=3).train())
+    plugin: Any = None
+    embed: bool = False
+
+
+Change = Callable[[Training], None]
+
+
+def _swap_layers(training: Training) -> None:
+    layers = training.model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _leave_out_a_layer(training: Training) -> None:
+    training.model.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+
+
+def _freeze(training: Training) -> None:
+    """Gradients reach the uppermost layer alone."""
+    training.model.requires_grad_(False)
+    training.model.model.layers[2].requires_grad_(True)
+
+
+def _take_another_model_s_config(training: Training) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(training.model.config, attn_implementation="sdpa")
+
+
+def _set_version(training: Training) -> None:
+    facts.__version__ = "0.0.1"
+
+
+def _set_torch(training: Training) -> None:
+    facts.version = lambda name: "1.0"
+    facts._versions.cache_clear()
+
+
+def _checkpoint(training: Training) -> None:
+    training.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _replace_plugin(training: Training) -> None:
+    training.plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, kv_residency="refetch")
+    distca_hf.enable(training.model, training.plugin)
+
+
+def _shuffle_rows(training: Training) -> None:
+    training.columns = {name: rows[::-1] for name, rows in training.columns.items()}
+
+
+def _change_tokens(training: Training) -> None:
+    training.columns["input_ids"] = [[token ^ 1 for token in row] for row in training.columns["input_ids"]]
+
+
+def _change_labels(training: Training) -> None:
+    training.columns["labels"] = [[-100] * 9 + row[9:] for row in training.columns["labels"]]
+
+
+def _change_masks(training: Training) -> None:
+    training.columns["completion_mask"] = [[0] * 9 + [1] * (len(row) - 9) for row in training.columns["input_ids"]]
+
+
+def _change_what_no_sample_sees(training: Training) -> None:
+    """All documents but the first, which is the sample, around where they are cut."""
+    contents.MOST_DOCUMENTS = 1
+    for row in training.columns["input_ids"][1:]:
+        for at in range(60, 90):
+            row[at] ^= 1
+
+
+def _set(**values: Any) -> Change:
+    def change(training: Training) -> None:
+        for name, value in values.items():
+            setattr(training, name, value)
+
+    return change
+
+
+def _set_config(**values: Any) -> Change:
+    def change(training: Training) -> None:
+        for name, value in values.items():
+            setattr(training.model.config, name, value)
+
+    return change
+
+
+# Change, and words of the error on some rank; None for a change that is harmless.
+FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
+    "rows in another order": (_shuffle_rows, "contents of documents is"),
+    "other tokens": (_change_tokens, "contents of documents is"),
+    "other labels": (_change_labels, "contents of documents is"),
+    "other masks": (_change_masks, "contents of documents is"),
+    "tokens that no sample sees": (_change_what_no_sample_sees, "hold other tokens or labels around token"),
+    "loader does not shuffle": (_set(shuffle=False), "shuffle is True on rank 0, False on rank 1"),
+    "settings": (
+        lambda t: t.settings.update(kv_residency="refetch"),
+        "kv_residency is auto on rank 0, refetch on rank 1",
+    ),
+    "settings of one rank": (lambda t: t.settings.update(prefetch=5), None),
+    "version of distca_hf": (_set_version, "distca_hf is"),
+    "version of torch": (_set_torch, "torch is"),
+    "model config": (_set_config(rope_theta=123.0), "config.rope_theta is"),
+    "dropout of attention": (
+        lambda t: setattr(t, "model", tiny_model(num_hidden_layers=3, attention_dropout=0.1).train()),
+        "attention dropout 0.1 is not computed",
+    ),
+    "dropout elsewhere": (
+        lambda t: t.model.model.layers[0].mlp.add_module("dropout", nn.Dropout(0.1)),
+        "modules and their sizes is",
+    ),
+    "layer count": (
+        lambda t: setattr(t, "model", tiny_model(num_hidden_layers=2).train()),
+        "attention layers is 3 on rank 0, 2 on rank 1",
+    ),
+    "layer order": (_swap_layers, "names and numbers of attention layers is"),
+    "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes of parameters is"),
+    "autocast": (_set(autocast=torch.bfloat16), "dtypes that attention computes in is"),
+    "frozen layers": (_freeze, "parameters and which of them are trained is"),
+    "checkpointing that saves attention": (_checkpoint, None),
+    "embeddings of another module": (_set(embed=True), "attention calls with gradients is 1 on rank 0, 3 on rank 1"),
+}
+AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
+    "attention implementation": (
+        lambda t: t.model.set_attn_implementation("sdpa"),
+        "its config now says attn_implementation='sdpa'",
+    ),
+    "a config that another model shares": (
+        _take_another_model_s_config,
+        "another model was made from model.config",
+    ),
+    "settings": (
+        lambda t: setattr(t.plugin, "kv_residency", "keep"),
+        "kv_residency is auto on rank 0, keep on rank 1",
+    ),
+    "another plugin": (_replace_plugin, "kv_residency 'auto' and 'refetch'"),
+    "training mode": (lambda t: t.model.eval(), "training is True on rank 0, False on rank 1"),
+    "layer order": (_swap_layers, "order of the layers that attend is"),
+    "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),
+    "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes that attention computes in is"),
+    "autocast": (_set(autocast=torch.float16), "dtypes that attention computes in is"),
+    "frozen layers": (_freeze, "attention calls with gradients is 3 on rank 0, 1 on rank 1"),
+    "model config": (_set_config(hidden_act="relu"), "config.hidden_act is"),
+    "checkpointing that saves attention": (_checkpoint, None),
+}
+RECOMPUTING = {"tokens_per_rank": TOKENS_PER_RANK, "checkpointed_attention": "recompute", "kv_residency": "refetch"}
+WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
+    "checkpointing": (_checkpoint, "layers saved at the same time is 3 on rank 0, 1 on rank 1"),
+}
+
+
+def _training(settings: dict[str, Any]) -> Training:
+    """The training that all ranks but one run."""
+    documents = random_documents(8, lengths=(LENGTH,))
+    columns = {"input_ids": documents, "labels": copy.deepcopy(documents)}
+    columns["completion_mask"] = [[0] * 5 + [1] * (LENGTH - 5) for _ in documents]
+    training = Training(columns, settings={"tokens_per_rank": TOKENS_PER_RANK} | settings)
+    training.model.config.output_hidden_states = False
+    return training
+
+
+def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
+    """Trains; writes down the number of finished steps. Returns losses, mean over ranks."""
+    changes = {"first": FROM_THE_BEGINNING, "later": AFTER_THE_FIRST_STEP, "recomputed": WITH_RECOMPUTATION}[group]
+    change, rank = changes[name][0], dist.get_rank()
+    training = _training(RECOMPUTING if group == "recomputed" else {})
+    if name == "tokens that no sample sees":
+        contents.MOST_DOCUMENTS = 1
+    if name == "embeddings of another module":
+        _freeze(training)
+    if group != "later" and rank == DIFFERENT:
+        change(training)
+    times = {"exchange_timeout_seconds": 20.0, "agreement_timeout_seconds": 20.0}
+    training.plugin = distca_hf.DistCAPlugin(**training.settings, **times)
+    dataset = Dataset.from_dict(training.columns)
+    placed = training.plugin.dataloader(dataset, seed=1, shuffle=training.shuffle) if batches == "placed" else None
+    distca_hf.enable(training.model, training.plugin)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    losses = []
+    for step, batch in zip(range(STEPS), placed if placed is not None else _packs(dataset, rank), strict=False):
+        if step == 1 and group == "later" and rank == DIFFERENT:
+            change(training)
+        with _autocast(training.autocast):
+            loss = training.model(**_embedded(training, batch)).loss
+        loss.backward()
+        for parameter in training.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        (folder / f"steps-{rank}").write_text(str(step + 1))
+        total = loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(total.item() / WORLD)
+    return losses
+
+
+def _packs(dataset: Dataset, rank: int) -> Iterator[dict[str, Any]]:
+    """A long document on rank 0, short ones elsewhere, so that tasks move."""
+    for row in dataset["input_ids"]:
+        ids = torch.tensor(row if rank == 0 else row[:20])[None]
+        yield {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(ids.shape[1])[None]}
+
+
+def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def _embedded(training: Training, batch: dict[str, Any]) -> dict[str, Any]:
+    if not training.embed:
+        return batch
+    embeddings = training.model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    return {name: value for name, value in batch.items() if name != "input_ids"} | {"inputs_embeds": embeddings}
+
+
+def _check(tmp_path: Path, group: str, name: str, words: str | None, batches: str) -> None:
+    done = 1 if group == "later" else 0
+    outcomes = start_ranks(WORLD, _run, tmp_path, tmp_path, group, name, batches)
+    if words is None:
+        assert [outcome.exit_code for outcome in outcomes] == [0] * WORLD, outcomes
+        usual = start_ranks(WORLD, _run_unchanged, tmp_path / "usual", tmp_path, batches)
+        assert outcomes[0].result == pytest.approx(usual[0].result, abs=1e-6)
+        return
+    assert [outcome.exit_code for outcome in outcomes] == [1] * WORLD, outcomes
+    assert any(words in outcome.output for outcome in outcomes), "\n".join(outcome.output for outcome in outcomes)
+    for rank in range(WORLD):
+        steps = tmp_path / f"steps-{rank}"
+        assert (int(steps.read_text()) if steps.is_file() else 0) == done
+
+
+def _run_unchanged(folder: Path, batches: str) -> list[float]:
+    FROM_THE_BEGINNING["nothing"] = (lambda training: None, None)
+    return _run(folder, "first", "nothing", batches)
+
+
+@pytest.mark.parametrize("name", FROM_THE_BEGINNING)
+def test_rank_that_differs_from_the_beginning_takes_no_step(name: str, tmp_path: Path) -> None:
+    _check(tmp_path, "first", name, FROM_THE_BEGINNING[name][1], "placed")
+
+
+@pytest.mark.parametrize("name", AFTER_THE_FIRST_STEP)
+def test_rank_that_differs_after_the_first_step_takes_no_other(name: str, tmp_path: Path) -> None:
+    _check(tmp_path, "later", name, AFTER_THE_FIRST_STEP[name][1], "placed")
+
+
+@pytest.mark.parametrize("name", WITH_RECOMPUTATION)
+def test_rank_that_recomputes_alone_takes_no_step(name: str, tmp_path: Path) -> None:
+    _check(tmp_path, "recomputed", name, WITH_RECOMPUTATION[name][1], "placed")
+
+
+OF_PACKS = [name for name in AFTER_THE_FIRST_STEP if name not in ("another plugin", "settings")]
+
+
+@pytest.mark.parametrize("name", OF_PACKS)
+def test_rank_that_differs_in_packs_after_the_first_step_takes_no_other(name: str, tmp_path: Path) -> None:
+    _check(tmp_path, "later", name, AFTER_THE_FIRST_STEP[name][1], "packs")
