@@ -1,4 +1,4 @@
-"""Callback: checks the model, keeps the loader's position in checkpoints, and logs what balancing brought."""
+"""Callback: checks the model, and logs what balancing brought."""
 
 import time
 from collections import deque
@@ -19,9 +19,6 @@ from distca_hf.telemetry import LoaderTimes
 
 if TYPE_CHECKING:
     from distca_hf.integrations.plugin import DistCAPlugin
-
-# Where `TrainerState` keeps the loader's position: among the states of callbacks, which it writes into checkpoints.
-LOADER_STATE = "distca_loader"
 
 
 class PlanSource(Protocol):
@@ -89,23 +86,6 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Resumes where the loader was, whatever Trainer makes of its step count: with another number of accumulation
-        steps, or of ranks, it is another place in the data.
-
-        Raises:
-            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all.
-        """
-        saved = state.stateful_callbacks.get(LOADER_STATE)
-        if self._loader is not None:
-            self._loader.restart()
-            if state.global_step > 0 and not args.ignore_data_skip:
-                if saved is None:
-                    raise ConfigError(
-                        f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes "
-                        "from a training without plugin.attach, and nobody knows which documents it has seen. "
-                        "ignore_data_skip=True begins the data anew"
-                    )
-                self._loader.load_state_dict(saved)
         self._began = time.perf_counter()
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control)
@@ -113,13 +93,11 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Notes where the loader is.
+        """Compares weights, where that is due.
 
         Raises:
             PlanMismatchError: weights were compared after this step, and differ.
         """
-        if self._loader is not None:
-            state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
         every = self._plugin.check_weights_every_steps
         if every and state.global_step % every == 0:
             if self._weights is None:
@@ -137,8 +115,6 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._loader is not None:
-            self._loader.close()
         if self._leave is not None:
             self._leave.on_train_end(args, state, control)
 

@@ -8,10 +8,9 @@ Every rank computes the same layouts and plans from lengths alone and reads only
 
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
 from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.resumed_epoch import ResumedEpoch
 from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches, RegroupedEpoch
 from distca_hf.runtime.plans import LivePlan, PlanFacts
@@ -54,8 +54,6 @@ class PlacedLoader:
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
         head_groups: groups that plans may divide the heads of the model in.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
-        endless: an iteration is the next `len(loader)` micro-batches of the endless stream, wherever the last one
-            stopped: for loops that count epochs by themselves.
 
     Raises:
         PackingError: the dataset cannot be packed.
@@ -72,7 +70,6 @@ class PlacedLoader:
         seed: int = 0,
         shuffle: bool = True,
         prefetch: int | None = None,
-        endless: bool = False,
         head_groups: int = 1,
         micro_steps: int = 1,
     ) -> None:
@@ -85,7 +82,6 @@ class PlacedLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
-        self._endless = endless
         self._micro_steps = micro_steps
         self._capacity_tokens = transport.world_size * config.tokens_per_rank
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong)
@@ -94,7 +90,6 @@ class PlacedLoader:
         self.preparer.kernel_times  # noqa: B018  a table that cannot be read is met here
         self._next = Cursor()
         self._loaded: Cursor | None = None
-        self._stream: Generator[dict[str, Any], None, None] | None = None
         self._position = Cursor()
 
     def __len__(self) -> int:
@@ -127,26 +122,12 @@ class PlacedLoader:
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once. An endless loader
-        that has begun goes on as it is."""
-        if self._stream is None:
-            self._next = Cursor(epoch, self._next.micro_batch)
+        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once."""
+        self._next = Cursor(epoch)
 
     def restart(self) -> None:
         """The next iteration is the first epoch."""
-        self.close()
         self._next, self._loaded, self._position = Cursor(), None, Cursor()
-
-    def close(self) -> None:
-        """Ends the background thread of an endless loader; others end theirs with each iteration."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def skip_batches(self, num_batches: int) -> "PlacedLoader":
-        """The next iteration begins this many micro-batches into its epoch; a loaded position goes first, once."""
-        self._next = Cursor(self._next.epoch, num_batches)
-        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the micro-batches handed out so far, and what it is a position in."""
@@ -191,9 +172,24 @@ class PlacedLoader:
         over = saved.micro_batch >= self._packed(saved).num_micro_batches
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
+    def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
+        """What is left of the epoch that the loader's position is in, for optimizer steps of so many micro-batches."""
+        at = self._position
+        packed = self._packer.rest(at.epoch, at.taken)
+        packed_tokens = int(self._source.document_tokens[packed.documents].sum())
+        # In steps of the present size: what was trained in micro-batches of other sizes, and in these.
+        before = (self.num_tokens - packed_tokens) * packed.num_micro_batches // (packed_tokens * accumulation_steps)
+        return ResumedEpoch(
+            number=at.epoch,
+            steps_done=before + at.micro_batch // accumulation_steps,
+            micro_batches_left=packed.num_micro_batches - at.micro_batch,
+            micro_batches_per_epoch=len(self),
+            accumulation_steps=accumulation_steps,
+        )
+
     def _packed(self, cursor: Cursor) -> MicroBatches:
         """The epoch of a position, or what was left of it when micro-batches changed their size."""
-        packed = self._packer.rest(cursor.epoch, cursor.taken) if cursor.taken else self._packer.epoch(cursor.epoch)
+        packed = self._packer.rest(cursor.epoch, cursor.taken)
         if self._micro_steps == 1:
             return packed
         return RegroupedEpoch(
@@ -207,28 +203,9 @@ class PlacedLoader:
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._next_of_stream() if self._endless else self._epoch()
-
-    def _next_of_stream(self) -> Iterator[dict[str, Any]]:
-        """As many micro-batches as an epoch has, from where the stream is."""
-        skipped = 0
-        if self._stream is None:
-            skipped = self._next.micro_batch if self._loaded is None else 0
-            self._stream = self._epochs()
-        yield from islice(self._stream, len(self) - skipped)
-
-    def _epochs(self) -> Generator[dict[str, Any], None, None]:
-        while True:
-            yield from self._epoch()
-
-    def _epoch(self) -> Generator[dict[str, Any], None, None]:
         """What is left of an epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
-        if begin.micro_batch > packed.num_micro_batches:
-            raise ConfigError(
-                f"cannot begin at micro-batch {begin.micro_batch} of an epoch that has {packed.num_micro_batches}"
-            )
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
         preparer = self.preparer  # all that the thread holds: a loader that nobody wants any more takes it along
         with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
@@ -242,14 +219,14 @@ class PlacedLoader:
                 self._position = replace(begin, micro_batch=micro_batch + 1)
                 if micro_batch + 1 == packed.num_micro_batches:  # known now: nobody has to ask for one batch more
                     self._next = self._position = Cursor(begin.epoch + 1)
+                    log.info(
+                        "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per "
+                        "micro-batch",
+                        begin.epoch,
+                        100 * self.times.wait_share,
+                        1e3 * self.times.plan_seconds / self.times.micro_batches,
+                    )
                 yield batch
-        self._next = self._position = Cursor(begin.epoch + 1)
-        log.info(
-            "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per micro-batch",
-            begin.epoch,
-            100 * self.times.wait_share,
-            1e3 * self.times.plan_seconds / max(1, self.times.micro_batches),
-        )
 
     def _deliver(self, prepared: Prepared) -> dict[str, Any]:
         """The batch on the device and its plan registered, once all ranks have shown that they take the same."""

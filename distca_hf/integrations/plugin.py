@@ -43,7 +43,6 @@ class DistCAPlugin(DistCAConfig):
         shuffle: bool = True,
         device: torch.device | str | None = None,
         prefetch: int | None = None,
-        endless: bool = False,
         model: torch.nn.Module | None = None,
         micro_steps: int = 1,
     ) -> PlacedLoader:
@@ -56,7 +55,6 @@ class DistCAPlugin(DistCAConfig):
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works.
             prefetch: micro-batches to prepare ahead, if not as many as the settings say.
-            endless: iterate over slices of the endless stream instead of epochs; see `PlacedLoader`.
             model: the model that batches are for: then the heads of very long documents may be divided, too.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
@@ -68,9 +66,7 @@ class DistCAPlugin(DistCAConfig):
         target = default_device() if device is None else torch.device(device)
         head_groups = 1 if model is None else head_groups_of(model)
         transport = self.transport(target)
-        return PlacedLoader(
-            dataset, self, transport, target, seed, shuffle, prefetch, endless, head_groups, micro_steps
-        )
+        return PlacedLoader(dataset, self, transport, target, seed, shuffle, prefetch, head_groups, micro_steps)
 
     def transport(self, device: torch.device) -> Transport:
         """The transport for tensors on `device`, opened when first asked for (a collective call)."""

@@ -14,10 +14,10 @@ from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable
 from distca_hf.integrations.preemption import LeaveOnSignal
+from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.sources import calls_super, takes_shift_labels
 from distca_hf.packing.sorted_packs import SortedPacks
 from distca_hf.packing.source import DocumentSource
-from distca_hf.patches.trainer import trainer_resume
 from distca_hf.telemetry import get_logger
 
 
@@ -74,17 +74,16 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         seed,
         device=args.device,
         prefetch=prefetch,
-        endless=True,
         model=trainer.model,
         micro_steps=args.gradient_accumulation_steps if plugin.regroup_steps else 1,
     )
     enable(trainer.model, plugin, loader.longest_document_tokens)
-    trainer_resume.apply()
     if plugin.evaluate == "distca":
         args.prediction_loss_only = True
         trainer.get_eval_dataloader = lambda dataset=None: _evaluation_loader(trainer, plugin, dataset)
         trainer.get_test_dataloader = lambda dataset: _evaluation_loader(trainer, plugin, dataset)
     trainer.get_train_dataloader = lambda: loader
+    Resuming(trainer, loader)
     callback = DistCACallback(plugin, loader)
     callback.watch(trainer.model)
     _add_callbacks(trainer, plugin, callback)
