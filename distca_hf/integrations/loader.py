@@ -162,7 +162,8 @@ class PlacedLoader:
             windows_from = micro_batch
         if capacity_tokens != self._capacity_tokens:
             log.warning(
-                "micro-batches held %d tokens when the position was saved and hold %d now: steps count differently",
+                "micro-batches held %d tokens when the position was saved and hold %d now: what is left of the "
+                "epoch is packed anew",
                 capacity_tokens,
                 self._capacity_tokens,
             )
@@ -175,17 +176,7 @@ class PlacedLoader:
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
         """What is left of the epoch that the loader's position is in, for optimizer steps of so many micro-batches."""
         at = self._position
-        packed = self._packer.rest(at.epoch, at.taken)
-        packed_tokens = int(self._source.document_tokens[packed.documents].sum())
-        # In steps of the present size: what was trained in micro-batches of other sizes, and in these.
-        before = (self.num_tokens - packed_tokens) * packed.num_micro_batches // (packed_tokens * accumulation_steps)
-        return ResumedEpoch(
-            number=at.epoch,
-            steps_done=before + at.micro_batch // accumulation_steps,
-            micro_batches_left=packed.num_micro_batches - at.micro_batch,
-            micro_batches_per_epoch=len(self),
-            accumulation_steps=accumulation_steps,
-        )
+        return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
 
     def _packed(self, cursor: Cursor) -> MicroBatches:
         """The epoch of a position, or what was left of it when micro-batches changed their size."""
@@ -269,7 +260,7 @@ class PlacedLoader:
         return batch
 
     def _number(self, cursor: Cursor) -> int:
-        """Number of a micro-batch in the endless stream."""
+        """Number of a micro-batch, counted over all epochs."""
         return cursor.epoch * len(self) + cursor.micro_batch
 
     def _sizes(self) -> dict[str, int]:

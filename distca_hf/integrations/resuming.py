@@ -48,16 +48,19 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
     interrupted.
 
     Args:
-        trainer: some of its methods are replaced.
-        loader: the placed loader that it trains with.
+        loader: the placed loader of the training.
     """
 
-    def __init__(self, trainer: Trainer, loader: PlacedLoader) -> None:
+    def __init__(self, loader: PlacedLoader) -> None:
         self._loader = loader
         self._resumed: ResumedEpoch | None = None
         self._step = 0
         self._is_in_resumed_epoch = False
         self._missing = _missing_methods()
+
+    def install(self, trainer: Trainer) -> None:
+        """Adds itself to the trainer's callbacks, and replaces the methods of this trainer that count epochs and
+        steps."""
         trainer.callback_handler.callbacks.insert(0, self)  # the others see the epoch that is set here
         methods: tuple[Method, ...] = (self._train, self._count, self._restore, self._run_epoch)
         if not self._missing:

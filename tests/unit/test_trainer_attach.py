@@ -637,7 +637,7 @@ def test_resuming_with_another_accumulation_goes_on_through_later_epochs(
 def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
     make: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Trainer counts steps: with micro-batches of another size the same step is another place in the data."""
+    """Steps are not what they were."""
     whole = make(save_strategy="steps", save_steps=1, max_steps=3)
     attach(whole)
     whole.train()
