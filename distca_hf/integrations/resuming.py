@@ -59,9 +59,9 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
         self._missing = _missing_methods()
 
     def install(self, trainer: Trainer) -> None:
-        """Adds itself to the trainer's callbacks, and replaces the methods of this trainer that count epochs and
-        steps."""
-        trainer.callback_handler.callbacks.insert(0, self)  # the others see the epoch that is set here
+        """Replaces the methods of this trainer that count epochs and steps, and adds itself to its callbacks, as the
+        first one: the others see the epoch that is set here."""
+        trainer.callback_handler.callbacks.insert(0, self)
         methods: tuple[Method, ...] = (self._train, self._count, self._restore, self._run_epoch)
         if not self._missing:
             for name, method in zip(COUNTING, methods, strict=True):
@@ -147,11 +147,12 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
             ConfigError: Trainer resumes, but not in the way that the position in the data is restored.
         """
         if state.global_step > 0 and self._resumed is None and not args.ignore_data_skip:
-            why = f"has no {', '.join(self._missing)} as known here" if self._missing else "was not given a checkpoint"
+            changed = f"Transformers {transformers.__version__} has changed {', '.join(self._missing)} of Trainer"
+            why = changed if self._missing else "Trainer was not given the checkpoint"
             raise ConfigError(
-                f"training goes on at step {state.global_step}, but the documents would begin anew: Trainer of "
-                f"Transformers {transformers.__version__} {why}. Resume with Transformers 5.17 to 5.23 and "
-                "train(resume_from_checkpoint=...), or begin the data anew with ignore_data_skip=True"
+                f"training goes on at step {state.global_step}, but the documents would begin anew: {why}. Resume "
+                "with Transformers 5.17 to 5.23 and train(resume_from_checkpoint=...), or begin the data anew with "
+                "ignore_data_skip=True"
             )
 
     def on_step_end(

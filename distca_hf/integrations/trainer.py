@@ -83,10 +83,10 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         trainer.get_eval_dataloader = lambda dataset=None: _evaluation_loader(trainer, plugin, dataset)
         trainer.get_test_dataloader = lambda dataset: _evaluation_loader(trainer, plugin, dataset)
     trainer.get_train_dataloader = lambda: loader
-    Resuming(loader).install(trainer)
     callback = DistCACallback(plugin, loader)
     callback.watch(trainer.model)
     _add_callbacks(trainer, plugin, callback)
+    Resuming(loader).install(trainer)
     log.info(
         "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
         loader.num_documents,
