@@ -4,6 +4,7 @@ One process: a micro-batch of n ranks is one of n times as many tokens. `tests/d
 """
 
 import json
+import threading
 from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
@@ -243,6 +244,9 @@ def test_run_that_resumes_with_its_own_sizes_is_bit_equal(resized: bool, accumul
 
 def test_one_trainer_may_resume_begin_anew_and_resume_again(tmp_path: Path) -> None:
     first = Run(tmp_path, 1).train(stop_at=2)
+    assert "distca-ahead" not in [thread.name for thread in threading.enumerate()], (
+        "nobody prepares what is not trained"
+    )
     run = Run(tmp_path, 2)
     for resume in (first.checkpoint, None, None, first.checkpoint):
         run.train(resume)
