@@ -1,5 +1,6 @@
-"""Attachment: what attaching has changed on a Trainer, so that it can be undone and done again."""
+"""Attachment: all that attaching has changed on a Trainer, so that it can be undone and done again."""
 
+from functools import partial
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -15,10 +16,14 @@ ARGUMENTS = ("gradient_accumulation_steps", "seed", "data_seed", "label_smoothin
 
 
 class Attachment:
-    """Replaced attributes and added callbacks of one Trainer."""
+    """Replaced attributes and added callbacks of one Trainer.
+
+    Attributes:
+        trainer: it.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._replaced: list[tuple[object, str, bool, Any]] = []
         self._callbacks: list[TrainerCallback] = []
         self._parts = {name: getattr(trainer, name, None) for name in PARTS}
@@ -32,13 +37,28 @@ class Attachment:
         return found
 
     def replace(self, owner: object, name: str, value: Any) -> None:
-        """Sets an attribute of the Trainer or of its arguments."""
+        """Sets an attribute of the Trainer or of a part of it."""
         self._replaced.append((owner, name, name in vars(owner), vars(owner).get(name)))
         setattr(owner, name, value)
 
+    def set_while_training(self, **arguments: Any) -> None:
+        """Sets training arguments for the time that `trainer.train()` runs: other Trainers may share them."""
+        self.replace(self.trainer, "train", partial(self._train, self.trainer.train, arguments))
+
+    def _train(self, train: Any, arguments: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trains with other arguments."""
+        earlier = {name: getattr(self.trainer.args, name) for name in arguments}
+        try:
+            for name, value in arguments.items():
+                setattr(self.trainer.args, name, value)
+            return train(*args, **kwargs)
+        finally:
+            for name, value in earlier.items():
+                setattr(self.trainer.args, name, value)
+
     def add_callback(self, callback: TrainerCallback, *, first: bool) -> None:
         """Adds a callback before or behind all others."""
-        callbacks = self._trainer.callback_handler.callbacks
+        callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0 if first else len(callbacks), callback)
         self._callbacks.append(callback)
 
@@ -50,10 +70,10 @@ class Attachment:
             else:
                 delattr(owner, name)
         for callback in self._callbacks:
-            self._trainer.callback_handler.callbacks.remove(callback)
+            self.trainer.callback_handler.callbacks.remove(callback)
         self._replaced.clear()
         self._callbacks.clear()
-        delattr(self._trainer, ATTACHED)
+        delattr(self.trainer, ATTACHED)
 
     def check_unchanged(self) -> None:
         """Checks that the Trainer is still the one that was attached to.
@@ -61,8 +81,8 @@ class Attachment:
         Raises:
             ConfigError: names what was changed since.
         """
-        changed = [name for name, value in self._parts.items() if getattr(self._trainer, name, None) is not value]
-        arguments = self._trainer.args
+        changed = [name for name, value in self._parts.items() if getattr(self.trainer, name, None) is not value]
+        arguments = self.trainer.args
         changed += [
             f"args.{name} (from {value!r} to {getattr(arguments, name, None)!r})"
             for name, value in self._arguments.items()

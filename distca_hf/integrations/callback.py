@@ -1,4 +1,4 @@
-"""Callback: checks the model, keeps the loader's position in checkpoints, and logs what balancing brought."""
+"""Callback: checks the model, and logs what balancing brought."""
 
 import sys
 import time
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
-
-# Where `TrainerState` keeps the loader's position: among the states of callbacks, which it writes into checkpoints.
-LOADER_STATE = "distca_loader"
 
 
 class PlanSource(Protocol):
@@ -102,25 +99,12 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Resumes where the loader was, whatever Trainer makes of its step count: with another number of accumulation
-        steps, or of ranks, it is another place in the data.
+        """Begins to measure.
 
         Raises:
-            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all; or
-                the model does not follow this callback's plugin.
+            ConfigError: the model does not follow this callback's plugin.
         """
         self._check_model()
-        saved = state.stateful_callbacks.get(LOADER_STATE)
-        if self._loader is not None:
-            self._loader.restart()
-            if state.global_step > 0 and not args.ignore_data_skip:
-                if saved is None:
-                    raise ConfigError(
-                        f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes "
-                        "from a training without plugin.attach, and nobody knows which documents it has seen. "
-                        "ignore_data_skip=True begins the data anew"
-                    )
-                self._loader.load_state_dict(saved)
         self._began = time.perf_counter()
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control)
@@ -142,13 +126,11 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Notes where the loader is.
+        """Compares weights, where that is due.
 
         Raises:
             PlanMismatchError: weights were compared after this step, and differ.
         """
-        if self._loader is not None:
-            state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
         every = self._plugin.check_weights_every_steps
         if every and state.global_step % every == 0:
             if self._weights is None:
@@ -166,8 +148,6 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._loader is not None:
-            self._loader.close()
         if self._leave is not None:
             self._leave.on_train_end(args, state, control)
 

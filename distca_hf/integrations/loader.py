@@ -7,11 +7,10 @@ Every rank computes the same layouts and plans from lengths alone and reads only
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
 from distca_hf.integrations.taking import agree_to_take, check_cuts
 from distca_hf.packing.contents import dataset_checksum
 from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.resumed_epoch import ResumedEpoch
 from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.runtime.plans import LivePlan, PlanFacts
@@ -57,8 +57,6 @@ class PlacedLoader:
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
         head_groups: groups that plans may divide the heads of the model in.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
-        endless: an iteration is the next `len(loader)` micro-batches of the endless stream, wherever the last one
-            stopped: for loops that count epochs by themselves.
         unlearnt_token: a token that is never a label.
 
     Raises:
@@ -76,7 +74,6 @@ class PlacedLoader:
         seed: int = 0,
         shuffle: bool = True,
         prefetch: int | None = None,
-        endless: bool = False,
         head_groups: int = 1,
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
@@ -90,7 +87,6 @@ class PlacedLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
-        self._endless = endless
         self._micro_steps = micro_steps
         self._planner = PlacedPlanner(config, transport.world_size, head_groups)
         self._planner.kernel_times  # noqa: B018  a table that cannot be read is met here
@@ -100,7 +96,6 @@ class PlacedLoader:
         self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()
         self._loaded: Cursor | None = None
-        self._stream: Generator[dict[str, Any], None, None] | None = None
         self._position = Cursor()
 
     def __len__(self) -> int:
@@ -138,26 +133,12 @@ class PlacedLoader:
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once. An endless loader
-        that has begun goes on as it is."""
-        if self._stream is None:
-            self._next = Cursor(epoch, self._next.micro_batch)
+        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once."""
+        self._next = Cursor(epoch)
 
     def restart(self) -> None:
         """The next iteration is the first epoch."""
-        self.close()
         self._next, self._loaded, self._position = Cursor(), None, Cursor()
-
-    def close(self) -> None:
-        """Ends the background thread of an endless loader; others end theirs with each iteration."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def skip_batches(self, num_batches: int) -> "PlacedLoader":
-        """The next iteration begins this many micro-batches into its epoch; a loaded position goes first, once."""
-        self._next = Cursor(self._next.epoch, num_batches)
-        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the micro-batches handed out so far, and what it is a position in."""
@@ -192,7 +173,8 @@ class PlacedLoader:
             windows_from = micro_batch
         if capacity_tokens != self._capacity_tokens:
             log.warning(
-                "micro-batches held %d tokens when the position was saved and hold %d now: steps count differently",
+                "micro-batches held %d tokens when the position was saved and hold %d now: what is left of the "
+                "epoch is packed anew",
                 capacity_tokens,
                 self._capacity_tokens,
             )
@@ -202,34 +184,20 @@ class PlacedLoader:
         over = saved.micro_batch >= self._packed(saved).num_micro_batches
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
+    def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
+        """What is left of the epoch that the loader's position is in, for optimizer steps of so many micro-batches."""
+        at = self._position
+        return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
+
     def _packed(self, cursor: Cursor) -> MicroBatches:
         """The epoch of a position, or what was left of it when micro-batches changed their size."""
-        packed = self._packer.rest(cursor.epoch, cursor.taken) if cursor.taken else self._packer.epoch(cursor.epoch)
+        packed = self._packer.rest(cursor.epoch, cursor.taken)
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.windows_from)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._next_of_stream() if self._endless else self._epoch()
-
-    def _next_of_stream(self) -> Iterator[dict[str, Any]]:
-        """As many micro-batches as an epoch has, from where the stream is."""
-        skipped = 0
-        if self._stream is None:
-            skipped = self._next.micro_batch if self._loaded is None else 0
-            self._stream = self._epochs()
-        yield from islice(self._stream, len(self) - skipped)
-
-    def _epochs(self) -> Generator[dict[str, Any], None, None]:
-        while True:
-            yield from self._epoch()
-
-    def _epoch(self) -> Generator[dict[str, Any], None, None]:
         """What is left of an epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
-        if begin.micro_batch > packed.num_micro_batches:
-            raise ConfigError(
-                f"cannot begin at micro-batch {begin.micro_batch} of an epoch that has {packed.num_micro_batches}"
-            )
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
         preparer = self.preparer  # all that the thread holds: a loader that nobody wants any more takes it along
         with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
@@ -244,14 +212,14 @@ class PlacedLoader:
                 self._position = replace(begin, micro_batch=micro_batch + 1)
                 if micro_batch + 1 == packed.num_micro_batches:  # known now: nobody has to ask for one batch more
                     self._next = self._position = Cursor(begin.epoch + 1)
+                    log.info(
+                        "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per "
+                        "micro-batch",
+                        begin.epoch,
+                        100 * self.times.wait_share,
+                        1e3 * self.times.plan_seconds / self.times.micro_batches,
+                    )
                 yield batch
-        self._next = self._position = Cursor(begin.epoch + 1)
-        log.info(
-            "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per micro-batch",
-            begin.epoch,
-            100 * self.times.wait_share,
-            1e3 * self.times.plan_seconds / max(1, self.times.micro_batches),
-        )
 
     def _deliver(self, prepared: Prepared) -> dict[str, Any]:
         """The batch on the device and its plan registered, once all ranks have shown that they take the same."""
@@ -293,7 +261,7 @@ class PlacedLoader:
         }
 
     def _number(self, cursor: Cursor) -> int:
-        """Number of a micro-batch in the endless stream."""
+        """Number of a micro-batch, counted over all epochs."""
         return cursor.epoch * len(self) + cursor.micro_batch
 
     def _sizes(self) -> dict[str, int]:

@@ -43,7 +43,6 @@ class DistCAPlugin(DistCAConfig):
         shuffle: bool = True,
         device: torch.device | str | None = None,
         prefetch: int | None = None,
-        endless: bool = False,
         model: torch.nn.Module | None = None,
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
@@ -57,7 +56,6 @@ class DistCAPlugin(DistCAConfig):
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works.
             prefetch: micro-batches to prepare ahead, if not as many as the settings say.
-            endless: iterate over slices of the endless stream instead of epochs; see `PlacedLoader`.
             model: the model that batches are for: then the heads of very long documents may be divided, too.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
@@ -78,7 +76,6 @@ class DistCAPlugin(DistCAConfig):
             seed,
             shuffle,
             prefetch,
-            endless,
             head_groups,
             micro_steps,
             unlearnt_token,

@@ -23,7 +23,7 @@ from distca_hf.runtime.plans import PlanFacts
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in the endless stream: the next micro-batch to hand out.
+    """Position in the data: the next micro-batch to hand out.
 
     Attributes:
         taken: parts of the epoch that were taken before in micro-batches of another size, as (capacity_tokens,

@@ -2,6 +2,8 @@
 alone."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +18,10 @@ from distca_hf.integrations.evaluating import check_evaluation, check_placed_eva
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable
 from distca_hf.integrations.preemption import LeaveOnSignal
+from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
 from distca_hf.packing.sorted_packs import SortedPacks
 from distca_hf.packing.source import DocumentSource, check_map_style
-from distca_hf.patches.trainer import trainer_resume
 from distca_hf.telemetry import get_logger
 
 
@@ -80,9 +82,8 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     _set_arguments(trainer, plugin, attachment)
     loader = _training_loader(trainer, plugin)
     enable(trainer.model, plugin, loader.longest_document_tokens)
-    trainer_resume.apply()
     if plugin.evaluate == "distca":
-        attachment.replace(args, "prediction_loss_only", True)
+        attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
 
         def evaluation(dataset: Any = None) -> PlacedLoader:
             return _evaluation_loader(trainer, plugin, dataset)
@@ -95,12 +96,15 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            raise ConfigError("call trainer.train() of the attached Trainer: ranks hold different numbers of labels")
         return loader
 
     attachment.replace(trainer, "get_train_dataloader", training)
     callback = DistCACallback(plugin, loader)
     callback.watch(trainer.model)
     _add_callbacks(plugin, attachment, callback)
+    Resuming(loader).install(attachment)
     log.info(
         "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
         loader.num_documents,
@@ -115,7 +119,6 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
     args = trainer.args
     if not args.average_tokens_across_devices:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
-        attachment.replace(args, "average_tokens_across_devices", True)
     if args.per_device_train_batch_size != 1:
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
         tell = log.info if args.per_device_train_batch_size == default else log.warning
@@ -124,8 +127,8 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
         )
-        attachment.replace(args, "per_device_train_batch_size", 1)
-        attachment.replace(trainer, "_train_batch_size", 1)
+    attachment.set_while_training(average_tokens_across_devices=True, per_device_train_batch_size=1)
+    attachment.replace(trainer, "_train_batch_size", 1)
     without_effect = arguments_without_effect(args)
     if without_effect:
         log.warning(
@@ -143,11 +146,22 @@ def _training_loader(trainer: Trainer, plugin: "DistCAPlugin") -> PlacedLoader:
         device=args.device,
         # A window's micro-batches are taken one right after the other: have all of the next one ready.
         prefetch=max(plugin.prefetch, args.gradient_accumulation_steps + 1),
-        endless=True,
         model=trainer.model,
         micro_steps=args.gradient_accumulation_steps if plugin.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
     )
+
+
+def _report_loss_only(
+    evaluate: Callable[..., Any],
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs Trainer's evaluation without its predictions, of which every rank has other parts."""
+    return evaluate(dataloader, description, True, *args, **kwargs)
 
 
 def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -> PlacedLoader:

@@ -12,6 +12,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
+from distca_hf.packing.resumed_epoch import ResumedEpoch
 
 
 # Documents looked at to fill the gap that a too large one leaves.
@@ -103,6 +104,27 @@ class EpochPacker:
             self.epoch(number)
             if packed is None
             else _pack_evenly(self._tokens, packed.documents, self._capacity_tokens)
+        )
+
+    def resumed(
+        self, number: int, taken: Sequence[tuple[int, int]], micro_batch: int, accumulation_steps: int
+    ) -> ResumedEpoch:
+        """What is left of epoch `number` for optimizer steps of so many micro-batches.
+
+        Args:
+            taken: as for `rest`.
+            micro_batch: micro-batches of the present size that were taken after those.
+        """
+        packed = self.rest(number, taken)
+        packed_tokens = int(self._tokens[packed.documents].sum())
+        taken_tokens = int(self._tokens.sum()) - packed_tokens
+        steps_before = taken_tokens * packed.num_micro_batches // (packed_tokens * accumulation_steps)
+        return ResumedEpoch(
+            number=number,
+            steps_done=steps_before + micro_batch // accumulation_steps,
+            micro_batches_left=packed.num_micro_batches - micro_batch,
+            micro_batches_per_epoch=self.num_micro_batches,
+            accumulation_steps=accumulation_steps,
         )
 
     def _pack_first(self) -> Epoch:

@@ -1,5 +1,5 @@
-"""One rank differs from the others, from the beginning or after the first step: noticed before the next optimizer step,
-or harmless.
+"""One rank differs from the others, from the beginning or after the first step: noticed before the next optimizer
+step, or harmless.
 
 Every difference is a function that changes rank 1 alone. Documents are so long that all of them are cut between ranks.
 """

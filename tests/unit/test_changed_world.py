@@ -34,12 +34,11 @@ WHOLE = Counter(token for row in DATASET["input_ids"] for token in row)
 
 
 @pytest.mark.parametrize("sizes", [(400, 200), (200, 400), (200, 400, 160), (160, 160, 400, 200)])
-@pytest.mark.parametrize("endless", [False, True])
-def test_every_token_of_the_epoch_is_seen_once(sizes: tuple[int, ...], endless: bool) -> None:
+def test_every_token_of_the_epoch_is_seen_once(sizes: tuple[int, ...]) -> None:
     seen: Counter[int] = Counter()
     state: dict[str, Any] | None = None
     for size in sizes[:-1]:
-        loader = loader_of(size, endless=endless)
+        loader = loader_of(size)
         if state is not None:
             loader.load_state_dict(state)
         seen += tokens_of(islice(iter(loader), 3))
@@ -60,19 +59,6 @@ def test_position_at_the_beginning_of_an_epoch_is_that_of_any_size() -> None:
     expected.set_epoch(1)
 
     assert [batch["input_ids"].tolist() for batch in second] == [batch["input_ids"].tolist() for batch in expected]
-
-
-def test_endless_loader_goes_on_where_it_stopped() -> None:
-    loader, whole = loader_of(200, endless=True), loader_of(200)
-    stream = [batch["input_ids"].tolist() for _ in range(3) for batch in whole]
-    taken = [batch["input_ids"].tolist() for batch in islice(loader, 5)]
-    loader.set_epoch(7)  # of whoever counts epochs by itself
-    taken += [batch["input_ids"].tolist() for batch in loader]
-    taken += [batch["input_ids"].tolist() for batch in islice(loader, 2)]
-    loader.close()
-
-    assert taken == stream[: len(taken)]
-    assert len(taken) == len(loader) + 7
 
 
 def test_documents_that_were_split_otherwise_are_refused() -> None:

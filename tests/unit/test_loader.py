@@ -166,27 +166,6 @@ def test_set_epoch_chooses_the_next_epoch_and_the_others_follow() -> None:
     assert all_same(list(loader), epochs[0])
 
 
-@pytest.mark.parametrize("order", ["skip first", "epoch first"])
-def test_skip_batches_begins_inside_one_epoch_only(order: str) -> None:
-    whole, loader = loader_of(), loader_of()
-    epochs = [list(whole) for _ in range(3)]
-    if order == "skip first":  # as Trainer does
-        assert loader.skip_batches(2) is loader
-        loader.set_epoch(1)
-    else:
-        loader.set_epoch(1)
-        loader.skip_batches(2)
-
-    assert all_same(list(loader), epochs[1][2:])
-    assert all_same(list(loader), epochs[2])
-
-
-def test_skipping_further_than_the_epoch_is_refused() -> None:
-    loader = loader_of()
-    with pytest.raises(ConfigError, match=rf"micro-batch {len(loader) + 1} of an epoch that has {len(loader)}"):
-        next(iter(loader.skip_batches(len(loader) + 1)))
-
-
 def stream(loader: PlacedLoader, count: int) -> list[Batch]:
     """The next `count` batches, over as many epochs as it takes."""
     batches: list[Batch] = []
@@ -241,13 +220,12 @@ def test_position_saved_at_the_last_batch_of_an_epoch_is_the_beginning_of_the_ne
     assert all_same(list(resumed), epoch_of(1))
 
 
-def test_loaded_position_goes_before_set_epoch_and_skipping_once() -> None:
+def test_loaded_position_goes_before_set_epoch_once() -> None:
     """A loop that calls `set_epoch` before every epoch does not undo what was loaded."""
     whole, resumed = loader_of(), loader_of()
     epochs = [list(whole) for _ in range(4)]
     resumed.load_state_dict(loader_of().state_dict() | {"epoch": 2, "micro_batch": 3})
     resumed.set_epoch(0)
-    resumed.skip_batches(1)
 
     assert all_same(list(resumed), epochs[2][3:])
     resumed.set_epoch(1)

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.trainer
 from accelerate import Accelerator
-from accelerate import skip_first_batches as accelerate_skip_first_batches
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.utils.data import DataLoader
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -35,7 +32,6 @@ import distca_hf
 from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionError
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.patches.attention import attention
-from distca_hf.patches.trainer import trainer_resume
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
 from support.training import quiet_arguments
@@ -641,7 +637,7 @@ def test_resuming_with_another_accumulation_goes_on_through_later_epochs(
 def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
     make: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Trainer counts steps: with micro-batches of another size the same step is another place in the data."""
+    """Steps are not what they were."""
     whole = make(save_strategy="steps", save_steps=1, max_steps=3)
     attach(whole)
     whole.train()
@@ -684,29 +680,6 @@ def test_saved_model_opens_where_distca_is_not(make: Callable[..., Trainer], tmp
     assert logits.shape[-1] == VOCABULARY
 
 
-def test_resume_patch_is_applied_by_attach_and_can_be_undone(make: Callable[..., Trainer]) -> None:
-    trainer_resume.revert()
-    assert transformers.trainer.skip_first_batches is accelerate_skip_first_batches
-    attach(make())
-    ours = transformers.trainer.skip_first_batches
-    assert ours is not accelerate_skip_first_batches
-
-    trainer_resume.apply()
-    assert transformers.trainer.skip_first_batches is ours, "applied twice, undone once"
-    trainer_resume.revert()
-    assert transformers.trainer.skip_first_batches is accelerate_skip_first_batches
-
-
-def test_resume_patch_leaves_other_loaders_to_accelerate(make: Callable[..., Trainer]) -> None:
-    trainer_resume.apply()
-    loader = attach(make())
-    skipped = transformers.trainer.skip_first_batches(DataLoader([1, 2, 3], batch_size=1), 2)
-
-    assert [batch.tolist() for batch in skipped] == [[3]]
-    assert transformers.trainer.skip_first_batches(loader, 2) is loader
-    assert len(list(loader)) == len(loader) - 2
-
-
 def test_attention_patch_registers_attention_and_mask_and_can_be_undone() -> None:
     try:
         attention.revert()
@@ -721,8 +694,8 @@ def test_attention_patch_registers_attention_and_mask_and_can_be_undone() -> Non
     assert "distca" in AttentionMaskInterface()
 
 
-@pytest.mark.parametrize("patch", [trainer_resume, attention], ids=lambda patch: patch.name)
-def test_patch_says_what_it_changes_and_why(patch: Any) -> None:
-    assert patch.upstream.startswith("transformers.")
-    assert patch.reason
-    assert patch.tested == tuple(sorted(patch.tested, key=lambda version: [int(part) for part in version.split(".")]))
+def test_patch_says_what_it_changes_and_why() -> None:
+    assert attention.upstream.startswith("transformers.")
+    assert attention.reason
+    versions = [[int(part) for part in version.split(".")] for version in attention.tested]
+    assert versions == sorted(versions)
