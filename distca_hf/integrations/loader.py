@@ -97,6 +97,7 @@ class PlacedLoader:
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._position = Cursor()
+        self._warned_of_labels = False
 
     def __len__(self) -> int:
         """Micro-batches of an epoch; the same for every epoch."""
@@ -246,6 +247,9 @@ class PlacedLoader:
         }
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
         check_cuts(self._transport, prepared, number, plan.told)
+        if not plan.label_tokens and not self._warned_of_labels:
+            self._warned_of_labels = True
+            log.warning("micro-batch %d holds no label to learn, on any rank: its loss is 0", number)
         return batch
 
     def _facts(self) -> dict[str, object]:

@@ -29,12 +29,11 @@ from distca_hf.integrations.model_check import (
     check_model,
     forward_accepts,
     implementation_of,
-    longest_rotary_tokens,
-    rotary_refusal,
     transformers_model,
 )
 from distca_hf.integrations.model_facts import config_facts, module_facts
 from distca_hf.integrations.packs import PackPlanner, check_mask_numbers, fill_empty, tokens_of
+from distca_hf.integrations.positions import PositionLimits
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
 
@@ -100,6 +99,7 @@ class ForwardWatch:
         root: the module that was enabled.
         plugin: settings and transports that its passes follow.
         packs: plans batches without a plan; None before the first one.
+        position_limits: of the model.
     """
 
     def __init__(self, root: nn.Module, plugin: "DistCAPlugin") -> None:
@@ -113,7 +113,7 @@ class ForwardWatch:
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._told_of_cache = self._warned_of_plugin = False
         self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
-        self._longest_rotary_tokens = longest_rotary_tokens(root)
+        self.position_limits = PositionLimits(inner)
         self._calls: int | None = None
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = [
@@ -163,6 +163,7 @@ class ForwardWatch:
         if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
+            **plan.config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
             "layers saved at the same time": layers_kept,
@@ -193,14 +194,12 @@ class ForwardWatch:
             )
 
     def _check_plan(self, plan: LivePlan) -> None:
-        """Checks that the model's rotary embeddings reach as far as the longest document; warns of another plugin.
+        """Checks that the model's positions reach as far as the longest document; warns of another plugin.
 
         Raises:
             UnsupportedAttentionError: the longest document is too long for them.
         """
-        limit, longest = self._longest_rotary_tokens, plan.facts.longest_document_tokens
-        if limit is not None and longest > limit:
-            raise UnsupportedAttentionError(f"micro-batch {plan.micro_batch}: {rotary_refusal(limit, longest)}")
+        self.position_limits.check(plan.facts.longest_document_tokens, f"micro-batch {plan.micro_batch}")
         if plan.config is not self.plugin and not self._warned_of_plugin:
             self._warned_of_plugin = True
             of_batch, of_model = plan.config.shared_settings(), self.plugin.shared_settings()

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.positions import longest_rotary_tokens, rotary_refusal
 from distca_hf.integrations.sources import passes_keywords_on, source_of, takes_shift_labels
 from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Job
@@ -150,33 +151,10 @@ def _positions(model: PreTrainedModel) -> Iterator[str]:
             return
 
 
-def longest_rotary_tokens(model: nn.Module) -> int | None:
-    """Longest document whose rotary frequencies do not depend on how long the longest one of a batch is; None if they
-    never do. Transformers picks them by the largest position that a rank holds: ranks would not agree."""
-    config = transformers_model(model).config.get_text_config()
-    rotary = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
-        if parameters.get("rope_type") == "dynamic":
-            limits.append(0)
-        elif parameters.get("rope_type") == "longrope":
-            original = parameters.get("original_max_position_embeddings")
-            limits.append(original or getattr(config, "original_max_position_embeddings", None) or 0)
-    return min(limits, default=None)
-
-
 def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
-    limit = longest_rotary_tokens(model)
+    limit = longest_rotary_tokens(model.config.get_text_config())
     if limit is not None and longest_document_tokens > limit:
         yield rotary_refusal(limit, longest_document_tokens)
-
-
-def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
-    """Why documents of this length cannot be trained with rotary embeddings that have this limit."""
-    return (
-        f"its rotary frequencies (rope_type 'dynamic' or 'longrope') depend on the longest document of a batch beyond "
-        f"{limit} tokens, and documents have up to {longest_document_tokens}; use 'yarn' or 'default', or split them"
-    )
 
 
 def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:

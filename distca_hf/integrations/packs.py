@@ -20,6 +20,7 @@ from distca_hf.errors import PackingError
 from distca_hf.integrations.facts import shared_facts
 from distca_hf.integrations.mask import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
+from distca_hf.packing.source import IGNORED_LABEL
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostPlanMaps
@@ -66,6 +67,8 @@ class PackPlanner:
         began = time.perf_counter()
         number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
+        if number == 0:
+            _warn_of_labels(batch)
         lengths_of_ranks = self._all_lengths(lengths, number)
         if lengths_of_ranks is None:
             return None
@@ -124,6 +127,13 @@ class PackPlanner:
                 number,
                 ", ".join(map(str, ranks)),
             )
+
+
+def _warn_of_labels(batch: Mapping[str, Any]) -> None:
+    """Warns if a batch has labels and none of them is learnt: most likely all batches are like it."""
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.numel() and bool((labels == IGNORED_LABEL).all()):
+        log.warning("the first batch holds no label to learn (all labels are %d): its loss is 0 or NaN", IGNORED_LABEL)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.collators import unlearnt_token
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model import enable
+from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
@@ -82,6 +82,9 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     _set_arguments(trainer, plugin, attachment)
     loader = _training_loader(trainer, plugin)
     enable(trainer.model, plugin, loader.longest_document_tokens)
+    watch = watch_of(trainer.model)
+    assert watch is not None
+    watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
     if plugin.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
 

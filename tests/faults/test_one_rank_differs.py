@@ -113,11 +113,10 @@ def _change_masks(training: Training) -> None:
 
 
 def _change_what_no_sample_sees(training: Training) -> None:
-    """All documents but the first, which is the sample, around where they are cut."""
+    """Changes all documents but the first, which is the sample."""
     contents.MOST_DOCUMENTS = 1
     for row in training.columns["input_ids"][1:]:
-        for at in range(60, 90):
-            row[at] ^= 1
+        row[1:-1] = [token ^ 1 for token in row[1:-1]]
 
 
 def _set(**values: Any) -> Change:
@@ -184,7 +183,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
         lambda t: setattr(t.plugin, "kv_residency", "keep"),
         "kv_residency is auto on rank 0, keep on rank 1",
     ),
-    "another plugin": (_replace_plugin, "kv_residency 'auto' and 'refetch'"),
+    "another plugin of other settings": (_replace_plugin, None),
     "training mode": (lambda t: t.model.eval(), "training is True on rank 0, False on rank 1"),
     "layer order": (_swap_layers, "order of the layers that attend is"),
     "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),
@@ -299,7 +298,9 @@ def test_rank_that_recomputes_alone_takes_no_step(name: str, tmp_path: Path) -> 
     _check(tmp_path, "recomputed", name, WITH_RECOMPUTATION[name][1], "placed")
 
 
-OF_PACKS = [name for name in AFTER_THE_FIRST_STEP if name not in ("another plugin", "settings")]
+# With packs the model's plugin makes the plans: other settings there are those above. A model that evaluates on one
+# rank alone waits for nobody, and others wait for it until their deadline: see test_slow_rank.
+OF_PACKS = [name for name in AFTER_THE_FIRST_STEP if name not in ("another plugin of other settings", "training mode")]
 
 
 @pytest.mark.parametrize("name", OF_PACKS)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.packs import document_lengths
+from distca_hf.errors import PackingError
+from distca_hf.integrations.packs import check_mask_numbers, document_lengths
 
 
 OFFSETS = torch.tensor([0, 4, 7, 10], dtype=torch.int32)
@@ -82,9 +82,46 @@ def test_offsets_that_do_not_fit_are_refused_with_positions_too() -> None:
         document_lengths(batch(cu_seq_lens_q=torch.tensor([0, 4, 9]), position_ids=POSITIONS))
 
 
-def test_padded_batch_is_refused() -> None:
-    with pytest.raises(UnsupportedAttentionError, match=r"padded \(attention_mask of shape \(1, 10\)"):
-        document_lengths(batch(attention_mask=torch.arange(10)[None]))
+def test_padded_batch_has_no_lengths_that_could_be_planned() -> None:
+    assert document_lengths(batch(attention_mask=(torch.arange(10)[None] > 3).int())) is None
+
+
+NUMBERS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_mask_that_numbers_documents_is_refused_where_nothing_else_tells_them_apart(dtype: torch.dtype) -> None:
+    with pytest.raises(PackingError, match=r"numbers documents \(its largest value is 3\).*position_ids"):
+        document_lengths(batch(attention_mask=NUMBERS.to(dtype)))
+
+
+def test_mask_that_numbers_the_documents_of_the_positions_is_accepted() -> None:
+    assert document_lengths(batch(attention_mask=NUMBERS, position_ids=POSITIONS)).tolist() == [4, 3, 3]
+
+
+@pytest.mark.parametrize("at", [3, 4, 8])
+def test_mask_that_numbers_other_documents_than_the_positions_is_refused(at: int) -> None:
+    other = NUMBERS.clone()
+    other[0, at:] += 1
+    if at == 4:
+        other[0, 4:] -= 1
+        other[0, 4] = 1
+    with pytest.raises(PackingError, match="position_ids restart at other tokens"):
+        document_lengths(batch(attention_mask=other, position_ids=POSITIONS))
+
+
+def test_numbers_of_a_padded_row_are_compared_where_there_are_tokens() -> None:
+    left = {
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 2, 2, 2, 3, 3, 3]]),
+        "position_ids": torch.tensor([[1, 1, 0, 1, 0, 1, 2, 0, 1, 2]]),
+    }
+    assert document_lengths(batch(**left)) is None
+
+
+def test_mask_of_a_cache_is_left_alone() -> None:
+    check_mask_numbers({"attention_mask": NUMBERS, "past_key_values": object()})
+    check_mask_numbers({"attention_mask": NUMBERS > 0})
+    check_mask_numbers({"attention_mask": NUMBERS.float()})
 
 
 @pytest.mark.parametrize("given", [{}, {"position_ids": POSITIONS}], ids=["offsets", "both"])

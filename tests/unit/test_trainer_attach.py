@@ -95,6 +95,18 @@ def record_batches(trainer: Trainer) -> list[dict[str, Any]]:
     return seen
 
 
+def record_arguments(trainer: Trainer) -> list[tuple[bool, int]]:
+    """Whether labels are counted over all ranks, and the batch size, as callbacks see them in training."""
+    seen: list[tuple[bool, int]] = []
+
+    class Record(TrainerCallback):
+        def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
+            seen.append((args.average_tokens_across_devices, args.per_device_train_batch_size))
+
+    trainer.add_callback(Record())
+    return seen
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: number for number, token in enumerate(["[PAD]", "[MASK]", "[UNK]"])}
     return PreTrainedTokenizerFast(
@@ -302,10 +314,13 @@ def test_collator_of_the_users_own_is_not_ignored_without_a_word(
 def test_counting_labels_over_all_ranks_is_switched_on_with_a_warning(
     make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make(average_tokens_across_devices=False)
+    trainer = make(average_tokens_across_devices=False, max_steps=1)
     attach(trainer)
+    during = record_arguments(trainer)
+    trainer.train()
 
-    assert trainer.args.average_tokens_across_devices
+    assert during == [(True, 1)]
+    assert not trainer.args.average_tokens_across_devices
     assert "average_tokens_across_devices is switched on" in caplog.text
 
 
@@ -313,10 +328,14 @@ def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog:
     attach(make())
     assert "per_device_train_batch_size" not in caplog.text
 
-    trainer = make(per_device_train_batch_size=4)
+    trainer = make(per_device_train_batch_size=4, max_steps=1)
     attach(trainer)
     assert "per_device_train_batch_size=4 has no effect: a micro-batch is up to 192 tokens" in caplog.text
-    assert trainer.args.train_batch_size == 1
+    during = record_arguments(trainer)
+    trainer.train()
+
+    assert during == [(True, 1)]
+    assert trainer.args.per_device_train_batch_size == 4, "another Trainer may share the arguments"
 
 
 @pytest.mark.parametrize(
