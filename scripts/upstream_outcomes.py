@@ -1,0 +1,122 @@
+"""What became of Transformers' tests with distca and with sdpa, what that means, and how two runs differ."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+DISTCA, SDPA = IMPLEMENTATIONS = ("distca", "sdpa")
+# What a failure with distca means. The last one is a fault of distca until somebody explains it.
+BOTH, REFUSED, ASSERTS_SDPA, OTHER = ("with sdpa, too", "refused by name", "asserts sdpa", "other")
+# Tests that assert which implementation is the default: name pattern, and why distca cannot pass.
+ASSERT_SDPA = {
+    "test_sdpa_can_dispatch_non_composite_models": "asserts that a model whose attention nobody names runs on sdpa",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one test; of a failure also the error's type and first line, and whether it is a DistCAError."""
+
+    result: str
+    error: str = ""
+    refused: bool = False
+
+    def same_error(self, other: "Outcome") -> bool:
+        """Whether both errors say the same, but for numbers."""
+        return without_numbers(self.error) == without_numbers(other.error)
+
+
+Outcomes = dict[str, Outcome]  # by test
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A test that failed with distca, and what that means."""
+
+    family: str
+    suite: str
+    test: str
+    meaning: str
+    distca: Outcome
+    sdpa: Outcome
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outcomes of all families by family, suite, implementation and test; with what and when they were made."""
+
+    made: str
+    versions: dict[str, str]
+    trees: list[str]
+    families: dict[str, dict[str, dict[str, Outcomes]]] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Run":
+        facts = json.loads(path.read_text())
+        families = {
+            family: {
+                suite: {
+                    name: {test: Outcome(**outcome) for test, outcome in outcomes.items()}
+                    for name, outcomes in implementations.items()
+                }
+                for suite, implementations in suites.items()
+            }
+            for family, suites in facts.pop("families").items()
+        }
+        return cls(**facts, families=families)
+
+    def count(self, suite: str, implementation: str, result: str, family: str | None = None) -> int:
+        """Tests of a suite with this result, of one family or of all."""
+        return sum(
+            outcome.result == result
+            for name, suites in self.families.items()
+            if family in (None, name)
+            for outcome in suites[suite][implementation].values()
+        )
+
+    def failures(self) -> Iterator[Failure]:
+        """All tests that failed with distca."""
+        for family, suites in self.families.items():
+            for suite, outcomes in suites.items():
+                for test, distca in outcomes[DISTCA].items():
+                    if distca.result == FAILED:
+                        sdpa = outcomes[SDPA].get(test, Outcome(SKIPPED))
+                        yield Failure(family, suite, test, meaning(test, distca, sdpa), distca, sdpa)
+
+
+def meaning(test: str, distca: Outcome, sdpa: Outcome) -> str:
+    """What the failure of a test with distca means."""
+    if sdpa.result == FAILED:
+        return BOTH
+    if distca.refused:
+        return REFUSED
+    function = test.rpartition("::")[2]
+    if distca.error.startswith("AssertionError") and any(fnmatchcase(function, pattern) for pattern in ASSERT_SDPA):
+        return ASSERTS_SDPA
+    return OTHER
+
+
+def no_longer_passing(earlier: Run, now: Run) -> dict[str, Outcome | None]:
+    """Tests of the families of both runs that passed with distca earlier and do not now, and what became of them: None
+    if they did not run."""
+    return {
+        f"{family}, {suite}: {test}": outcome
+        for family in earlier.families.keys() & now.families.keys()
+        for suite, outcomes in earlier.families[family].items()
+        for test, before in outcomes[DISTCA].items()
+        if before.result == PASSED
+        for outcome in [now.families[family].get(suite, {}).get(DISTCA, {}).get(test)]
+        if outcome is None or outcome.result != PASSED
+    }
+
+
+def without_numbers(message: str) -> str:
+    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", message)

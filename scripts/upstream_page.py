@@ -1,0 +1,112 @@
+"""The section about Transformers' own tests on the page of models."""
+
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable
+
+from upstream_outcomes import (
+    ASSERT_SDPA,
+    ASSERTS_SDPA,
+    BOTH,
+    DISTCA,
+    OTHER,
+    PASSED,
+    REFUSED,
+    SDPA,
+    Failure,
+    Run,
+    without_numbers,
+)
+
+
+MESSAGE_CHARACTERS = 200
+INTRODUCTION = """## Transformers' own tests
+
+Transformers tests every model class: training, saving, generation with all kinds of caches, padding, packing. These
+tests run here with distca in the place of sdpa, and once more with sdpa itself:
+
+```
+pip install parameterized httpx
+python scripts/upstream_tests.py --transformers CHECKOUT --json now.json --page docs/models.md --compare earlier.json
+```
+
+CHECKOUT is a source tree of the installed Transformers version; weights are random, and no GPU and no hub is needed.
+`--page` writes this section, `--compare` fails if a test that passed in an earlier run fails.
+Suite *models*: each family's test file with another default attention. Suite *attention*: its tests of sdpa and
+FlashAttention 2, with distca instead. Tests over several processes are left out; most others that skip themselves need
+a GPU or are marked as slow.
+"""
+COLUMNS = ("family", "passed", "with sdpa", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
+UNLIKE = "They fail with sdpa, too, but with another error:"
+
+
+def section(run: Run) -> str:
+    """All of a run in Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    failures = list(run.failures())
+    made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
+    parts = [INTRODUCTION, textwrap.fill(made, 119) + "\n"]
+    for suite in ("models", "attention"):
+        parts += [f"Suite *{suite}*:\n", *family_table(run, suite, failures)]
+    parts += ["What is refused:\n", *error_table(failure for failure in failures if failure.meaning == REFUSED)]
+    if any(failure.meaning == ASSERTS_SDPA for failure in failures):
+        parts += ["What asserts sdpa:\n", *(f"- `{pattern}` {why}." for pattern, why in ASSERT_SDPA.items()), ""]
+    others = [failure for failure in failures if failure.meaning == OTHER]
+    if others:
+        parts += ["What fails for another reason:\n", *error_table(others)]
+    unlike = [
+        failure
+        for failure in failures
+        if failure.meaning == BOTH and not failure.distca.refused and not failure.distca.same_error(failure.sdpa)
+    ]
+    if unlike:
+        parts += [UNLIKE + "\n", *error_table(unlike)]
+    return "\n".join(parts)
+
+
+def family_table(run: Run, suite: str, failures: list[Failure]) -> list[str]:
+    """Counts of every family, and of all."""
+    rows = []
+    for name in [*run.families, None]:
+        shown = [failure for failure in failures if failure.suite == suite and name in (None, failure.family)]
+        of = {meaning: sum(failure.meaning == meaning for failure in shown) for meaning in COLUMNS[3:6]}
+        both = sum(failure.meaning == BOTH for failure in shown)
+        passed = [run.count(suite, implementation, PASSED, name) for implementation in (DISTCA, SDPA)]
+        rows.append([name or "all", *passed, *of.values(), both])
+    return table(COLUMNS, rows)
+
+
+def error_table(failures: Iterable[Failure]) -> list[str]:
+    """Messages, how many tests end with them, and which."""
+    groups = defaultdict(list)
+    for failure in failures:
+        groups[without_numbers(shortened(failure.distca.error))].append(failure)
+    rows = [
+        (
+            len(group),
+            len({failure.family for failure in group}),
+            shortened(group[0].distca.error),
+            ", ".join(sorted({f"`{named(failure.test)}`" for failure in group})),
+        )
+        for group in sorted(groups.values(), key=len, reverse=True)
+    ]
+    return table(("tests", "families", "message, for example", "which"), rows)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Lines of a table, and an empty one."""
+    titles = list(columns)
+    cells = [[str(cell).replace("|", "/") for cell in row] for row in [titles, ["---"] * len(titles), *rows]]
+    return [f"| {' | '.join(row)} |" for row in cells] + [""]
+
+
+def shortened(error: str) -> str:
+    """An error without the layer that met it, and not too long."""
+    message = re.sub(r"\w+ of layer \S+: ", "", error)
+    return textwrap.shorten(message, MESSAGE_CHARACTERS, placeholder=" ...")
+
+
+def named(test: str) -> str:
+    """A test's function, without the number formats it was called with."""
+    return re.sub(r"_\d+_b?fp?\d+.*", "", test.rpartition("::")[2])
