@@ -1,4 +1,4 @@
-"""What became of Transformers' tests with distca and with sdpa, what that means, and how two runs differ."""
+"""Outcomes of Transformers' tests with distca and with sdpa, the meaning of failures, and differences of two runs."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 DISTCA, SDPA = IMPLEMENTATIONS = ("distca", "sdpa")
-# What a failure with distca means. The last one is a fault of distca until somebody explains it.
+# Meanings of a failure with distca. The last one is a fault of distca until somebody explains it.
 BOTH, REFUSED, ASSERTS_SDPA, OTHER = ("with sdpa, too", "refused by name", "asserts sdpa", "other")
 # Tests that assert which implementation is the default: name pattern, and why distca cannot pass.
 ASSERT_SDPA = {
@@ -20,14 +20,14 @@ ASSERT_SDPA = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test; of a failure also the error's type and first line, and whether it is a DistCAError."""
+    """The result of one test; of a failure also the error's type and first line, and whether it is a DistCAError."""
 
     result: str
     error: str = ""
     refused: bool = False
 
     def same_error(self, other: "Outcome") -> bool:
-        """Whether both errors say the same, but for numbers."""
+        """Tells whether both errors say the same, but for numbers."""
         return without_numbers(self.error) == without_numbers(other.error)
 
 
@@ -36,7 +36,7 @@ Outcomes = dict[str, Outcome]  # by test
 
 @dataclass(frozen=True)
 class Failure:
-    """A test that failed with distca, and what that means."""
+    """A test that failed with distca, and the meaning of that."""
 
     family: str
     suite: str
@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """Outcomes of all families by family, suite, implementation and test; with what and when they were made."""
+    """Outcomes of all families by family, suite, implementation and test; versions, source trees and date."""
 
     made: str
     versions: dict[str, str]
@@ -74,7 +74,7 @@ class Run:
         return cls(**facts, families=families)
 
     def count(self, suite: str, implementation: str, result: str, family: str | None = None) -> int:
-        """Tests of a suite with this result, of one family or of all."""
+        """Counts tests of a suite with this result, of one family or of all."""
         return sum(
             outcome.result == result
             for name, suites in self.families.items()
@@ -83,7 +83,7 @@ class Run:
         )
 
     def failures(self) -> Iterator[Failure]:
-        """All tests that failed with distca."""
+        """Yields all tests that failed with distca."""
         for family, suites in self.families.items():
             for suite, outcomes in suites.items():
                 for test, distca in outcomes[DISTCA].items():
@@ -93,7 +93,7 @@ class Run:
 
 
 def meaning(test: str, distca: Outcome, sdpa: Outcome) -> str:
-    """What the failure of a test with distca means."""
+    """Names the meaning of a test's failure with distca."""
     if sdpa.result == FAILED:
         return BOTH
     if distca.refused:
@@ -105,8 +105,11 @@ def meaning(test: str, distca: Outcome, sdpa: Outcome) -> str:
 
 
 def no_longer_passing(earlier: Run, now: Run) -> dict[str, Outcome | None]:
-    """Tests of the families of both runs that passed with distca earlier and do not now, and what became of them: None
-    if they did not run."""
+    """Finds tests of the families of both runs that passed with distca earlier and do not now.
+
+    Returns:
+        Their outcomes now by family, suite and test; None of one that did not run.
+    """
     return {
         f"{family}, {suite}: {test}": outcome
         for family in earlier.families.keys() & now.families.keys()
@@ -119,4 +122,5 @@ def no_longer_passing(earlier: Run, now: Run) -> dict[str, Outcome | None]:
 
 
 def without_numbers(message: str) -> str:
+    """Replaces all numbers, so that messages of several layers and shapes are the same."""
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", message)

@@ -42,7 +42,7 @@ UNLIKE = "They fail with sdpa, too, but with another error:"
 
 
 def section(run: Run) -> str:
-    """All of a run in Markdown."""
+    """Writes all of a run in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     failures = list(run.failures())
     made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
@@ -66,7 +66,7 @@ def section(run: Run) -> str:
 
 
 def family_table(run: Run, suite: str, failures: list[Failure]) -> list[str]:
-    """Counts of every family, and of all."""
+    """Counts tests of every family, and of all."""
     rows = []
     for name in [*run.families, None]:
         shown = [failure for failure in failures if failure.suite == suite and name in (None, failure.family)]
@@ -78,7 +78,7 @@ def family_table(run: Run, suite: str, failures: list[Failure]) -> list[str]:
 
 
 def error_table(failures: Iterable[Failure]) -> list[str]:
-    """Messages, how many tests end with them, and which."""
+    """Groups failures by their message, and counts and names their tests."""
     groups = defaultdict(list)
     for failure in failures:
         groups[without_numbers(shortened(failure.distca.error))].append(failure)
@@ -95,18 +95,18 @@ def error_table(failures: Iterable[Failure]) -> list[str]:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """Lines of a table, and an empty one."""
+    """Makes the lines of a table, and an empty one."""
     titles = list(columns)
     cells = [[str(cell).replace("|", "/") for cell in row] for row in [titles, ["---"] * len(titles), *rows]]
     return [f"| {' | '.join(row)} |" for row in cells] + [""]
 
 
 def shortened(error: str) -> str:
-    """An error without the layer that met it, and not too long."""
+    """Cuts an error: the layer that met it, and a long end."""
     message = re.sub(r"\w+ of layer \S+: ", "", error)
     return textwrap.shorten(message, MESSAGE_CHARACTERS, placeholder=" ...")
 
 
 def named(test: str) -> str:
-    """A test's function, without the number formats it was called with."""
+    """Cuts a test's name: its class, and the number formats it was called with."""
     return re.sub(r"_\d+_b?fp?\d+.*", "", test.rpartition("::")[2])

@@ -102,16 +102,16 @@ class Recorder:
 
 
 def failure(error: BaseException) -> Outcome:
-    """The outcome of a test that this error ended."""
+    """Makes the outcome of a test that this error ended."""
     lines = str(error).strip().splitlines() or [""]
     return Outcome(FAILED, f"{type(error).__name__}: {lines[0]}", isinstance(error, DistCAError))
 
 
 def worst(reported: list[Outcome]) -> Outcome:
-    """A failure if there is one, of set-up, of a subtest or of tear-down; rather one that is no refusal."""
+    """Chooses a failure if there is one, of set-up, a subtest or tear-down; rather one that is no refusal."""
     return min(reported, key=lambda outcome: (WORST_FIRST.index(outcome.result), outcome.refused))
 
 
 def short(nodeid: str) -> str:
-    """The name of a test without its file."""
+    """Cuts the file from a test's name."""
     return nodeid.partition("::")[2]

@@ -67,7 +67,8 @@ def main() -> None:
         trees = assemble(options.transformers, workplace)
         missing = [family for family in options.families if not (workplace / test_file(family)).is_file()]
         if missing:
-            raise SystemExit(f"no tree holds {', '.join(map(str, map(test_file, missing)))}")
+            files = ", ".join(str(test_file(family)) for family in missing)
+            raise SystemExit(f"no tree holds {files}; give one that does with --transformers")
         versions = {name: version(name) for name in ("transformers", "torch", "distca_hf")}
         run = Run(date.today().isoformat(), versions, trees, families)
         for tree in trees:
@@ -101,7 +102,7 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
     """Copies the tests of all trees into one, beside the installed Transformers.
 
     Returns:
-        What came from each tree, in the order of the trees.
+        The number of files from each tree, and its version.
     """
     (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
     (workplace / "src").mkdir()
@@ -121,7 +122,7 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
 
 
 def version_of(tree: Path) -> str:
-    """The Transformers version of a source tree, as far as it says."""
+    """Reads the Transformers version of a source tree."""
     package = tree / "src" / "transformers" / "__init__.py"
     found = re.search(r'^__version__ = "(.+)"', package.read_text(), re.MULTILINE) if package.is_file() else None
     return found[1] if found else "an unknown version"
