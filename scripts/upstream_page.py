@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from upstream_outcomes import (
@@ -20,6 +20,7 @@ from upstream_outcomes import (
 )
 
 
+SUITES = ("models", "attention")
 MESSAGE_CHARACTERS = 200
 INTRODUCTION = """## Transformers' own tests
 
@@ -31,13 +32,15 @@ pip install parameterized httpx
 python scripts/upstream_tests.py --transformers CHECKOUT --json now.json --page docs/models.md --compare earlier.json
 ```
 
-CHECKOUT is a source tree of the installed Transformers version; weights are random, and no GPU and no hub is needed.
-`--page` writes this section, `--compare` fails if a test that passed in an earlier run fails.
-Suite *models*: each family's test file with another default attention. Suite *attention*: its tests of sdpa and
-FlashAttention 2, with distca instead. Tests over several processes are left out; most others that skip themselves need
-a GPU or are marked as slow.
+CHECKOUT is a source tree of the installed Transformers version; weights are random, and neither a GPU nor the hub is
+needed. With several trees, later ones fill the gaps of earlier ones. `--page` writes this section, and `--compare`
+fails if a test fails that passed in an earlier run.
+
+Suite *models* is each family's test file with distca as the default; many of its tests never attend. Suite
+*attention* holds its tests of sdpa and FlashAttention 2, with distca instead. Tests over several processes are left
+out. Most tests that skip themselves need a GPU or are marked as slow.
 """
-COLUMNS = ("family", "passed", "with sdpa", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
+COLUMNS = ("family", "passed", "passed with sdpa", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
 UNLIKE = "They fail with sdpa, too, but with another error:"
 
 
@@ -46,12 +49,12 @@ def section(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     failures = list(run.failures())
     made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
-    parts = [INTRODUCTION, textwrap.fill(made, 119) + "\n"]
-    for suite in ("models", "attention"):
+    parts = [INTRODUCTION, textwrap.fill(f"{made} {summary(run, failures)}", 119) + "\n"]
+    for suite in SUITES:
         parts += [f"Suite *{suite}*:\n", *family_table(run, suite, failures)]
     parts += ["What is refused:\n", *error_table(failure for failure in failures if failure.meaning == REFUSED)]
     if any(failure.meaning == ASSERTS_SDPA for failure in failures):
-        parts += ["What asserts sdpa:\n", *(f"- `{pattern}` {why}." for pattern, why in ASSERT_SDPA.items()), ""]
+        parts += ["What asserts sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
     others = [failure for failure in failures if failure.meaning == OTHER]
     if others:
         parts += ["What fails for another reason:\n", *error_table(others)]
@@ -63,6 +66,17 @@ def section(run: Run) -> str:
     if unlike:
         parts += [UNLIKE + "\n", *error_table(unlike)]
     return "\n".join(parts)
+
+
+def summary(run: Run, failures: list[Failure]) -> str:
+    """Counts all tests that did not skip themselves, by the way they ended."""
+    passed = sum(run.count(suite, DISTCA, PASSED) for suite in SUITES)
+    means = Counter(failure.meaning for failure in failures)
+    return (
+        f"{passed + len(failures)} tests ran, {passed} passed. {means[REFUSED]} were refused by name, "
+        f"{means[ASSERTS_SDPA]} assert that the default is sdpa, {means[BOTH]} fail with sdpa, too, and "
+        f"{means[OTHER]} fail for another reason."
+    )
 
 
 def family_table(run: Run, suite: str, failures: list[Failure]) -> list[str]:
@@ -97,8 +111,8 @@ def error_table(failures: Iterable[Failure]) -> list[str]:
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     """Makes the lines of a table, and an empty one."""
     titles = list(columns)
-    cells = [[str(cell).replace("|", "/") for cell in row] for row in [titles, ["---"] * len(titles), *rows]]
-    return [f"| {' | '.join(row)} |" for row in cells] + [""]
+    head, *lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in [titles, *rows]]
+    return [head, f"|{'---|' * len(titles)}", *lines, ""]
 
 
 def shortened(error: str) -> str:

@@ -9,6 +9,7 @@ again: later trees fill what earlier ones lack. Their own test requirements (`pa
 
 Each family's test file runs in four processes. Suite "models": all tests that do not ask for an attention by name,
 with another default. Suite "attention": tests that ask for sdpa or FlashAttention 2 get distca, and once more sdpa.
+
 Exit status 1: a test fails with distca alone, neither refused by name nor because it asserts that sdpa is the default;
 or a test that passed in EARLIER.json fails.
 """
@@ -48,6 +49,7 @@ addopts = -p upstream_plugin -p pytest_timeout -p no:cacheprovider -W ignore
 timeout = 600
 timeout_method = signal
 """
+FEW_FILES = 3
 PARTS_OF_A_TREE = ("tests", "utils")
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -102,7 +104,7 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
     """Copies the tests of all trees into one, beside the installed Transformers.
 
     Returns:
-        The number of files from each tree, and its version.
+        The number of files from each tree, or their names if they are few, and its version.
     """
     (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
     (workplace / "src").mkdir()
@@ -117,7 +119,8 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
             target = workplace / path.relative_to(tree)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-        told.append(f"{len(lacked)} files of {version_of(tree)}")
+        names = [str(path.relative_to(tree)) for path in lacked]
+        told.append(f"{', '.join(names) if len(names) <= FEW_FILES else f'{len(names)} files'} of {version_of(tree)}")
     return told
 
 

@@ -41,7 +41,8 @@ class TestFake:
             raise UnsupportedAttentionError("FakeAttention of layer 3: sinks of shape (2, 7) are not computed")
 
     def test_sdpa_can_dispatch_non_composite_models(self, distca):
-        assert not distca
+        if distca:
+            raise AssertionError("False is not true")
 
     def test_fails_with_both(self):
         raise ValueError("the hub is offline")
@@ -107,7 +108,8 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
 
     told = str(failed.value)
     installed = f"Transformers {transformers.__version__} is installed"
-    assert f"tests: 1 files of an unknown version; {installed}\ntests: 1 files of 5.1.2; {installed}\n" in told
+    assert f"tests: tests/models/fake/test_modeling_fake.py of an unknown version; {installed}\n" in told
+    assert f"tests: tests/shared.py of 5.1.2; {installed}\n" in told
     fault = "fake, models: TestFake::test_passed_earlier"
     assert f"FAILS WITH DISTCA ALONE {fault}: AssertionError: assert not True" in told
     assert f"PASSED EARLIER {fault}: now failed AssertionError: assert not True" in told
@@ -182,14 +184,15 @@ def test_only_failures_of_tests_that_passed_count_against_a_run(
     ]
 
 
-def test_assertion_about_the_default_is_known_only_by_its_name(outcomes: ModuleType) -> None:
+def test_assertion_about_the_default_is_known_by_its_test_and_its_words(outcomes: ModuleType) -> None:
     known = "FakeTest::test_sdpa_can_dispatch_non_composite_models"
-    wrong, other = outcomes.Outcome("failed", "AssertionError: no"), outcomes.Outcome("failed", "ValueError: no")
+    asserts = outcomes.Outcome("failed", "AssertionError: False is not true")
+    wrong = outcomes.Outcome("failed", "AssertionError: Tensor-likes are not close!")
     passed = outcomes.Outcome("passed")
 
-    assert outcomes.meaning(known, wrong, passed) == "asserts sdpa"
-    assert outcomes.meaning(known, other, passed) == "other"
-    assert outcomes.meaning(f"{known}_again", wrong, passed) == "other"
+    assert outcomes.meaning(known, asserts, passed) == "asserts sdpa"
+    assert outcomes.meaning(known, wrong, passed) == "other"
+    assert outcomes.meaning(f"{known}_again", asserts, passed) == "other"
 
 
 def test_wrong_numbers_in_a_subtest_are_not_hidden_by_a_refusal(plugin: ModuleType, outcomes: ModuleType) -> None:
