@@ -23,6 +23,7 @@ import torch
 import transformers
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
+from page_sections import write_section
 from tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -55,7 +56,8 @@ that *works* trained for a step on documents placed on 1, 2 and 3 ranks; its los
 those of the same documents, each alone with sdpa, and a difference of up to {LARGEST_DIFFERENCE:.0e} is rounding. One
 that is *refused* is refused by name, before the first step; with other settings (no softcap, attention in all layers)
 it may work. One that is *not built* could not be built here without distca either. Compared as in evaluation, because
-they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}.
+they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section tells how
+[Transformers' own tests](#transformers-own-tests) end with distca.
 """
 TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or reason |", "|---|---|---|---|")
 
@@ -237,7 +239,7 @@ def be_quiet() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
-    parser.add_argument("--out", type=Path, help="where the page goes, by default docs/models.md")
+    parser.add_argument("--out", type=Path, help="the page whose first section is replaced, by default docs/models.md")
     options = parser.parse_args()
     be_quiet()
     outcomes = []
@@ -248,7 +250,7 @@ def main() -> None:
         print(f" ({time.perf_counter() - began:.1f} s)", flush=True)
     out = options.out or (None if options.only else PAGE)
     if out is not None:
-        out.write_text(page(outcomes))
+        write_section(out, page(outcomes))
     if any(outcome.verdict in (WRONG, CRASH) for outcome in outcomes):
         sys.exit(1)
 

@@ -1,0 +1,21 @@
+"""Pages in Markdown that several scripts write, each its own section."""
+
+import re
+from pathlib import Path
+
+
+def write_section(page: Path, section: str) -> None:
+    """Replaces the section with the same heading, which is the first line of `section`, or adds it at the end.
+
+    A section ends where the next heading of level 1 or 2 begins; no line of code may look like one. A page that is not
+    there is made.
+    """
+    text = page.read_text() if page.exists() else ""
+    sections = re.split(r"^(?=##? )", text, flags=re.MULTILINE)
+    heading = section.partition("\n")[0]
+    found = [at for at, other in enumerate(sections) if other.partition("\n")[0] == heading]
+    if len(found) > 1:
+        raise ValueError(f"{page} has {len(found)} sections with the heading {heading!r}; keep one of them")
+    at = found[0] if found else len(sections)
+    sections[at : at + 1] = [section]
+    page.write_text("\n\n".join(other.strip("\n") for other in sections if other.strip()) + "\n")
