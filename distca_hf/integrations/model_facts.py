@@ -11,8 +11,11 @@ from torch import nn
 from distca_hf.integrations.model_check import transformers_model
 
 
-# Entries of a config that say where a model comes from and how it answers, not what it computes.
-ABOUT_A_CONFIG = frozenset({"name_or_path", "transformers_version", "use_cache", "return_dict", "tie_word_embeddings"})
+# Entries of a config that say where a model comes from and how it answers, not what it computes. Saving a model sets
+# some of them, on the rank that saves.
+ABOUT_A_CONFIG = frozenset(
+    {"architectures", "dtype", "name_or_path", "return_dict", "torch_dtype", "transformers_version", "use_cache"}
+)
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:

@@ -13,6 +13,7 @@ from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.attachment import Attachment
 from distca_hf.integrations.callback import DistCACallback
+from distca_hf.integrations.checkpoints import check_checkpoint
 from distca_hf.integrations.collators import unlearnt_token
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation
 from distca_hf.integrations.loader import PlacedLoader
@@ -55,6 +56,7 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         raise ConfigError("this Trainer cannot be attached to: " + "; ".join(reasons))
     attachment = Attachment(trainer)
     try:
+        attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, trainer, trainer.train))
         packed = packed_by(trainer)
         if packed is not None:
             log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
@@ -115,6 +117,14 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
         len(loader),
         plugin.tokens_per_rank,
     )
+
+
+def _train_from_whole_checkpoint(
+    trainer: Trainer, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Trains, unless the checkpoint to resume from was not written to its end."""
+    check_checkpoint(trainer.args.output_dir, resume_from_checkpoint)
+    return train(resume_from_checkpoint, *args, **kwargs)
 
 
 def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:

@@ -58,7 +58,7 @@ class Harm:
 
         Placed: keys forward, their gradients backward. Packs: queries and what becomes of them as well.
         """
-        forward, backward, gathers = (1, 1, 2) if self.batches == "placed" else (3, 3, 3)
+        forward, backward, gathers = (1, 1, 3) if self.batches == "placed" else (3, 3, 4)
         if self.phase == "agreement":
             return self.step * gathers
         first = self.step * NUM_LAYERS * (forward + backward)
