@@ -23,7 +23,7 @@ from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.facts import shared_facts
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
-from distca_hf.integrations.taking import agree_to_take, check_cuts
+from distca_hf.integrations.taking import UnusedBatches, agree_to_take, check_cuts
 from distca_hf.packing.contents import dataset_checksum
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.resumed_epoch import ResumedEpoch
@@ -98,6 +98,7 @@ class PlacedLoader:
         self._loaded: Cursor | None = None
         self._position = Cursor()
         self._warned_of_labels = False
+        self._unused = UnusedBatches(self._prefetch)
 
     def __len__(self) -> int:
         """Micro-batches of an epoch; the same for every epoch."""
@@ -247,6 +248,7 @@ class PlacedLoader:
         }
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
         check_cuts(self._transport, prepared, number, plan.told)
+        self._unused.note(plan)
         if not plan.label_tokens and not self._warned_of_labels:
             self._warned_of_labels = True
             log.warning("micro-batch %d holds no label to learn, on any rank: its loss is 0", number)

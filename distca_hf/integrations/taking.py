@@ -1,5 +1,6 @@
 """Taking: before a placed micro-batch is handed out, all ranks show each other that they hold the same one."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from distca_hf.comm.agreement import Agreement, Occasion
@@ -7,6 +8,14 @@ from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.integrations.preparer import Prepared
 from distca_hf.packing.contents import MODULUS, sum_of
+from distca_hf.runtime.plans import LivePlan, PlanUse
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# So many micro-batches in a row may be handed out unused, to be looked at, before that is worth a warning.
+UNUSED_BATCHES = 4
 
 
 def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: Mapping[str, object]) -> Agreement:
@@ -55,3 +64,31 @@ def check_cuts(transport: Transport, prepared: Prepared, number: int, told: Mapp
         f"{position} of document {document}, where it is cut between them{and_more(len(different) - 1)}; nothing was "
         "sent. All ranks must load the same dataset: shuffle it with a seed, and tokenise it once"
     )
+
+
+class UnusedBatches:
+    """Batches in a row that no enabled model has run on.
+
+    Args:
+        taken_ahead: micro-batches that a training loop may take before it runs on the first of them.
+    """
+
+    def __init__(self, taken_ahead: int) -> None:
+        self._latest: deque[PlanUse] = deque(maxlen=UNUSED_BATCHES + taken_ahead)
+        self._warned = False
+
+    def note(self, plan: LivePlan) -> None:
+        """Notes a batch that is handed out; warns, once, if none of the latest before it was used."""
+        if (
+            len(self._latest) == self._latest.maxlen
+            and not any(use.begun for use in self._latest)
+            and not self._warned
+        ):
+            self._warned = True
+            log.warning(
+                "the last %d micro-batches were handed out, and no enabled model ran on them. Another model must not "
+                "train on placed batches: it would see parts of documents. Load it with attn_implementation='distca' "
+                "and call distca_hf.enable(model, plugin)",
+                len(self._latest),
+            )
+        self._latest.append(plan.use)

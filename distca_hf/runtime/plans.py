@@ -87,6 +87,17 @@ class PlanFacts:
         return imbalance(self.work_before)
 
 
+@dataclass
+class PlanUse:
+    """Whether a model has begun to run with a plan; outlives the plan.
+
+    Attributes:
+        begun: a forward pass has begun.
+    """
+
+    begun: bool = False
+
+
 class LivePlan:
     """What a batch carries as `distca_plan`: opaque to users, everything to the operator.
 
@@ -101,6 +112,7 @@ class LivePlan:
     Attributes:
         told: what every rank told in the agreement.
         forward_pass: the latest pass of a model with this plan.
+        use: whether there was one.
         layers_kept: layers whose attention is saved for backward at the same time.
         attention_calls: of one forward pass.
         keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
@@ -129,6 +141,7 @@ class LivePlan:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self.told: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
+        self.use = PlanUse()
         self.layers_kept = self.attention_calls = 1
         self.keeps_received: bool | None = None
         self.waits_for_recomputation: bool | None = None
@@ -165,6 +178,7 @@ class LivePlan:
             attention_calls: of the pass, as far as is known before the first one.
         """
         self.agree()
+        self.use.begun = True
         self.layers_kept, self.attention_calls = layers_kept, attention_calls
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)

@@ -82,6 +82,24 @@ def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
     assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
 
 
+def test_two_calls_of_one_checkpointed_region_have_names_of_their_own() -> None:
+    """How many calls a region has is known from the second one on."""
+    plan = _plan()
+    plan.begin_forward_pass(num_calls=6, facts={})
+    calls = plan.forward_pass
+    forward = [calls.begin_forward() for _ in range(6)]
+    backward = []
+    for _ in range(3):
+        region = [calls.begin_forward(), calls.begin_forward(), calls.begin_backward(), calls.begin_backward()]
+        assert len(set(region)) == 4
+        backward.append([place.split(", ", 1)[1] for place in region])
+
+    assert [place.split(", ")[1] for place in forward] == [f"layer {layer}" for layer in range(6)]
+    assert backward[0][1] == "layer 5, call 2 of its checkpointed region, forward"
+    assert backward[1] == ["layer 2, forward", "layer 3, forward", "layer 3, backward", "layer 2, backward"]
+    assert backward[2] == ["layer 0, forward", "layer 1, forward", "layer 1, backward", "layer 0, backward"]
+
+
 def test_the_first_step_names_its_layers_already(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many there are is known when forward has ended, before any of them is recomputed."""
     places: list[tuple[int, str]] = []

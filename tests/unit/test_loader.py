@@ -526,3 +526,20 @@ def test_ahead_raises_the_iterators_error_in_its_place(error: BaseException) -> 
     assert caught.value is error
     assert list(items) == []
     assert background_threads() == []
+
+
+def test_batches_that_no_enabled_model_runs_on_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Dataset.from_dict({"input_ids": [[3] * 192] * 30})
+    for _ in loader_of(dataset, prefetch=2):
+        pass
+    told = [record.getMessage() for record in caplog.records if "no enabled model ran on them" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("the last 6 micro-batches")
+
+
+def test_batches_that_wait_for_a_model_within_a_step_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Dataset.from_dict({"input_ids": [[3] * 192] * 30})
+    for number, batch in enumerate(loader_of(dataset, prefetch=4)):
+        if number % 7 == 6:
+            batch["distca_plan"].begin_forward_pass(1, {})
+    assert "no enabled model" not in caplog.text
