@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.errors import DistCAError, PeerLostError, StepTimeoutError
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
 from distca_hf.telemetry import get_logger
 
 
@@ -199,7 +199,7 @@ class TorchTransport:
         # What dist.all_to_all_single comes to in the end, for half of its host time: without c10d's operator, which is
         # dispatched on autograd, too.
         self._backend: Any = data_group._get_backend(device)
-        self._control_group: dist.ProcessGroup | None = control_group
+        self._control_group = control_group
         self._rollcall = rollcall
         self._asynchronous = dist.AllToAllOptions()
         self._asynchronous.asyncOp = True
@@ -207,6 +207,7 @@ class TorchTransport:
         self._latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=REMEMBERED_TENSORS)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
+        self._check_open(asked.where)
         received = asked.room()
         self.traffic.count(asked, self.rank)
         try:
@@ -220,6 +221,7 @@ class TorchTransport:
         return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
 
     def gather(self, values: Sequence[int], where: str) -> "TorchGather":
+        self._check_open(where)
         mine = torch.tensor(values, dtype=torch.int64)
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
@@ -228,6 +230,12 @@ class TorchTransport:
             raise self.failure(error, where) from error
         self._latest.extend(weakref.ref(x) for x in (mine, *theirs))
         return TorchGather(self, work, where, time.monotonic(), theirs)
+
+    def _check_open(self, where: str) -> None:
+        if not self._groups:
+            raise ConfigError(
+                f"rank {self.rank}, {where}: the plugin was closed; make another one, and enable the model with it"
+            )
 
     def settle(self) -> None:
         """Waits until gloo's threads have let go of the latest operations; a group may be destroyed then.
@@ -247,7 +255,6 @@ class TorchTransport:
         for group in groups:
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
-        self._backend = self._control_group = None
         self._rollcall.be_silent()
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
