@@ -28,10 +28,9 @@ from distca_hf.integrations.model_check import (
     attention_layers,
     check_model,
     forward_accepts,
-    implementation_of,
     transformers_model,
 )
-from distca_hf.integrations.model_facts import config_facts, module_facts
+from distca_hf.integrations.model_facts import ConfigFacts, module_facts
 from distca_hf.integrations.packs import PackPlanner, check_mask_numbers, fill_empty, tokens_of
 from distca_hf.integrations.positions import PositionLimits
 from distca_hf.runtime.plans import LivePlan
@@ -109,6 +108,10 @@ class ForwardWatch:
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
+        self._config_facts = ConfigFacts(root)
+        # Layers look their implementation up in their config; most often it is one for all of them.
+        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in self._layers.values()]
+        self._attention_configs = list({id(config): config for config in configs}.values())
         self._parameters = list(inspect.signature(root.forward).parameters)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._told_of_cache = self._warned_of_plugin = False
@@ -169,7 +172,7 @@ class ForwardWatch:
             "layers saved at the same time": layers_kept,
             "received rows wait for recomputation": rows_wait,
             **self._module_facts,
-            **config_facts(self.root),
+            **self._config_facts.now(),
         }
         plan.begin_forward_pass(self._calls, facts, layers_kept, self._calls or len(self._layers))
 
@@ -184,8 +187,9 @@ class ForwardWatch:
                 f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
                 "plugin) before it trains"
             )
-        implementation = implementation_of(module)
-        if implementation != IMPLEMENTATION:
+        for implementation in [config._attn_implementation for config in self._attention_configs]:
+            if implementation == IMPLEMENTATION:
+                continue
             raise PlanError(
                 f"{self._class_name} was enabled for distca, but its config now says "
                 f"attn_implementation={implementation!r}: documents that are cut between ranks need distca. "
