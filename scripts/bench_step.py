@@ -69,7 +69,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     options = parse_shared(parser, BUILDERS)
-    options.modes = options.modes or [name for name in BUILDERS if name != "sorted" or options.accumulation > 1]
+    left_out = {"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"}
+    options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
     return options
 
 

@@ -11,12 +11,14 @@ ulysses   heads over all ranks: all-to-all of q, k, v before and of the output a
 context   every document in zigzag over all ranks, keys and values all-gathered
 placed    the product: batches of `plugin.dataloader`
 fixed     the product: the packs of local, its tasks move
+unchecked placed, but in a forward pass ranks do not agree on anything: the price of that is placed ÷ unchecked
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ from distca_hf.config import KernelName
 from distca_hf.cost import IntArray
 from distca_hf.packing.placement import fill_in_order
 from distca_hf.packing.sorted_packs import SortedPacks
+from distca_hf.runtime.forward_pass import ForwardPass
 
 
 Window = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
@@ -78,6 +81,30 @@ class Place:
         return Work(list(calls), self.wires, self.kernel)
 
 
+class ThereWhileItRuns(Protocol):
+    """Something that only the steps of one mode need."""
+
+    def make(self) -> object: ...
+
+    def forget(self) -> object: ...
+
+
+class NoAgreement:
+    """Takes the agreements of a forward pass away."""
+
+    def __init__(self) -> None:
+        names = ("agree_to_attend", "_agree_at_the_end")
+        self._patches = [mock.patch.object(ForwardPass, name, return_value=None) for name in names]
+
+    def make(self) -> None:
+        for patch in self._patches:
+            patch.start()
+
+    def forget(self) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
 @dataclass(frozen=True)
 class Mode:
     """One way to run a step.
@@ -88,7 +115,7 @@ class Mode:
         watched: the model is called with the product's hooks around it.
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are those of attention on the documents; false for `ideal` alone.
-        made_up: keys that are there only while this mode runs.
+        made_up: keys, or changes to the product, that are there only while this mode runs.
     """
 
     name: str
@@ -97,7 +124,7 @@ class Mode:
     watched: bool = False
     exchanges: bool = False
     exact: bool = True
-    made_up: list[MadeUpKeys] = field(default_factory=list)
+    made_up: Sequence["ThereWhileItRuns"] = field(default_factory=list)
 
     def begin(self) -> None:
         """Makes what only this mode's steps need."""
@@ -197,6 +224,10 @@ def _placed(place: Place, window: Window) -> Mode:
     return Mode("placed", "distca", batches, watched=True, exchanges=True)
 
 
+def _unchecked(place: Place, window: Window) -> Mode:
+    return replace(_placed(place, window), name="unchecked", made_up=[NoAgreement()])
+
+
 def _fixed(place: Place, window: Window) -> Mode:
     batches = [
         {name: batch[name] for name in ("input_ids", "position_ids")} for batch in _local(place, window).batches
@@ -212,6 +243,7 @@ BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
     "context": _context,
     "placed": _placed,
     "fixed": _fixed,
+    "unchecked": _unchecked,
 }
 
 

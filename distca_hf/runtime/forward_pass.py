@@ -100,8 +100,11 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
         """
         self.num_calls, self._ended = self.calls, True
-        if self._facts is None or not exchanges or self._transport.world_size == 1:
-            return
+        if self._facts is not None and exchanges and self._transport.world_size > 1:
+            self._agree_at_the_end()
+
+    def _agree_at_the_end(self) -> None:
+        """Starts showing the other ranks which calls were made."""
         known = len(self._layers) == self.calls
         told = {
             "attention calls": self.calls,
