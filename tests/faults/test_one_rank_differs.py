@@ -157,7 +157,7 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     ),
     "dropout elsewhere": (
         lambda t: t.model.model.layers[0].mlp.add_module("dropout", nn.Dropout(0.1)),
-        "modules and their sizes is",
+        "modules and their settings is",
     ),
     "layer count": (
         lambda t: setattr(t, "model", tiny_model(num_hidden_layers=2).train()),
