@@ -220,8 +220,7 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
         _freeze(training)
     if group != "later" and rank == DIFFERENT:
         change(training)
-    times = {"exchange_timeout_seconds": 20.0, "agreement_timeout_seconds": 20.0}
-    training.plugin = distca_hf.DistCAPlugin(**training.settings, **times)
+    training.plugin = distca_hf.DistCAPlugin(**training.settings)
     dataset = Dataset.from_dict(training.columns)
     placed = training.plugin.dataloader(dataset, seed=1, shuffle=training.shuffle) if batches == "placed" else None
     distca_hf.enable(training.model, training.plugin)

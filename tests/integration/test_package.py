@@ -110,7 +110,6 @@ def test_patches_are_no_top_level_package() -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 

@@ -22,6 +22,7 @@ from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.packing import contents
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import LoaderTimes
+from support.commands import HANG_SECONDS
 from support.data import random_dataset
 
 
@@ -494,19 +495,20 @@ def test_micro_batches_are_numbered_through_all_epochs() -> None:
 
 def test_ahead_makes_no_more_items_than_its_depth_before_they_are_wanted() -> None:
     made: list[int] = []
+    enough = threading.Event()
 
     def make() -> Iterator[int]:
         for number in range(100):
             made.append(number)
+            if number == 4:
+                enough.set()
             yield number
 
     items = iter(Ahead(make, depth=3, times=LoaderTimes()))
     assert made == []
     assert next(items) == 0
-    deadline = time.monotonic() + 5
-    while len(made) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
+    assert enough.wait(HANG_SECONDS)
+    time.sleep(0.05)  # time to go wrong
     assert made == [0, 1, 2, 3, 4]  # one handed out, three in the queue, one in the thread's hand
     items.close()
     assert background_threads() == []
