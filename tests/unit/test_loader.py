@@ -27,8 +27,8 @@ from support.data import random_dataset
 
 
 CAPACITY_TOKENS = 192
+IGNORED = -100
 KEYS = ["input_ids", "position_ids", "labels", "shift_labels", "distca_plan"]
-KEYS = ["input_ids", "position_ids", "shift_labels", "labels", "distca_plan"]
 Batch = dict[str, Any]
 
 
