@@ -82,7 +82,7 @@ def distca_attention(
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
-    padded = attention_mask if isinstance(attention_mask, PaddedRows) and not module.training else None
+    padded = attention_mask if isinstance(attention_mask, PaddedRows) else None
     packed = attention_mask if isinstance(attention_mask, PackedRows) else None
     refused = _asked_for(attention_mask=attention_mask if padded is None and packed is None else None, **kwargs)
     if refused or dropout or is_causal is False or getattr(module, "is_causal", True) is False:
@@ -126,7 +126,7 @@ def _attend_padded(
     scale: float,
     settings: LocalSettings,
 ) -> torch.Tensor:
-    """`[B, T, N, V]`, zero where there is padding. For evaluation and generation; training packs instead."""
+    """`[B, T, N, V]`, zero where there is padding."""
     (query_rows, queries, longest_q), (key_rows, keys, longest_k) = padded.queries, padded.keys
     q_TNH = _rows(query).index_select(0, query_rows)
     k_SGH, v_SGV = (_rows(x).index_select(0, key_rows) for x in (key, value))

@@ -277,38 +277,6 @@ def test_without_autocast_the_output_keeps_the_dtype() -> None:
         assert distca_attention(Layer(), *qkv(dtype=dtype), None)[0].dtype == dtype
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batch_is_refused_in_training(side: str) -> None:
-    mask = torch.ones(2, TOKENS, dtype=torch.long)
-    mask[0, : 3 if side == "left" else None] = mask[0, 7 if side == "right" else TOKENS :] = 0
-    with pytest.raises(UnsupportedAttentionError, match=r"LlamaAttention of layer 0: got a padding .*\(2, 10\)"):
-        tiny_model().train()(random_ids(2), attention_mask=mask)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_padded_batch_is_evaluated_as_its_rows_alone(side: str, use_cache: bool) -> None:
-    model, same = both()
-    ids = random_ids(3)
-    mask = torch.ones_like(ids)
-    mask[0, : 3 if side == "left" else 0] = 0
-    mask[1, TOKENS - 4 if side == "right" else TOKENS :] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": use_cache}
-    ours, theirs = (net(ids, **arguments).logits for net in (model, same))
-
-    assert largest(ours[mask.bool()], theirs[mask.bool()]) <= 1e-12
-
-
-def test_left_padded_batch_generates_the_tokens_of_sdpa() -> None:
-    model, same = both()
-    ids, mask = random_ids(2), torch.ones(2, TOKENS, dtype=torch.long)
-    mask[0, :4] = 0
-
-    ours, theirs = (net.generate(ids, attention_mask=mask, **GENERATE) for net in (model, same))
-    assert torch.equal(ours, theirs)
-
-
 # Calls of a whole model that ask for something else than causal attention.
 REFUSED_CALLS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], str]] = {
     "4-D mask": (

@@ -1,0 +1,84 @@
+"""Padded batches, which every rank attends to by itself: rows are documents, and padding takes no part."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support.models import SIZES, VOCABULARY, tiny_model
+
+
+TOKENS = 10
+CHANGES: dict[str, Any] = {"initializer_range": 0.3}
+GENERATE: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def both(kind: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same tiny model with distca and with sdpa, fp64; its weights are large enough for attention to matter."""
+    ours, theirs = (tiny_model(kind, implementation=name, **CHANGES).double() for name in ("distca", "sdpa"))
+    return ours.eval(), theirs.eval()
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows, two of which are padded, and their mask."""
+    ids = torch.randint(3, VOCABULARY, (3, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, missing in ((0, 3), (1, 6)):
+        mask[row, slice(None, missing) if side == "left" else slice(TOKENS - missing, None)] = 0
+    return ids, mask
+
+
+def largest(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest difference."""
+    return (left - right).abs().max().item()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_padded_rows_have_the_logits_of_sdpa(side: str, use_cache: bool, training: bool) -> None:
+    """Also without gradients in training, as old log-probabilities are computed."""
+    ids, mask = padded(side)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": use_cache}
+    with torch.no_grad():
+        ours, theirs = (model.train(training)(ids, **arguments).logits for model in both())
+
+    assert largest(ours[mask.bool()], theirs[mask.bool()]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_train_with_the_gradients_of_sdpa(kind: str, side: str) -> None:
+    ids, mask = padded(side)
+    labels = ids.masked_fill(mask == 0, -100)
+    model, same = both(kind)
+    losses = []
+    for net in (model, same):
+        loss = net.train()(ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    for (name, ours), theirs in zip(model.named_parameters(), same.named_parameters(), strict=True):
+        assert largest(ours.grad, theirs[1].grad) <= 1e-11, name
+
+
+def test_left_padded_batch_generates_the_tokens_of_sdpa() -> None:
+    ids, mask = padded("left")
+    ours, theirs = (model.generate(ids, attention_mask=mask, **GENERATE) for model in both())
+
+    assert torch.equal(ours, theirs)
+
+
+def test_outputs_of_padding_are_zero() -> None:
+    """Nothing of other rows, or of memory that was never written, can leave through them."""
+    model, _ = both()
+    ids, mask = padded("right")
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(ids, attention_mask=mask)
+
+    assert seen[0].shape[-1] == SIZES["hidden_size"]
+    assert seen[0][mask == 0].abs().max() == 0
