@@ -19,6 +19,10 @@ ABOUT_A_CONFIG = frozenset(
 )
 
 
+# Attributes of modules that other facts cover, or that do not change numbers.
+ABOUT_A_MODULE = frozenset({"gradient_checkpointing", "training"})
+
+
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:
     """Returns facts about modules and parameters. Computed once: reading all modules takes milliseconds.
 
@@ -33,10 +37,32 @@ def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) ->
         "model class": type(transformers_model(model)).__name__,
         "attention layers": len(names),
         "names and numbers of attention layers": _checksum(names),
-        "modules and their sizes": _checksum(repr(transformers_model(model))),
+        "modules and their settings": _checksum(_settings(transformers_model(model))),
         "parameters and which of them are trained": _checksum(trained),
         "dtypes of parameters": ", ".join(dtypes),
     }
+
+
+def _settings(model: nn.Module) -> list[tuple[str, str, list[tuple[str, object]]]]:
+    """Returns name, class and plain attributes of every module. Shapes of weights are left out: sharding leaves each
+    rank another part of them."""
+    return [
+        (name, type(module).__name__, _plain_attributes(module) if _is_known(module) else [])
+        for name, module in model.named_modules()
+    ]
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Returns whether a module is of torch or Transformers: others may hold their rank, for example."""
+    return type(module).__module__.startswith(("torch.nn.modules.", "transformers."))
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    return [
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and name not in ABOUT_A_MODULE and isinstance(value, bool | int | float | str)
+    ]
 
 
 class ConfigFacts:

@@ -161,7 +161,7 @@ def test_one_model_takes_placed_and_packed_batches_in_turn(tmp_path: Path) -> No
 
 def _evaluate_on_one_rank() -> float | None:
     rank = torch.distributed.get_rank()
-    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin(exchange_timeout_seconds=5.0))
+    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin())
     batch = as_batch(packs_of(2)[0], "positions")
     if rank == 1:
         return None
@@ -196,7 +196,7 @@ def _train_on_padded(implementation: str) -> tuple[list[float], list[float], lis
     rank, losses, norms, planned = torch.distributed.get_rank(), [], [], []
     model = tiny_model(implementation=implementation).train()
     if implementation == "distca":
-        distca_hf.enable(model, distca_hf.DistCAPlugin(exchange_timeout_seconds=20.0))
+        distca_hf.enable(model, distca_hf.DistCAPlugin())
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     for step in range(3):
         watch = watch_of(model)

@@ -80,7 +80,7 @@ def _train_on_nothing() -> None:
 
 
 def test_step_without_tokens_on_any_rank_is_refused_by_all(tmp_path: Path) -> None:
-    for outcome in start_ranks(2, _train_on_nothing, tmp_path, timeout_seconds=20.0):
+    for outcome in start_ranks(2, _train_on_nothing, tmp_path):
         assert outcome.exit_code == 1
         assert "PackingError: micro-batch 1: no data on any rank" in outcome.output
 
@@ -100,6 +100,6 @@ def _train_with_another_version(batches: str) -> None:
 
 @pytest.mark.parametrize("batches", ["placed", "packs"])
 def test_ranks_of_different_versions_are_refused(batches: str, tmp_path: Path) -> None:
-    for outcome in start_ranks(2, _train_with_another_version, tmp_path, batches, timeout_seconds=20.0):
+    for outcome in start_ranks(2, _train_with_another_version, tmp_path, batches):
         assert outcome.exit_code == 1
         assert "ranks disagree, nothing was sent: distca_hf is" in outcome.output

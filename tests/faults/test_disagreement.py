@@ -96,7 +96,7 @@ def _train_on_packs(folder: Path, what: str) -> None:
 def test_every_rank_raises_before_anything_is_sent(
     train: Callable[[Path, str], None], what: str, named: str, tmp_path: Path
 ) -> None:
-    outcomes = start_ranks(WORLD, train, tmp_path, tmp_path, what, timeout_seconds=20.0)
+    outcomes = start_ranks(WORLD, train, tmp_path, tmp_path, what)
 
     for outcome in outcomes:
         assert outcome.exit_code == 1
@@ -121,7 +121,7 @@ def _train_on_a_damaged_row(folder: Path) -> None:
 
 
 def test_a_rank_that_cannot_read_its_part_stops_all(tmp_path: Path) -> None:
-    outcomes = start_ranks(WORLD, _train_on_a_damaged_row, tmp_path, tmp_path, timeout_seconds=20.0)
+    outcomes = start_ranks(WORLD, _train_on_a_damaged_row, tmp_path, tmp_path)
 
     assert all(outcome.exit_code == 1 for outcome in outcomes)
     damaged = [outcome for outcome in outcomes if "PackingError: row 2" in outcome.output]

@@ -14,6 +14,7 @@ import distca_hf
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ConfigError
+from support.commands import HANG_SECONDS
 from support.data import random_dataset
 from support.ranks import run_ranks, start_ranks
 
@@ -24,11 +25,23 @@ CPU = torch.device("cpu")
 # --- opened
 
 
+def _seconds_to_open_a_group() -> float:
+    """How long it takes at present, on the slower rank."""
+    began = time.monotonic()
+    dist.new_group(backend="gloo")
+    took = torch.tensor(time.monotonic() - began)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
 def _come_late(_: Path) -> int:
     """Rank 1 comes later than an exchange may take."""
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, exchange_timeout_seconds=1.0, agreement_timeout_seconds=60.0)
+    allowed_seconds = max(0.5, 20 * _seconds_to_open_a_group())
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=96, exchange_timeout_seconds=allowed_seconds, agreement_timeout_seconds=HANG_SECONDS
+    )
     if dist.get_rank() == 1:
-        time.sleep(2.5)
+        time.sleep(2 * allowed_seconds)
     return sum(1 for _ in zip(range(2), plugin.dataloader(random_dataset()), strict=False))
 
 
@@ -38,7 +51,7 @@ def test_rank_whose_data_takes_longer_is_waited_for(tmp_path: Path) -> None:
 
 def _never_come(folder: Path) -> None:
     """Rank 1 waits until rank 0 has given up."""
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, exchange_timeout_seconds=1.0, agreement_timeout_seconds=2.0)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, exchange_timeout_seconds=0.5, agreement_timeout_seconds=1.0)
     if dist.get_rank() == 0:
         try:
             plugin.dataloader(random_dataset())

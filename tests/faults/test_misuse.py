@@ -33,7 +33,7 @@ def _train_without_the_plan(folder: Path) -> None:
 
 
 def test_placed_batch_that_lost_its_plan_is_refused_where_a_document_is_cut(tmp_path: Path) -> None:
-    outcomes = start_ranks(2, _train_without_the_plan, tmp_path, tmp_path, timeout_seconds=20.0)
+    outcomes = start_ranks(2, _train_without_the_plan, tmp_path, tmp_path)
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     for outcome in outcomes:
@@ -79,7 +79,7 @@ def _evaluate_without_the_plan(folder: Path) -> None:
 
 
 def test_cut_document_without_its_plan_is_refused_in_evaluation_too(tmp_path: Path) -> None:
-    outcomes = start_ranks(2, _evaluate_without_the_plan, tmp_path, tmp_path, timeout_seconds=20.0)
+    outcomes = start_ranks(2, _evaluate_without_the_plan, tmp_path, tmp_path)
 
     assert all("PackingError: position_ids begin a document at position" in outcome.output for outcome in outcomes)
     assert not (tmp_path / "evaluated").exists()
@@ -94,7 +94,7 @@ def _train_another_model_on_the_same_batch() -> None:
 
 
 def test_model_that_was_not_enabled_is_refused_after_one_that_was(tmp_path: Path) -> None:
-    for outcome in start_ranks(2, _train_another_model_on_the_same_batch, tmp_path, timeout_seconds=20.0):
+    for outcome in start_ranks(2, _train_another_model_on_the_same_batch, tmp_path):
         assert outcome.exit_code == 1
         assert "arrived in a model that was not enabled" in outcome.output
 

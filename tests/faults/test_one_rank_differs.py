@@ -157,7 +157,7 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     ),
     "dropout elsewhere": (
         lambda t: t.model.model.layers[0].mlp.add_module("dropout", nn.Dropout(0.1)),
-        "modules and their sizes is",
+        "modules and their settings is",
     ),
     "layer count": (
         lambda t: setattr(t, "model", tiny_model(num_hidden_layers=2).train()),
@@ -220,8 +220,7 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
         _freeze(training)
     if group != "later" and rank == DIFFERENT:
         change(training)
-    times = {"exchange_timeout_seconds": 20.0, "agreement_timeout_seconds": 20.0}
-    training.plugin = distca_hf.DistCAPlugin(**training.settings, **times)
+    training.plugin = distca_hf.DistCAPlugin(**training.settings)
     dataset = Dataset.from_dict(training.columns)
     placed = training.plugin.dataloader(dataset, seed=1, shuffle=training.shuffle) if batches == "placed" else None
     distca_hf.enable(training.model, training.plugin)

@@ -87,7 +87,7 @@ def _train_on_packs(folder: Path, at: int | None) -> list[float]:
     """Three steps on packs whose tasks move; on rank 1 one exchange is overtaken by the next. Rows of keys and of
     queries may be equally long and equally many: places tell them apart."""
     rank = torch.distributed.get_rank()
-    plugin = distca_hf.DistCAPlugin(check_exchanges=True, kv_residency="refetch", exchange_timeout_seconds=20.0)
+    plugin = distca_hf.DistCAPlugin(check_exchanges=True, kv_residency="refetch")
     transport = plugin.transport(CPU)
     if rank == 1 and at is not None:
         plugin._transports[CPU] = FaultTransport(transport, [Fault(at, swap)])
@@ -120,7 +120,7 @@ LAYERS = 2
 def test_keys_overtaken_by_queries_are_noticed_on_real_ranks(
     at: int | None, steps: int, place: str, tmp_path: Path
 ) -> None:
-    outcomes = start_ranks(2, _train_on_packs, tmp_path, tmp_path, at, timeout_seconds=40.0)
+    outcomes = start_ranks(2, _train_on_packs, tmp_path, tmp_path, at)
 
     for outcome in outcomes:
         path = tmp_path / f"steps-{outcome.rank}"

@@ -15,14 +15,14 @@ from support.training import quiet_arguments
 
 CPU = torch.device("cpu")
 SLOW = 1
-STALL_SECONDS = 0.05
+SHORTEST_STALL_SECONDS = 0.05
 STEPS = 4
 NUM_LAYERS = 2
 # Keys forward, their gradients backward.
 EXCHANGES = NUM_LAYERS * 2
 
 
-def _train(folder: Path, slow: int | None) -> list[dict[str, float]]:
+def _train(folder: Path, slow: int | None, stall_seconds: float = 0.0) -> list[dict[str, float]]:
     """Logs of a training in which one rank is late for every exchange."""
     args = TrainingArguments(
         **quiet_arguments(
@@ -36,7 +36,7 @@ def _train(folder: Path, slow: int | None) -> list[dict[str, float]]:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
     transport = plugin.transport(CPU)
     if transport.rank == slow:
-        faults = [Fault(at, stall(STALL_SECONDS)) for at in range(STEPS * EXCHANGES)]
+        faults = [Fault(at, stall(stall_seconds)) for at in range(STEPS * EXCHANGES)]
         plugin._transports[CPU] = FaultTransport(transport, faults)
     plugin.attach(trainer)
     trainer.train()
@@ -45,12 +45,14 @@ def _train(folder: Path, slow: int | None) -> list[dict[str, float]]:
 
 
 def test_losses_are_bit_equal_and_the_wait_is_in_the_metrics(tmp_path: Path) -> None:
-    (usual, _), (slow, also) = (run_ranks(2, _train, tmp_path / f"{rank}", tmp_path, rank) for rank in (None, SLOW))
+    usual, _ = run_ranks(2, _train, tmp_path / "usual", tmp_path, None)
+    # On a busy machine ranks wait for each other anyway.
+    stalled_ms = max(1e3 * EXCHANGES * SHORTEST_STALL_SECONDS, 5 * max(log["distca/wait_ms_max"] for log in usual))
+    slow, also = run_ranks(2, _train, tmp_path / "slow", tmp_path, SLOW, stalled_ms / 1e3 / EXCHANGES)
 
     for name in ("loss", "grad_norm"):
         assert [log[name] for log in slow] == [log[name] for log in usual]
-    stalled_ms = 1e3 * EXCHANGES * STALL_SECONDS
     for before, after, told in zip(usual, slow, also, strict=True):
-        assert after["distca/wait_ms_max"] > 0.9 * stalled_ms > before["distca/wait_ms_max"]
+        assert after["distca/wait_ms_max"] > 0.5 * stalled_ms > before["distca/wait_ms_max"]
         assert after["distca/slowest_rank"] == SLOW
         assert after["distca/wait_ms_max"] == told["distca/wait_ms_max"], "all ranks log the same"

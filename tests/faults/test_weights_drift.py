@@ -55,7 +55,7 @@ def _train(folder: Path, flip_at: int) -> int:
 
 
 def test_flipped_bit_is_found_at_the_next_check_by_rank_and_name(tmp_path: Path) -> None:
-    outcomes = start_ranks(2, _train, tmp_path, tmp_path / "run", EVERY + 1, timeout_seconds=40.0)
+    outcomes = start_ranks(2, _train, tmp_path, tmp_path / "run", EVERY + 1)
 
     for outcome in outcomes:
         assert outcome.exit_code == 1
@@ -132,7 +132,7 @@ def _compare_sharded() -> None:
 
 
 def test_sharded_parameters_are_left_out_and_that_is_said_once(tmp_path: Path) -> None:
-    for outcome in start_ranks(2, _compare_sharded, tmp_path, timeout_seconds=40.0):
+    for outcome in start_ranks(2, _compare_sharded, tmp_path):
         assert outcome.output.count("9 of 12 parameters are sharded (FSDP, ZeRO-3)") == 1
         assert "step 3: weights differ between ranks in 1 of 3 parameters, first in lm_head.weight" in outcome.output
 

@@ -88,9 +88,7 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
     kv_residency: Residency, num_legs: int, kind: str, tmp_path: Path
 ) -> None:
     num_ranks = min(4, torch.cuda.device_count())
-    by_rank = run_ranks(
-        num_ranks, _errors, tmp_path, num_ranks, kv_residency, num_legs, kind, timeout_seconds=110.0, backend="nccl"
-    )
+    by_rank = run_ranks(num_ranks, _errors, tmp_path, num_ranks, kv_residency, num_legs, kind, backend="nccl")
 
     for errors in by_rank:
         for name, (error, allowed) in errors.items():
@@ -110,7 +108,7 @@ def test_fifty_repeats_are_bit_equal(kv_residency: Residency, num_legs: int, kin
     num_ranks = min(4, torch.cuda.device_count())
     arguments = num_ranks, kv_residency, num_legs, kind
 
-    equal = run_ranks(num_ranks, _equal_repeats, tmp_path, *arguments, timeout_seconds=110.0, backend="nccl")
+    equal = run_ranks(num_ranks, _equal_repeats, tmp_path, *arguments, backend="nccl")
 
     assert equal == [REPEATS] * num_ranks
 
@@ -136,9 +134,7 @@ def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, k
         "auto", Job("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM)
     )
     rounding = torch.finfo(torch.bfloat16).eps if isinstance(kernel, TorchVarlenKernel) else 0.0
-    by_rank = run_ranks(
-        num_ranks, _recomputed, tmp_path, num_ranks, num_legs, kind, timeout_seconds=110.0, backend="nccl"
-    )
+    by_rank = run_ranks(num_ranks, _recomputed, tmp_path, num_ranks, num_legs, kind, backend="nccl")
 
     for kept, fetched in by_rank:
         for now, before in zip(kept.numbers, fetched.numbers, strict=True):

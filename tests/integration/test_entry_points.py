@@ -26,8 +26,6 @@ from support.data import random_dataset
 from support.models import tiny_config
 
 
-pytestmark = pytest.mark.timeout(300)  # starting a process costs seconds: each imports torch and Transformers
-
 RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
 ACCELERATE_RECIPES = sorted(REPOSITORY.glob("recipes/accelerate/*.yaml"))
 EXAMPLES = sorted(REPOSITORY.glob("examples/*.py"))
@@ -39,7 +37,7 @@ LAUNCHERS = {
 
 
 def launch(launcher: list[str], *arguments: str | Path) -> str:
-    return run_command([SCRIPTS / launcher[0], *launcher[1:], *arguments], timeout_seconds=100.0)
+    return run_command([SCRIPTS / launcher[0], *launcher[1:], *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -221,5 +219,5 @@ def test_shell_script_is_executable_and_has_no_syntax_error(path: Path) -> None:
 
     assert text.startswith("#!/usr/bin/env bash\n")
     assert path.suffix == ".sbatch" or os.access(path, os.X_OK)
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+    subprocess.run(["bash", "-n", str(path)], check=True)
     assert re.search(r"^set -euo pipefail$", text, re.MULTILINE) or text.splitlines()[-1].startswith("exec ")

@@ -5,14 +5,17 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import distca_hf
+from distca_hf.comm.transport import TorchTransport
 from distca_hf.testing.faults import Fault, FaultTransport, fail
+from support.commands import HANG_SECONDS
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 
@@ -20,6 +23,9 @@ from support.models import tiny_model
 NUM_LAYERS = 2
 STEPS = 6
 CPU = torch.device("cpu")
+# Ranks that leave before such a deadline, and are not killed as hanging, did not wait for it.
+NEVER_SECONDS = 10 * HANG_SECONDS
+SHORT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Harm:
     batches: str = "placed"
 
     def fault(self, folder: Path) -> Fault:
-        """The harm as a fault of the rank's transport, which writes down when it happens."""
+        """The harm as a fault of the rank's transport, which writes down that it happens."""
         actions = {
             "raise": fail(ValueError("this batch is bad")),
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -48,10 +54,25 @@ class Harm:
         }
 
         def act() -> None:
-            (folder / "harmed").write_text(repr(time.time()))
+            (folder / "harmed").touch()
             actions[self.kind]()
 
-        return Fault(self._at(), act, "gather" if self.phase == "agreement" else "exchange")
+        return Fault(self._at(), act, self._of())
+
+    def wait_briefly(self, folder: Path, transport: TorchTransport) -> Fault:
+        """Another rank's share in a stop, as a fault of its transport that does no harm: a short deadline for what
+        the stopped rank does not take part in any more, and for nothing before."""
+
+        def act() -> None:
+            while not (folder / "harmed").exists():
+                time.sleep(0.01)
+            for group in transport._groups:
+                torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_SECONDS), group)
+
+        return Fault(self._at(), act, self._of())
+
+    def _of(self) -> Literal["exchange", "gather"]:
+        return "gather" if self.phase == "agreement" else "exchange"
 
     def _at(self) -> int:
         """Number of the gather, or of the layer's first exchange; received keys are kept until backward.
@@ -67,15 +88,19 @@ class Harm:
         return first + NUM_LAYERS * forward + (NUM_LAYERS - 1 - self.layer) * backward
 
 
-def train_until_harm(harm: Harm, folder: Path, timeout_seconds: float = 20.0) -> None:
-    """Trains with DDP and writes down every finished step and the time of the harm."""
+def train_until_harm(harm: Harm, folder: Path) -> None:
+    """Trains with DDP and writes down every finished step and the harm."""
     rank = torch.distributed.get_rank()
     plugin = distca_hf.DistCAPlugin(
-        tokens_per_rank=96, exchange_timeout_seconds=timeout_seconds, agreement_timeout_seconds=timeout_seconds
+        tokens_per_rank=96, exchange_timeout_seconds=NEVER_SECONDS, agreement_timeout_seconds=NEVER_SECONDS
     )
     transport = plugin.transport(CPU)
+    if harm.kind == "raise":
+        transport._rollcall._patience_seconds = NEVER_SECONDS  # the words are waited for, however slow the machine is
     if rank == harm.rank:
         plugin._transports[CPU] = FaultTransport(transport, [harm.fault(folder)])
+    elif harm.kind == "stop":
+        plugin._transports[CPU] = FaultTransport(transport, [harm.wait_briefly(folder, transport)])
     model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
     distca_hf.enable(model, plugin)
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -95,11 +120,6 @@ def _packs(rank: int) -> Iterator[dict[str, Any]]:
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     for _ in range(STEPS):
         yield {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
-
-
-def seconds_since_harm(folder: Path, ended: float) -> float:
-    """From the harm to the given wall-clock time."""
-    return ended - float((folder / "harmed").read_text())
 
 
 def finished_steps(folder: Path, rank: int) -> int:

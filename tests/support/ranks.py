@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.commands import HANG_SECONDS
+
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # What a Trainer, DeepSpeed and we import late would take seconds of every rank.
@@ -27,11 +30,11 @@ CONTEXT.set_forkserver_preload(
         "transformers.trainer",
         "datasets",
         "deepspeed",
+        "trl.trainer.sft_trainer",
         "distca_hf.integrations.trainer",
         "distca_hf.runtime.op",
     ]
 )
-GROUP_TIMEOUT_SECONDS = 20.0
 # A start asks every child of this process for its exit code, and an exit code can be read but once: runs in several
 # threads take turns.
 CHILDREN = threading.Lock()
@@ -45,14 +48,12 @@ class Outcome:
         exit_code: 0, or minus the signal that killed it.
         result: what its function returned; None if it did not return.
         output: the end of its standard output and error.
-        seconds: from its start to its end.
     """
 
     rank: int
     exit_code: int
     result: Any
     output: str
-    seconds: float
 
 
 def run_ranks(
@@ -60,11 +61,10 @@ def run_ranks(
     function: Callable[..., Any],
     folder: Path,
     *arguments: Any,
-    timeout_seconds: float = 60.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank."""
-    outcomes = start_ranks(world_size, function, folder, *arguments, timeout_seconds=timeout_seconds, backend=backend)
+    outcomes = start_ranks(world_size, function, folder, *arguments, backend=backend)
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed:
         raise AssertionError(
@@ -80,19 +80,18 @@ def start_ranks(
     function: Callable[..., Any],
     folder: Path,
     *arguments: Any,
-    timeout_seconds: float = 60.0,
     backend: str = "gloo",
     meanwhile: Callable[[list[Any]], None] | None = None,
     endless: frozenset[int] = frozenset(),
 ) -> list[Outcome]:
-    """Runs ranks to their end, whatever it is; kills what is left at the deadline.
+    """Runs ranks to their end, whatever it is; kills what hangs.
 
     Args:
         meanwhile: called with the processes once all are started, to do harm to them.
         endless: ranks that will not end by themselves, and are not waited for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    deadline = time.monotonic() + HANG_SECONDS
     # What the fork server has imported may have looked at the GPUs, which a forked process then cannot use.
     context = multiprocessing.get_context("spawn") if backend == "nccl" else CONTEXT
     processes = [
@@ -104,15 +103,12 @@ def start_ranks(
     for process in processes:
         with CHILDREN:
             process.start()
-    ended: dict[int, float] = {}
+    running = set(range(world_size)) - endless
     if meanwhile is not None:
         meanwhile(processes)
-    while len(ended.keys() | endless) < world_size and time.monotonic() - began < timeout_seconds:
-        running = [process.sentinel for rank, process in enumerate(processes) if rank not in ended]
-        wait(running, timeout=0.05)
-        for rank, process in enumerate(processes):
-            if rank not in ended and _exit_code(process) is not None:
-                ended[rank] = time.monotonic() - began
+    while running and time.monotonic() < deadline:
+        wait([processes[rank].sentinel for rank in running], timeout=deadline - time.monotonic())
+        running -= {rank for rank in running if _exit_code(processes[rank]) is not None}
     outcomes = []
     for rank, process in enumerate(processes):
         exit_code = _exit_code(process)
@@ -121,7 +117,7 @@ def start_ranks(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             wait([process.sentinel])
-            _log(folder, rank).open("a").write(f"\nkilled: still running after {timeout_seconds} s\n")
+            _log(folder, rank).open("a").write(f"\nkilled: still running after {HANG_SECONDS} s\n")
         result = folder / f"result-{rank}.pt"
         outcomes.append(
             Outcome(
@@ -129,7 +125,6 @@ def start_ranks(
                 exit_code=exit_code,
                 result=torch.load(result, weights_only=False) if result.is_file() else None,
                 output=_log(folder, rank).read_text(errors="replace")[-6000:] if _log(folder, rank).is_file() else "",
-                seconds=ended.get(rank, timeout_seconds),
             )
         )
     return outcomes
@@ -152,6 +147,7 @@ def _rank_main(
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage, and a collection would copy its pages
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -166,7 +162,7 @@ def _rank_main(
             store=dist.FileStore(f"{folder}/store", world_size),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+            timeout=datetime.timedelta(seconds=HANG_SECONDS),
         )
         result = function(*arguments)
         torch.save(result, Path(folder) / f"result-{rank}.pt")

@@ -242,9 +242,7 @@ def script(tmp_path: Path) -> Path:
 def launched(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python -m distca_hf.run` with the given arguments."""
     command = [sys.executable, "-m", "distca_hf.run", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=os.environ | environment
-    )
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=os.environ | environment)
 
 
 def test_script_runs_as_if_python_ran_it_with_everything_prepared(write: Write, script: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ LIST_HEAVY = f"import sys; print([name for name in {HEAVY} if name in sys.module
 
 def run_fresh(program: str) -> str:
     """What a program prints in a fresh interpreter, or the last line of its error."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 

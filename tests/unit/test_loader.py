@@ -22,12 +22,13 @@ from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.packing import contents
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import LoaderTimes
+from support.commands import HANG_SECONDS
 from support.data import random_dataset
 
 
 CAPACITY_TOKENS = 192
 IGNORED = -100
-KEYS = ["input_ids", "position_ids", "shift_labels", "labels", "distca_plan"]
+KEYS = ["input_ids", "position_ids", "labels", "shift_labels", "distca_plan"]
 Batch = dict[str, Any]
 
 
@@ -64,7 +65,7 @@ def rows_of(dataset: Dataset) -> list[tuple[int, ...]]:
 def test_batch_has_its_keys_in_order_as_int64_rows_on_the_device() -> None:
     """`input_ids` first: Accelerate takes the batch's size from the first key."""
     for batch in loader_of():
-        assert list(batch) == KEYS
+        assert [name for name in batch if name != "attention_mask"] == KEYS
         rows = batch["input_ids"].shape[1]
         assert [(batch[name].dtype, batch[name].shape) for name in KEYS[:-1]] == [(torch.int64, (1, rows))] * 4
         assert {batch[name].device.type for name in KEYS[:-1]} == {"cpu"}
@@ -494,19 +495,20 @@ def test_micro_batches_are_numbered_through_all_epochs() -> None:
 
 def test_ahead_makes_no_more_items_than_its_depth_before_they_are_wanted() -> None:
     made: list[int] = []
+    enough = threading.Event()
 
     def make() -> Iterator[int]:
         for number in range(100):
             made.append(number)
+            if number == 4:
+                enough.set()
             yield number
 
     items = iter(Ahead(make, depth=3, times=LoaderTimes()))
     assert made == []
     assert next(items) == 0
-    deadline = time.monotonic() + 5
-    while len(made) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
+    assert enough.wait(HANG_SECONDS)
+    time.sleep(0.05)  # time to go wrong
     assert made == [0, 1, 2, 3, 4]  # one handed out, three in the queue, one in the thread's hand
     items.close()
     assert background_threads() == []

@@ -321,7 +321,7 @@ def losses_with_a_plan(config: PreTrainedConfig, dataset: Dataset, num_ranks: in
         model = distca_hf.enable(models[transport.rank], DistCAPlugin(), LONGEST_TOKENS)
         return [model(**batch).loss.item() for batch in loader_of(dataset, transport)]
 
-    by_rank = run_ranks(num_ranks, run, timeout_seconds=20.0)
+    by_rank = run_ranks(num_ranks, run)
     return [sum(losses) / num_ranks for losses in zip(*by_rank, strict=True)]
 
 

@@ -226,7 +226,6 @@ def test_layout_does_not_depend_on_the_process() -> None:
             cwd=root,
             capture_output=True,
             text=True,
-            timeout=60,
             check=True,
         ).stdout
         for seed in ("0", "1", "4242")

@@ -271,7 +271,6 @@ def test_fingerprint_is_the_same_in_every_process() -> None:
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
-            timeout=60,
             check=True,
         ).stdout
         assert int(printed) == plan_in_place(example()).fingerprint

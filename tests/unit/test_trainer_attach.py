@@ -687,7 +687,6 @@ def test_saved_model_opens_where_distca_is_not(make: Callable[..., Trainer], tmp
         [sys.executable, "-c", READ_WITHOUT_DISTCA, str(tmp_path / "model"), str(tmp_path / "logits.pt")],
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 
