@@ -38,7 +38,7 @@ def main() -> None:
 
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=2048 // accelerator.num_processes)
     distca_hf.enable(model, plugin)
-    loader = plugin.dataloader(random_documents(400), seed=0)
+    loader = plugin.dataloader(random_documents(400), seed=0, model=model)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)

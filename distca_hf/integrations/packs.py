@@ -18,7 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.integrations.facts import shared_facts
-from distca_hf.integrations.mask import check_beginnings, offsets_of
+from distca_hf.integrations.local_documents import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
 from distca_hf.planning.moving import plan_by_moving
@@ -149,7 +149,8 @@ def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
     filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
     for name, values in batch.items():
         if isinstance(values, torch.Tensor) and values.ndim >= 2 and values.shape[1] == 0:
-            filled[name] = values.new_full((1, 1, *values.shape[2:]), -100 if name.endswith("labels") else 0)
+            number = -100 if name.endswith("labels") else int(name == "attention_mask")  # a mean over no token is NaN
+            filled[name] = values.new_full((1, 1, *values.shape[2:]), number)
     return filled
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from distca_hf.cost import IntArray
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.collate import RankRows, collate
 from distca_hf.packing.contents import Cut, cuts_of
@@ -42,15 +43,13 @@ class Prepared:
     """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps.
 
     Attributes:
+        columns: `[1, rows]` tensors by the names that models know them by.
         documents_checksum: of the documents that form the micro-batch.
         cuts: cuts of documents beside this rank's segments.
     """
 
     cursor: Cursor
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
-    shift_labels: torch.Tensor
+    columns: dict[str, torch.Tensor]
     maps: HostPlanMaps
     facts: PlanFacts
     fingerprint: int
@@ -88,13 +87,9 @@ class Preparer:
         maps = HostPlanMaps.prepare(plan, self.rank, self.planner.config.num_legs(num_ranks), transfers, pin)
         facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, num_ranks).rank_work)
         rows = collate(plan.layout, self.rank, documents, self.source)
-        input_ids, position_ids, labels, shift_labels = _host_tensors(rows, pin)
         return Prepared(
             cursor=cursor,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            labels=labels,
-            shift_labels=shift_labels,
+            columns=_host_tensors(rows, pin),
             maps=maps,
             facts=facts,
             fingerprint=plan.fingerprint,
@@ -105,8 +100,8 @@ class Preparer:
         )
 
 
-def _host_tensors(rows: RankRows, pin: bool) -> list[torch.Tensor]:
-    """Input ids, position ids, labels and shifted labels as `[1, rows]`."""
-    arrays = (rows.input_ids, rows.position_ids, rows.labels, rows.shift_labels)
-    tensors = [torch.from_numpy(array).unsqueeze(0) for array in arrays]
-    return [tensor.pin_memory() for tensor in tensors] if pin else tensors
+def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
+    """Returns the arrays as `[1, rows]` tensors by name, without the mask if there is none."""
+    arrays: dict[str, IntArray | None] = vars(rows)
+    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items() if array is not None}
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors

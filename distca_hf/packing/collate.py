@@ -16,19 +16,22 @@ PADDING_TOKEN = 0
 
 @dataclass(frozen=True)
 class RankRows:
-    """What one rank feeds its model: four int64 arrays of `[rows]`.
+    """What one rank feeds its model: int64 arrays of `[rows]`.
 
     Attributes:
         input_ids: tokens; `PADDING_TOKEN` in padding rows.
         position_ids: position inside the document; 0 in padding rows, each of which is a document of its own.
         labels: not shifted; -100 at the first token of each document and in padding rows.
         shift_labels: label of the next token of the same document; -100 at document ends and in padding rows.
+        attention_mask: 1 for tokens, 0 in padding rows: load-balancing losses and token metrics leave these out. The
+            first row of a rank without tokens is 1, because a mean over no tokens is NaN. None if no rank has padding.
     """
 
     input_ids: IntArray
     position_ids: IntArray
     labels: IntArray
     shift_labels: IntArray
+    attention_mask: IntArray | None
 
     @property
     def num_labels(self) -> int:
@@ -56,7 +59,10 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
         position_ids[at] = np.arange(start, stop)
         labels[at] = tokens.labels
         shift_labels[at] = tokens.shift_labels
-    return RankRows(input_ids, position_ids, labels, shift_labels)
+    attention_mask = None
+    if layout.padding_rows.any():
+        attention_mask = (np.arange(rows) < max(row, 1)).astype(np.int64)
+    return RankRows(input_ids, position_ids, labels, shift_labels, attention_mask)
 
 
 def pad_rows(layout: Layout, multiple: int, most_rows: int) -> Layout:

@@ -1,8 +1,8 @@
 """The operator: core attention as one `torch.library` operator with an explicit backward.
 
 Its name holds `flash_attn`, and its log-sum-exp is an output: selective activation checkpointing (torch's own, and
-TRL's by name) then saves both, and recomputation neither exchanges nor attends again. Its shapes depend on local rows
-alone, so that `torch.compile` traces it without a graph break.
+TRL's by name) then saves both, and recomputation neither exchanges nor attends again. How many rows are kept is an
+`unknown_size`, so that `torch.compile` traces it without a graph break.
 
 Shape legend in `kernels.interface`.
 """
@@ -16,6 +16,7 @@ from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.define_op import define_op
 from distca_hf.runtime.plans import LivePlan, find_plan
 from distca_hf.runtime.residency import Kept, waits_for_recomputation
+from distca_hf.runtime.unknown_size import unknown_size
 from distca_hf.runtime.waiting import current_scope
 
 
@@ -43,10 +44,9 @@ def _flash_attn(
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int) -> Outputs:
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
-    new_size = torch.library.get_ctx().new_dynamic_size
 
     def some(like: torch.Tensor, dimensions: int) -> torch.Tensor:
-        return like.new_empty([new_size() for _ in range(dimensions)])
+        return like.new_empty([unknown_size() for _ in range(dimensions)])
 
     return out, lse, some(k_TGH, 2), some(q_TNH, 3), some(q_TNH, 3), some(lse, 2)
 

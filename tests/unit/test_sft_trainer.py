@@ -48,6 +48,16 @@ def test_trains_on_all_documents(tmp_path: Path) -> None:
     assert all(0 < log["loss"] < 10 for log in trainer.state.log_history if "loss" in log)
 
 
+def test_token_metric_leaves_padding_out(tmp_path: Path) -> None:
+    dataset = random_dataset(20, lengths=LENGTHS)
+    trainer = make(dataset, tmp_path, max_length=150)
+    distca_hf.DistCAPlugin(tokens_per_rank=4096, pad_to_multiple_of=4096).attach(trainer)
+    trainer.train()
+
+    counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    assert counted[0] == sum(len(row) for row in dataset["input_ids"])
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
