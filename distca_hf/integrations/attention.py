@@ -7,13 +7,12 @@ batch) alone.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
-from distca_hf.integrations.mask import PackedRows, PaddedRows, RowMask, check_beginnings, offsets_of
-from distca_hf.layout import check_cu_seqlens
+from distca_hf.integrations.local_documents import Documents, documents_at, given_documents, whole_rows
+from distca_hf.integrations.mask import RowMask
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
@@ -49,7 +48,7 @@ class LocalSettings(NamedTuple):
 
     kernel: str = "auto"
     deterministic: bool = False
-    number: int = 0
+    layer: torch.Tensor | None = None
 
 
 def distca_attention(
@@ -82,11 +81,12 @@ def distca_attention(
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
-    padded = attention_mask if isinstance(attention_mask, PaddedRows) else None
-    packed = attention_mask if isinstance(attention_mask, PackedRows) else None
-    refused = _asked_for(attention_mask=attention_mask if padded is None and packed is None else None, **kwargs)
+    mask = attention_mask if isinstance(attention_mask, RowMask) else None
+    refused = _asked_for(attention_mask=attention_mask if mask is None else None, **kwargs)
     if refused or dropout or is_causal is False or getattr(module, "is_causal", True) is False:
         _refuse(module, refused, dropout, is_causal)
+    if mask is not None:
+        _check_mask(module, mask, query, key)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     if distca_plan is not None:
@@ -96,43 +96,58 @@ def distca_attention(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        if not torch.compiler.is_compiling():
-            distca_plan.forward_pass.note_layer(enabled.number)
-        _check_window(module, sliding_window, distca_plan.facts.longest_document_tokens)
+        _check_windows(module, sliding_window, mask, distca_plan.facts.longest_document_tokens)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
-        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle)
+        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, enabled.layer)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
-    settings: LocalSettings = getattr(module, ENABLED, LocalSettings())
-    if padded is not None:
-        _check_window(module, sliding_window, padded.keys[2])
-        return _attend_padded(query, key, value, padded, scale, settings), None
-    queries, keys, longest_q, longest_k = (
-        _offset_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
-        if cu_seq_lens_q is not None
-        else _local_documents(query, key, position_ids, packed)
-    )
-    _check_window(module, sliding_window, longest_k)
-    how = queries, keys, longest_q, longest_k, scale, settings.kernel, settings.deterministic
-    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), *how)
-    return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
+    documents = _local_documents(query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    _check_windows(module, sliding_window, mask, documents.longest_keys)
+    return _attend_locally(query, key, value, documents, scale, getattr(module, ENABLED, LocalSettings())), None
 
 
-def _attend_padded(
+def _local_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: RowMask | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+    cu_seq_lens_k: torch.Tensor | None,
+) -> Documents:
+    """Returns what, in this order, `cu_seq_lens_q`, the mask and the rows of the batch say."""
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    if cu_seq_lens_q is not None:
+        return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch * queries, batch * keys, query.device)
+    if mask is not None:
+        return mask.documents(position_ids)
+    if queries == keys > 1 and position_ids is not None and position_ids.ndim == 2:
+        if position_ids.shape[-1] != queries:
+            raise PackingError(f"position_ids has {position_ids.shape[-1]} positions for {queries} tokens")
+        return documents_at(position_ids.expand(batch, queries))
+    return whole_rows(batch, queries, keys, query.device)
+
+
+def _attend_locally(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    padded: PaddedRows,
+    documents: Documents,
     scale: float,
     settings: LocalSettings,
 ) -> torch.Tensor:
     """`[B, T, N, V]`, zero where there is padding."""
-    (query_rows, queries, longest_q), (key_rows, keys, longest_k) = padded.queries, padded.keys
-    q_TNH = _rows(query).index_select(0, query_rows)
-    k_SGH, v_SGV = (_rows(x).index_select(0, key_rows) for x in (key, value))
-    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, queries, keys, longest_q, longest_k, scale, *settings[:2])
-    shape = query.shape[0], query.shape[2], *out_TNV.shape[1:]
-    return out_TNV.new_zeros((shape[0] * shape[1], *shape[2:])).index_copy(0, query_rows, out_TNV).view(shape)
+    q_TNH, k_SGH, v_SGV = _rows(query), _rows(key), _rows(value)
+    *spans, query_rows, key_rows = documents
+    if key_rows is not None:
+        k_SGH, v_SGV = k_SGH.index_select(0, key_rows), v_SGV.index_select(0, key_rows)
+    if query_rows is not None:
+        q_TNH = q_TNH.index_select(0, query_rows)
+    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, *spans, scale, settings.kernel, settings.deterministic)
+    batch, _, queries, _ = query.shape
+    if query_rows is not None:
+        out_TNV = out_TNV.new_zeros((batch * queries, *out_TNV.shape[1:])).index_copy(0, query_rows, out_TNV)
+    return out_TNV.unflatten(0, (batch, queries))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +165,7 @@ def _asked_for(**keywords: Any) -> dict[str, Any]:
 
 
 def _refuse(module: nn.Module, refused: dict[str, Any], dropout: float, is_causal: bool | None) -> None:
-    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    layer = _name(module)
     if "attention_mask" in refused:
         raise UnsupportedAttentionError(
             f"{layer}: got a padding or custom attention mask of shape {tuple(refused['attention_mask'].shape)}; "
@@ -177,14 +192,30 @@ def _short(given: Any) -> str:
     return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
 
 
-def _check_window(module: nn.Module, sliding_window: int | None, longest_tokens: int) -> None:
-    """A window as long as every document changes nothing; a shorter one is not computed."""
-    if sliding_window is not None and sliding_window < longest_tokens:
+def _check_mask(module: nn.Module, mask: RowMask, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Refuses a mask that is not causal, or was made for other queries and keys."""
+    if mask.refusal is not None:
+        raise UnsupportedAttentionError(f"{_name(module)}: {mask.refusal}")
+    if mask.shape[2:] != (query.shape[2], key.shape[2]):
         raise UnsupportedAttentionError(
-            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: sliding window {sliding_window} "
-            f"is shorter than a document of {longest_tokens} tokens, and windows are not computed; split documents "
-            "at the window, or disable it in the config"
+            f"{_name(module)}: has {query.shape[2]} queries and {key.shape[2]} keys per row, but the model made its "
+            f"mask for {mask.shape[2]} and {mask.shape[3]}; load it with another attn_implementation"
         )
+
+
+def _check_windows(module: nn.Module, sliding_window: int | None, mask: RowMask | None, longest_tokens: int) -> None:
+    """A window as long as every document changes nothing; a shorter one is not computed. Some models say theirs to
+    the layer, some in the mask alone."""
+    for window in (sliding_window, None if mask is None else mask.window_tokens):
+        if window is not None and window < longest_tokens:
+            raise UnsupportedAttentionError(
+                f"{_name(module)}: sliding window {window} is shorter than a document of {longest_tokens} tokens, and "
+                "windows are not computed; split documents at the window, or disable it in the config"
+            )
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
 def _one_dtype(
@@ -198,54 +229,6 @@ def _one_dtype(
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     raise UnsupportedAttentionError(
-        f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: queries, keys and values are "
+        f"{_name(module)}: queries, keys and values are "
         f"{query.dtype}, {key.dtype} and {value.dtype}; load the model in one dtype, or train under autocast"
     )
-
-
-def _offset_documents(
-    query: torch.Tensor, key: torch.Tensor, cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Offsets and longest lengths of queries and keys, as somebody else packed them."""
-    offsets, longest, tokens = [], [], []
-    for given, x in ((cu_seq_lens_q, query), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, key)):
-        offsets.append(given.to(device=x.device, dtype=torch.int32).flatten())
-        lengths = check_cu_seqlens(offsets[-1].cpu().numpy(), x.shape[0] * x.shape[2])
-        longest.append(int(lengths.max(initial=0)))
-        tokens.append(lengths)
-    if len(offsets[0]) != len(offsets[1]):
-        raise PackingError(
-            f"cu_seq_lens_q holds {len(offsets[0]) - 1} documents, cu_seq_lens_k {len(offsets[1]) - 1}; give the same "
-            "documents for queries and keys"
-        )
-    short = np.flatnonzero(tokens[0] > tokens[1])
-    if len(short):
-        document = int(short[0])
-        raise PackingError(
-            f"document {document} has {tokens[0][document]} queries (cu_seq_lens_q) but {tokens[1][document]} keys "
-            "(cu_seq_lens_k): its first queries could attend to nothing; give at least as many keys"
-        )
-    return offsets[0], offsets[1], longest[0], longest[1]
-
-
-def _local_documents(
-    query: torch.Tensor, key: torch.Tensor, position_ids: torch.Tensor | None, packed: PackedRows | None
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Offsets and longest lengths of queries and keys: packed documents, or one document per row of the batch."""
-    batch, _, rows, _ = query.shape
-    key_rows = key.shape[2]
-    device = query.device
-    if packed is not None:
-        offsets, longest = packed.documents_at(position_ids)
-        return offsets, offsets, longest, longest
-    if rows == key_rows and rows > 1 and position_ids is not None and position_ids.ndim == 2:
-        if position_ids.shape[-1] != rows:
-            raise PackingError(f"position_ids has {position_ids.shape[-1]} positions for {rows} tokens")
-        begins = torch.ones((batch, rows), dtype=torch.bool, device=device)
-        begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        check_beginnings(position_ids.expand(batch, rows)[begins])
-        offsets, longest = offsets_of(begins)
-        return offsets, offsets, longest, longest
-    queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
-    keys = torch.arange(0, (batch + 1) * key_rows, key_rows, dtype=torch.int32, device=device)
-    return queries, keys, rows, key_rows

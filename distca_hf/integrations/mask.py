@@ -1,23 +1,65 @@
-"""The mask function behind "distca": instead of building a mask, it finds out which documents there are.
+"""The mask function behind "distca": instead of building a mask, it keeps all that a mask would depend on.
 
-Transformers calls it once per forward pass (and kind of layer), with everything the mask would depend on. What cannot
-be said as causal documents is refused here or, with the layer's name, in the attention function.
+Transformers calls it once per forward pass (and kind of layer). Layers of a batch with a plan ask it for nothing but
+what it refuses; where a batch is attended to locally, the first layer finds out which documents there are.
 """
 
+import sys
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.local_documents import (
+    Documents,
+    check_goes_on,
+    documents_at,
+    offsets_of,
+    padded_rows,
+    whole_rows,
+)
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
+# Names of Transformers' mask functions that are causal: the plain one, and one that leaves out more (windows, packed
+# documents). A function that lets more be seen (blocks, images) is an `or_mask`.
+CAUSAL_MASKS = frozenset({"causal_mask_function", "and_mask"})
 
 
 class RowMask:
-    """Stands in for an attention mask. Nothing is computed until a layer asks: with a plan none does."""
+    """Stands in for an attention mask. Nothing is computed until a layer asks: with a plan none does.
+
+    Args:
+        shape: of the mask that it stands for, `[B, 1, T, S]`.
+        q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
+        padding: bool, False where a place of a row is padding; None if no mask was given.
+        positions: of the queries, where Transformers was given them; None if nobody has seen them.
+        packed: a function that lets a token see the one before it if both are of one document; None if there is none.
+        window_tokens: how many keys a query sees at most; None if all of its document.
+        refusal: why the mask cannot be said as causal documents; None if it can.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int = 0,
+        padding: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        packed: MaskFunction | None = None,
+        window_tokens: int | None = None,
+        refusal: str | None = None,
+    ) -> None:
+        self.shape, self.window_tokens, self.refusal = shape, window_tokens, refusal
+        self._device, self._q_offset, self._kv_offset = device, q_offset, kv_offset
+        self._padding, self._positions, self._packed = padding, positions, packed
+        self._compiled = torch.compiler.is_compiling()
+        self._documents: Documents | None = None
+        self._documents_at: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,90 +75,75 @@ class RowMask:
             "instead of attending through distca; it would see tokens it must not see, and no step was taken"
         )
 
+    def contiguous(self) -> "RowMask":
+        """Returns itself: `generate` asks, where it makes the mask of a static cache."""
+        return self
 
-class PaddedRows(RowMask):
-    """Rows that are padded: each is one document, of the tokens whose mask is set."""
+    def documents(self, position_ids: torch.Tensor | None) -> Documents:
+        """Returns the documents that a layer attends to, found once for all layers.
 
-    def __init__(self, mask: torch.Tensor, q_length: int) -> None:
-        self.shape = tuple(mask.shape)
-        self._mask = mask
-        self._q_length = q_length
-
-    @cached_property
-    def queries(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Rows that are tokens, offsets of the documents (int32) and their longest length: of the queries."""
-        return _unpadded(self._mask[:, -self._q_length :])
-
-    @cached_property
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """The same of the keys."""
-        return _unpadded(self._mask)
-
-
-def _unpadded(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    lengths = mask.sum(dim=1, dtype=torch.int32)
-    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return mask.flatten().nonzero().flatten(), offsets, int(lengths.max())
-
-
-class PackedRows(RowMask):
-    """Rows that hold several documents."""
-
-    def __init__(self, mask_function: MaskFunction, batch_size: int, rows: int, device: torch.device) -> None:
-        self._mask_function = mask_function
-        self._shape = batch_size, rows
-        self._device = device
-        self._beginnings_checked = False
-
-    @cached_property
-    def documents(self) -> tuple[torch.Tensor, int]:
-        """Offsets of the documents, rows of the batch one after the other (int32), and the longest length.
+        Args:
+            position_ids: positions that the layer was given. They count only if nobody else has seen any.
 
         Raises:
-            UnsupportedAttentionError: some token attends to a later one.
+            PackingError: a document does not begin at position 0, or a mask or positions do not fit the tokens.
+            UnsupportedAttentionError: nothing says whether rows hold several documents.
         """
-        batch_size, rows = self._shape
-        row = torch.arange(batch_size, device=self._device)[:, None]
-        query = torch.arange(1, rows, device=self._device)[None, :]
-        if self._mask_function(row, 0, query - 1, query).any():
-            raise UnsupportedAttentionError(
-                "the model's mask lets some tokens attend to later ones; distca computes causal attention only"
+        given = position_ids if self._positions is None and self._packed is None else None
+        if self._documents is None or self._documents_at is not given:
+            self._documents, self._documents_at = self._find(given), given
+        return self._documents
+
+    def _find(self, position_ids: torch.Tensor | None) -> Documents:
+        batch_size, _, queries, keys = self.shape
+        positions = position_ids if self._positions is None else self._positions
+        tokens = self._tokens()
+        query_tokens = None if tokens is None else tokens[:, self._first_query() :][:, :queries]
+        if queries > 1 and positions is not None and positions.ndim == 2:
+            if positions.shape[-1] != queries:
+                raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
+            positions = positions.expand(batch_size, queries)
+            if self._q_offset == 0:
+                return documents_at(positions, tokens)
+            check_goes_on(positions, query_tokens)
+        elif self._packed is not None:
+            row, query = (
+                torch.arange(batch_size, device=self._device)[:, None],
+                torch.arange(1, queries, device=self._device),
             )
-        goes_on = self._mask_function(row, 0, query, query - 1).expand(batch_size, rows - 1)
-        begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
-        return offsets_of(begins)
+            goes_on = self._packed(row, 0, query, query - 1).expand(batch_size, queries - 1)
+            offsets, longest = offsets_of(torch.nn.functional.pad(~goes_on, (1, 0), value=True))
+            return Documents(offsets, offsets, longest, longest)
+        elif queries > 1 and self._compiled and self._q_offset == 0:
+            raise UnsupportedAttentionError(
+                "layers were given no position_ids, and compiled with a cache or a mask nobody has seen any: rows may "
+                "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
+            )
+        if tokens is None or query_tokens is None:
+            return whole_rows(batch_size, queries, keys, self._device)
+        return padded_rows(query_tokens, tokens)
 
-    def documents_at(self, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """The same, for tokens at these positions.
+    def _first_query(self) -> int:
+        """Returns the key at which the first query stands."""
+        return int(self._q_offset) - self._kv_offset
 
-        Raises:
-            PackingError: a document does not begin at position 0.
-        """
-        offsets, longest = self.documents
-        if position_ids is not None and position_ids.ndim == 2 and not self._beginnings_checked:
-            check_beginnings(position_ids.expand(self._shape).flatten()[offsets[:-1]])
-            self._beginnings_checked = True
-        return offsets, longest
-
-
-def check_beginnings(positions: torch.Tensor) -> None:
-    """Refuses documents that do not begin at position 0: they are parts of documents that were cut.
-
-    Raises:
-        PackingError: names the position.
-    """
-    if positions.any():
-        raise PackingError(
-            f"position_ids begin a document at position {int(positions.max())} instead of 0: part of it is missing. A "
-            "batch of plugin.dataloader must be passed on with its distca_plan"
-        )
-
-
-def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Offsets (int32) and longest length of documents, from bool `[B, T]` that is True where one begins."""
-    starts = begins.flatten().nonzero().flatten()
-    offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
-    return offsets, int(offsets.diff().max())
+    def _tokens(self) -> torch.Tensor | None:
+        """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens."""
+        batch_size, _, queries, keys = self.shape
+        filled, end = self._q_offset + queries, self._kv_offset + keys
+        if self._padding is None and isinstance(filled, int) and filled >= end:
+            return None
+        tokens = (torch.arange(self._kv_offset, end, device=self._device) < filled).expand(batch_size, keys)
+        if self._padding is not None:
+            places = self._padding.shape[1]
+            if places < filled:
+                raise PackingError(
+                    f"attention_mask has {places} places in a row for {int(filled)} tokens; give one per token, also "
+                    "for tokens whose keys are in the cache"
+                )
+            padding = torch.nn.functional.pad(self._padding.bool(), (0, max(0, end - places)))
+            tokens = tokens & padding[:, self._kv_offset : end]
+        return None if tokens.all() else tokens
 
 
 def document_mask(
@@ -126,38 +153,60 @@ def document_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | RowMask | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    local_size: int | None = None,
     **kwargs: Any,
-) -> torch.Tensor | RowMask | None:
+) -> RowMask | None:
     """What layers get as their attention mask; `transformers.AttentionMaskInterface` gives the arguments.
 
-    Returns:
-        None if every row is one causal document; `PackedRows` if positions restart inside of rows; `PaddedRows` if
-        there is padding.
+    Args:
+        local_size: how many tokens a window or a chunk holds.
+        kwargs: for a mask that is not causal they hold `allow_is_bidirectional_skip`.
 
-    Raises:
-        UnsupportedAttentionError: a cache with free places, or a mask of the model's own.
+    Returns:
+        None if a row has one query, which sees all keys.
     """
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        if attention_mask.shape[1] != kv_length:
-            return attention_mask
-        if not attention_mask.all():
-            return PaddedRows(attention_mask.bool(), q_length)
-    if use_vmap:
-        raise UnsupportedAttentionError(
+    if isinstance(attention_mask, RowMask):  # made by `generate`, and given to the model
+        return attention_mask
+    name = getattr(mask_function, "__name__", "causal_mask_function")
+    refusal = None
+    if "allow_is_bidirectional_skip" in kwargs:
+        refusal = "its mask lets tokens attend to later ones; distca computes causal attention only"
+    elif use_vmap or name not in CAUSAL_MASKS:
+        refusal = (
             "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
             "does not compute; load it with another attn_implementation"
         )
-    if kv_offset + kv_length > q_offset + q_length:
-        raise UnsupportedAttentionError(
-            f"the cache hands over {kv_length} places of keys, of which {int(q_offset) + q_length - kv_offset} are "
-            'filled; static caches are not computed, use the default cache (cache_implementation="dynamic")'
-        )
-    packed = not allow_is_causal_skip and q_length == kv_length and q_length > 1 and mask_function is not None
-    if packed and not torch.compiler.is_compiling():
-        return PackedRows(mask_function, batch_size, q_length, torch.device(device))  # type: ignore[arg-type]
-    return None
+    if isinstance(q_offset, torch.Tensor):  # a static cache counts on in it
+        q_offset = q_offset.clone()
+    filled = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
+    if q_length == 1 and filled and attention_mask is None and refusal is None and local_size is None:
+        return None
+    # Transformers finds packed documents where there is neither a mask nor a cache.
+    packed = name == "and_mask" and attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1
+    return RowMask(
+        (batch_size, 1, q_length, kv_length),
+        torch.device(device),
+        q_offset,
+        kv_offset,
+        padding=attention_mask,
+        positions=_positions_of_caller(),
+        packed=mask_function if packed else None,
+        window_tokens=local_size,
+        refusal=refusal,
+    )
+
+
+def _positions_of_caller() -> torch.Tensor | None:
+    """Returns `position_ids` of Transformers' function that asks for a mask. It reads documents in them, but not where
+    there is a cache or a mask, and does not hand them on; some models give them to no layer either."""
+    if torch.compiler.is_compiling():
+        return None
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") != "transformers.masking_utils":
+        return None
+    positions: torch.Tensor | None = caller.f_locals.get("position_ids")
+    return positions

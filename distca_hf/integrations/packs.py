@@ -18,7 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.integrations.facts import shared_facts
-from distca_hf.integrations.mask import check_beginnings, offsets_of
+from distca_hf.integrations.local_documents import check_beginnings, offsets_of
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
 from distca_hf.planning.moving import plan_by_moving

@@ -197,6 +197,9 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     "model config": (_set_config(hidden_act="relu"), "config.hidden_act is"),
     "checkpointing that saves attention": (_checkpoint, None),
 }
+LATER = ("later", "compiled")
+# Found out by the layers' own calls.
+OF_CALLS = ["layer order", "layer count", "dtype", "frozen layers"]
 RECOMPUTING = {"checkpointed_attention": "recompute", "kv_residency": "refetch"}
 WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
     "checkpointing": (_checkpoint, "layers saved at the same time is 3 on {others}, 1 on rank 1"),
@@ -215,23 +218,31 @@ def _training(settings: dict[str, Any]) -> Training:
 
 def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
     """Trains; writes down the number of finished steps. Returns losses, mean over ranks."""
-    changes = {"first": FROM_THE_BEGINNING, "later": AFTER_THE_FIRST_STEP, "recomputed": WITH_RECOMPUTATION}[group]
+    changes = {
+        "first": FROM_THE_BEGINNING,
+        "later": AFTER_THE_FIRST_STEP,
+        "compiled": AFTER_THE_FIRST_STEP,
+        "recomputed": WITH_RECOMPUTATION,
+    }[group]
     change, rank = changes[name][0], dist.get_rank()
     training = _training(RECOMPUTING if group == "recomputed" else {})
     if name == "tokens that no sample sees":
         contents.MOST_DOCUMENTS = 1
     if name == "embeddings of another module":
         _freeze(training)
-    if group != "later" and rank == DIFFERENT:
+    if group not in LATER and rank == DIFFERENT:
         change(training)
     training.plugin = distca_hf.DistCAPlugin(**training.settings)
     dataset = Dataset.from_dict(training.columns)
     placed = training.plugin.dataloader(dataset, seed=1, shuffle=training.shuffle) if batches == "placed" else None
     distca_hf.enable(training.model, training.plugin)
+    if group == "compiled":
+        for layer in training.model.model.layers:
+            layer.compile(backend="eager")
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     losses = []
     for step, batch in zip(range(STEPS), placed if placed is not None else _packs(dataset, rank), strict=False):
-        if step == 1 and group == "later" and rank == DIFFERENT:
+        if step == 1 and group in LATER and rank == DIFFERENT:
             change(training)
         with _autocast(training.autocast):
             loss = training.model(**_embedded(training, batch)).loss
@@ -267,7 +278,7 @@ def _embedded(training: Training, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(tmp_path: Path, group: str, name: str, words: str | None, batches: str) -> None:
-    done = 1 if group == "later" else 0
+    done = 1 if group in LATER else 0
     world_size = WORLDS[len(name) % len(WORLDS)]  # any of them, the same in every run
     outcomes = start_ranks(world_size, _run, tmp_path, tmp_path, group, name, batches)
     if words is None:
@@ -296,6 +307,11 @@ def test_rank_that_differs_from_the_beginning_takes_no_step(name: str, tmp_path:
 @pytest.mark.parametrize("name", AFTER_THE_FIRST_STEP)
 def test_rank_that_differs_after_the_first_step_takes_no_other(name: str, tmp_path: Path) -> None:
     _check(tmp_path, "later", name, AFTER_THE_FIRST_STEP[name][1], "placed")
+
+
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_rank_whose_compiled_layers_differ_takes_no_other_step(name: str, tmp_path: Path) -> None:
+    _check(tmp_path, "compiled", name, AFTER_THE_FIRST_STEP[name][1], "placed")
 
 
 @pytest.mark.parametrize("name", WITH_RECOMPUTATION)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from support.commands import SCRIPTS, run_command
+from support.scripts import run_script
 
 
 CONFIG = {
@@ -20,9 +20,8 @@ CONFIG = {
 def test_every_way_runs_all_its_steps(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2", "scripts/bench_memory.py"]
     steps = ["--tokens-per-rank", "256", "--longest", "400", "--steps", "2", "--parts", "2"]
-    printed = run_command([*launch, "--device", "cpu", "--config", str(config), *steps])
+    printed = run_script(2, tmp_path, ["scripts/bench_memory.py", "--device", "cpu", "--config", config, *steps])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
 
     expected = [[way, part] for way in ("constant", "placed", "packs") for part in ("1 to 1", "2 to 2")]

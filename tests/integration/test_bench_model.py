@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from support.commands import REPOSITORY, SCRIPTS, run_command
+from support.commands import REPOSITORY
+from support.scripts import run_script
 
 
 CHUNKED = hasattr(nn, "LinearCrossEntropyOptions")
@@ -36,10 +37,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))
-    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS), "scripts/bench_model.py"]
     model = ["--device", "cpu", "--config", str(config), "--layers", "2", "--head", "chunked" if CHUNKED else "none"]
     documents = ["--documents", f"{LONGEST},4x64", "--rounds", str(ROUNDS), "--warmup", "1"]
-    printed = run_command([*launch, *model, *documents, "--out", str(out)])
+    printed = run_script(RANKS, tmp_path, ["scripts/bench_model.py", *model, *documents, "--out", out])
     modes = json.loads(out.read_text())["modes"]
 
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("| ")] == ["mode", "local", "placed"]

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from distca_hf.cost import causal_pairs
-from support.commands import REPOSITORY, SCRIPTS, run_command
+from support.commands import REPOSITORY
+from support.scripts import run_script
 
 
 MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "fixed")
@@ -33,10 +34,9 @@ def documents(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("bench_step_documents")
 
 
-def test_host_time_of_attention_calls_is_told_for_every_rank() -> None:
-    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS), "scripts/bench_host.py"]
+def test_host_time_of_attention_calls_is_told_for_every_rank(tmp_path: Path) -> None:
     size = ["--device", "cpu", "--documents", "64,24x8", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
-    printed = run_command([*launch, *size, "--head-dim", "8", "--repeats", "2"])
+    printed = run_script(RANKS, tmp_path, ["scripts/bench_host.py", *size, "--head-dim", "8", "--repeats", "2"])
 
     pattern = r"rank (\d), repeat (\d): (\d+) µs a call, (\d+) in (\d+) kernels, (\d+) beyond"
     told = {match[:2]: [int(number) for number in match[2:]] for match in re.findall(pattern, printed)}
@@ -50,11 +50,10 @@ def test_host_time_of_attention_calls_is_told_for_every_rank() -> None:
 def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
     config, out, traces = tmp_path / "config.json", tmp_path / "out.json", tmp_path / "traces"
     config.write_text(json.dumps(CONFIG))
-    launch = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS), "scripts/bench_step.py"]
     model = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--accumulation", str(MICRO_STEPS)]
     documents = ["--documents", f"{TOKENS},8x64", "--rounds", "1", "--warmup", "0"]
-    command = [*launch, *model, *documents, "--profile", str(traces), "--out", str(out)]
-    printed = run_command(command)
+    command = ["scripts/bench_step.py", *model, *documents, "--profile", traces, "--out", out]
+    printed = run_script(RANKS, tmp_path, command)
     facts = json.loads(out.read_text())
     modes = facts["modes"]
 

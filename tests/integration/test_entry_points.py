@@ -24,6 +24,7 @@ from distca_hf.integrations.launch import Recipe, find_recipe
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.data import random_dataset
 from support.models import tiny_config
+from support.scripts import run_script
 
 
 RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
@@ -100,11 +101,8 @@ def test_command_line_wins_over_the_recipe_and_the_model_is_saved(trained: dict[
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-6) for name in weights[0])
 
 
-def test_accelerate_loop_prints_the_same_losses_on_one_and_two_processes() -> None:
-    printed = [
-        run_command([SCRIPTS / "python", "examples/accelerate_loop.py"], ACCELERATE_USE_CPU="true"),
-        launch(TWO_PROCESSES, "examples/accelerate_loop.py"),
-    ]
+def test_accelerate_loop_prints_the_same_losses_on_one_and_two_processes(tmp_path: Path) -> None:
+    printed = [run_script(ranks, tmp_path / f"{ranks}", ["examples/accelerate_loop.py"]) for ranks in (1, 2)]
     steps = [re.findall(r"step (\d+): loss ([\d.]+), max/mean work ([\d., ]+)", text) for text in printed]
     one, two = ([float(loss) for _, loss, _ in by_step] for by_step in steps)
 
@@ -119,11 +117,8 @@ def test_quickstart_compares_two_trainings_and_writes_picture_and_model(tmp_path
     lengths = (10, 30, 200, 700, 1500, 3000, 9000)
     rows = [[(at * at + length) % 4096 for at in range(length)] for length in lengths for _ in range(2)]
     Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "data" / "dataset"))
-    printed = launch(
-        TWO_PROCESSES,
-        *["-m", "distca_hf.run", "--recipe", "recipes/train/quickstart.yaml", "examples/quickstart.py"],
-        *["--output", tmp_path, "--steps", "2"],
-    )
+    script = ["-m", "distca_hf.run", "--recipe", "recipes/train/quickstart.yaml", "examples/quickstart.py"]
+    printed = run_script(2, tmp_path, [*script, "--output", tmp_path, "--steps", "2"])
 
     assert "The same batches, trained twice" in printed
     (largest,) = re.findall(r"largest loss difference\W+([\d.e+-]+)", printed)

@@ -1,4 +1,4 @@
-"""Every example runs on two CPU processes as its docstring says."""
+"""Every example runs on two CPU processes as its docstring says; real launchers are in test_entry_points.py."""
 
 import math
 import re
@@ -8,7 +8,8 @@ from pathlib import Path
 from peft import PeftConfig
 from safetensors.torch import load_file
 
-from support.commands import REPOSITORY, SCRIPTS, run_command
+from support.commands import REPOSITORY
+from support.scripts import run_script
 
 
 EXAMPLES = REPOSITORY / "examples"
@@ -18,19 +19,24 @@ RUN_IN_TEST_ENTRY_POINTS = {"accelerate_loop", "train_causal_lm", "quickstart"}
 MODULES = {"python_sources"}
 
 
-def command_of(name: str) -> list[str]:
-    """The first launch line of an example's docstring."""
+def check_launch_line(name: str) -> None:
+    """The first launch line of an example's docstring is for two CPU processes and for this example."""
     (line, *_) = re.findall(r"^    (accelerate launch .*)$", (EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
-    words = shlex.split(line)
-    assert words[0] == "accelerate"
-    assert words[-1] == f"examples/{name}.py"
-    return [str(SCRIPTS / "accelerate"), *words[1:]]
+    *launch, config, example = shlex.split(line)
+
+    assert launch == ["accelerate", "launch", "--config_file"]
+    assert config == "recipes/accelerate/cpu_2proc.yaml"
+    assert example == f"examples/{name}.py"
 
 
-def run_example(command: list[str], folder: Path) -> str:
-    """Runs a launch line of the repository from another folder, so that what it writes is thrown away."""
-    there = [str(REPOSITORY / word) if (REPOSITORY / word).is_file() else word for word in command]
-    return run_command(there, cwd=folder)
+def run_example(name: str, folder: Path, *before: str) -> str:
+    """What an example prints on two ranks; it runs in another folder, so that what it writes is thrown away.
+
+    Args:
+        before: a script that runs the example.
+    """
+    check_launch_line(name)
+    return run_script(2, folder, [*before, f"examples/{name}.py"])
 
 
 def losses_of(printed: str) -> list[float]:
@@ -58,7 +64,7 @@ def test_every_example_is_run_somewhere() -> None:
 
 
 def test_sft_packing_keeps_the_packs(tmp_path: Path) -> None:
-    printed = run_example(command_of("sft_packing"), tmp_path)
+    printed = run_example("sft_packing", tmp_path)
 
     check_training(printed)
     before, after, sent = (metric_of(printed, name) for name in ("imbalance_before", "imbalance", "mbytes_sent_max"))
@@ -67,7 +73,7 @@ def test_sft_packing_keeps_the_packs(tmp_path: Path) -> None:
 
 
 def test_lora_saves_an_adapter(tmp_path: Path) -> None:
-    check_training(run_example(command_of("lora"), tmp_path))
+    check_training(run_example("lora", tmp_path))
 
     adapter = tmp_path / "lora_output"
     weights = load_file(adapter / "adapter_model.safetensors")
@@ -77,15 +83,14 @@ def test_lora_saves_an_adapter(tmp_path: Path) -> None:
 
 
 def test_deepspeed_says_that_it_runs_ddp_on_cpus(tmp_path: Path) -> None:
-    printed = run_example(command_of("deepspeed_zero3"), tmp_path)
+    printed = run_example("deepspeed_zero3", tmp_path)
 
     assert "distributed type: MULTI_CPU" in printed
     check_training(printed)
 
 
 def test_deepspeed_shards_where_accelerate_lets_it(tmp_path: Path) -> None:
-    *launch, example = command_of("deepspeed_zero3")
-    printed = run_example([*launch, SHARD_ON_CPU, example], tmp_path)
+    printed = run_example("deepspeed_zero3", tmp_path, SHARD_ON_CPU)
 
     assert "distributed type: DEEPSPEED" in printed
     check_training(printed)

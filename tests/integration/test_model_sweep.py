@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from distca_hf.integrations import attention
-from support.commands import REPOSITORY, run_command
+from support.commands import REPOSITORY
+from support.scripts import run_script
 
 
 PAGE = REPOSITORY / "docs" / "models.md"
@@ -49,7 +50,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
     out = tmp_path / "models.md"
-    run_command([sys.executable, "scripts/model_sweep.py", "--only", *SOME, "--out", out])
+    run_script(1, tmp_path, ["scripts/model_sweep.py", "--only", *SOME, "--out", out])
     page = out.read_text()
     found = rows(page)
 

@@ -16,6 +16,7 @@ from support.data import random_dataset
 from support.ranks import run_ranks
 from support.training import (
     DISTRIBUTED_TYPES,
+    MANY_STEPS,
     STEPS,
     Curve,
     assert_same_curve,
@@ -45,10 +46,11 @@ class Run:
     lora: bool = False
     sort_packs: bool = False
     kv_residency: str = "auto"
+    steps: int = STEPS
 
 
 def dataset() -> Dataset:
-    return random_dataset(200, lengths=LENGTHS)
+    return random_dataset(40, lengths=LENGTHS)
 
 
 def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
@@ -74,7 +76,7 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
 
     arguments = quiet_arguments(
         folder / "trainer",
-        max_steps=STEPS,
+        max_steps=run.steps,
         per_device_train_batch_size=GLOBAL_BATCH // run.world_size,
         gradient_accumulation_steps=run.accumulation,
         dataloader_drop_last=True,  # or ranks would repeat samples at the end of an epoch
@@ -89,16 +91,16 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
 
 
 RUNS = [
-    Run("collator", "callback", 2, "ddp", 1),
+    Run("collator", "callback", 2, "ddp", 1, steps=MANY_STEPS),
     Run("collator", "attach", 2, "fsdp2", 3, "fsdp", kv_residency="refetch"),
     Run("packed dataset", "attach", 2, "ddp", 3, "trl", kv_residency="refetch"),
-    Run("packed dataset", "callback", 2, "fsdp2", 1, "trl"),
+    Run("packed dataset", "callback", 2, "fsdp2", 1, "trl", steps=MANY_STEPS),
     Run("padding free", "attach", 4, "ddp", 1, "selective", kv_residency="keep"),
     Run("packed dataset", "attach", 2, "ddp", 3, sort_packs=True),
     Run("collator", "callback", 2, "zero1", 3, "selective", kv_residency="refetch"),
     Run("collator", "callback", 2, "zero2", 1, "reentrant", kv_residency="refetch"),
     Run("padding free", "callback", 2, "zero3", 1),
-    Run("packed dataset", "attach", 2, "zero3", 1, lora=True),
+    Run("packed dataset", "attach", 2, "zero3", 1, lora=True, steps=MANY_STEPS),
     Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
 ]
 
@@ -130,11 +132,14 @@ def test_losses_follow_one_process_sdpa(
 ) -> None:
     # Sorting chooses other packs for a step than Trainer would: then one process must sort, too.
     implementation, seam = ("distca", "attach") if run.sort_packs else ("sdpa", "none")
-    alone = Run(run.packs, seam, 1, "none", run.accumulation, lora=run.lora, sort_packs=run.sort_packs)
+    alone = Run(
+        run.packs, seam, 1, "none", run.accumulation, lora=run.lora, sort_packs=run.sort_packs, steps=run.steps
+    )
     if alone not in references:
         references[alone] = train(alone, folder, implementation)
     curve = run_ranks(run.world_size, train, tmp_path, run, folder)[0]
 
+    assert len(curve.losses) == run.steps
     assert curve.distributed_type == DISTRIBUTED_TYPES[run.wrap.rstrip("123")]
     assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
     assert_same_curve(curve, references[alone], record_property)

@@ -166,9 +166,11 @@ def _rank_main(
         )
         result = function(*arguments)
         torch.save(result, Path(folder) / f"result-{rank}.pt")
-        dist.barrier()
+        if dist.is_initialized():  # scripts end their group themselves
+            dist.barrier()
         sys.stdout.flush()
     except BaseException as error:
+        sys.stdout.flush()
         traceback.print_exc()
         sys.excepthook(type(error), error, error.__traceback__)  # as at the end of an ordinary script
         sys.stderr.flush()

@@ -1,0 +1,158 @@
+"""Documents of a batch that its own rank attends to: which rows of queries and keys belong to which."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distca_hf.errors import PackingError
+from distca_hf.layout import check_cu_seqlens
+
+
+class Documents(NamedTuple):
+    """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
+
+    Attributes:
+        queries, keys: `[documents + 1]` offsets, int32.
+        longest_queries, longest_keys: longest lengths.
+        query_rows, key_rows: rows of the batch that are tokens, one row of the batch after the other; None if all are.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_queries: int
+    longest_keys: int
+    query_rows: torch.Tensor | None = None
+    key_rows: torch.Tensor | None = None
+
+
+def whole_rows(batch_size: int, queries: int, keys: int, device: torch.device) -> Documents:
+    """Returns every row of the batch as one document."""
+    offsets = [
+        torch.arange(0, (batch_size + 1) * rows, rows, dtype=torch.int32, device=device) for rows in (queries, keys)
+    ]
+    return Documents(offsets[0], offsets[1], queries, keys)
+
+
+def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documents:
+    """Returns every row of the batch as one document of its tokens.
+
+    Args:
+        query_tokens, key_tokens: bool `[B, T]` and `[B, S]`, True where there is a token.
+    """
+    offsets, longest, rows = [], [], []
+    for tokens in (query_tokens, key_tokens):
+        lengths = tokens.sum(dim=1, dtype=torch.int32)
+        offsets.append(torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
+        longest.append(int(lengths.max()))
+        rows.append(tokens.flatten().nonzero().flatten())
+    return Documents(offsets[0], offsets[1], longest[0], longest[1], rows[0], rows[1])
+
+
+def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) -> Documents:
+    """Returns documents that begin with every row of the batch, and where positions restart.
+
+    Args:
+        positions: `[B, T]`.
+        tokens: bool `[B, S]`, True where a key is a token; places behind the queries are free. None if all are tokens.
+
+    Raises:
+        PackingError: a document does not begin at position 0.
+    """
+    if tokens is None:
+        begins = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        check_beginnings(positions[begins])
+        offsets, longest = offsets_of(begins)
+        return Documents(offsets, offsets, longest, longest)
+    query_tokens = tokens[:, : positions.shape[1]]
+    row_of, place = query_tokens.nonzero(as_tuple=True)
+    positions = positions[row_of, place]
+    begins = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
+    first = begins.clone()
+    first[1:] = row_of[1:] != row_of[:-1]
+    # Padding inside a row may leave positions out.
+    begins[1:] = first[1:] | (positions[1:] <= positions[:-1])
+    # Positions of a row that is padded on its left may count the padding.
+    check_beginnings(positions[begins & ~(first & (place > 0))])
+    offsets, longest = offsets_of(begins)
+    key_rows = tokens.flatten().nonzero().flatten()
+    return Documents(offsets, offsets, longest, longest, query_tokens.flatten().nonzero().flatten(), key_rows)
+
+
+def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) -> None:
+    """Refuses documents that begin behind others whose keys are in a cache.
+
+    Args:
+        positions: `[B, T]`.
+        query_tokens: bool `[B, T]`, True where there is a token; None if all are.
+
+    Raises:
+        PackingError: positions restart.
+    """
+    restarts = positions[:, 1:] <= positions[:, :-1]
+    if query_tokens is not None:
+        restarts &= query_tokens[:, 1:] & query_tokens[:, :-1]
+    if restarts.any():
+        row, token = (int(index) + step for index, step in zip(restarts.nonzero()[0], (0, 1), strict=True))
+        raise PackingError(
+            f"row {row}, token {token}: a document begins (position {int(positions[row, token])}) behind tokens whose "
+            "keys are in the cache; give packed documents without past_key_values, or go on with one document per row"
+        )
+
+
+def given_documents(
+    cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None, queries: int, keys: int, device: torch.device
+) -> Documents:
+    """Returns documents as somebody else packed them.
+
+    Args:
+        cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have those of queries.
+        queries, keys: rows of all rows of the batch.
+
+    Raises:
+        PackingError: offsets do not fit the rows, or each other.
+    """
+    offsets, longest, tokens = [], [], []
+    for given, rows in ((cu_seq_lens_q, queries), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, keys)):
+        offsets.append(given.to(device=device, dtype=torch.int32).flatten())
+        lengths = check_cu_seqlens(offsets[-1].cpu().numpy(), rows)
+        longest.append(int(lengths.max(initial=0)))
+        tokens.append(lengths)
+    if len(offsets[0]) != len(offsets[1]):
+        raise PackingError(
+            f"cu_seq_lens_q holds {len(offsets[0]) - 1} documents, cu_seq_lens_k {len(offsets[1]) - 1}; give the same "
+            "documents for queries and keys"
+        )
+    short = np.flatnonzero(tokens[0] > tokens[1])
+    if len(short):
+        document = int(short[0])
+        raise PackingError(
+            f"document {document} has {tokens[0][document]} queries (cu_seq_lens_q) but {tokens[1][document]} keys "
+            "(cu_seq_lens_k): its first queries could attend to nothing; give at least as many keys"
+        )
+    return Documents(offsets[0], offsets[1], longest[0], longest[1])
+
+
+def check_beginnings(positions: torch.Tensor) -> None:
+    """Refuses documents that do not begin at position 0: part of them is missing.
+
+    Args:
+        positions: of the first token of every document.
+
+    Raises:
+        PackingError: names the position.
+    """
+    if positions.any():
+        raise PackingError(
+            f"position_ids begin a document at position {int(positions.max())} instead of 0: part of it is missing. A "
+            "batch of plugin.dataloader must be passed on with its distca_plan; in other batches begin documents at "
+            "0, or give the keys of earlier tokens (past_key_values)"
+        )
+
+
+def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Returns offsets (int32) and longest length of documents, from bools that are True where one begins."""
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
+    return offsets, int(offsets.diff().max())

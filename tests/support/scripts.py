@@ -1,0 +1,58 @@
+"""Scripts of the repository on ranks that a fork server starts, for tests of the script and not of its launcher: a
+launched process imports for seconds what these have imported already."""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from support.commands import REPOSITORY
+from support.ranks import run_ranks
+
+
+def run_script(world_size: int, folder: Path, words: Sequence[str | Path], **environment: str) -> str:
+    """What a script prints on all ranks together, those of rank 0 first.
+
+    Args:
+        folder: where it runs.
+        words: the script, or "-m" and a module, from the repository's root, and what follows on a launcher's line.
+
+    Raises:
+        AssertionError: it failed or hung; shows the end of its output.
+    """
+    places = [REPOSITORY / word if (REPOSITORY / word).is_file() else word for word in words]
+    logs = folder / "ranks"
+    run_ranks(world_size, _run, logs, folder, [str(word) for word in places], environment)
+    return "".join((logs / f"rank-{rank}.log").read_text(errors="replace") for rank in range(world_size))
+
+
+def _run(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    """Runs the script with this rank's group, or without one on a rank that is alone."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            del os.environ[name]
+    else:
+        dist.init_process_group = _keep_the_group
+    try:
+        if words[0] == "-m":
+            sys.argv[:] = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def _keep_the_group(backend: str, **_: Any) -> None:
+    """Stands for `init_process_group`: the group is there already."""
+    assert backend == dist.get_backend()
