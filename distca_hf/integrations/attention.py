@@ -30,7 +30,7 @@ class LocalSettings(NamedTuple):
 
     kernel: str = "auto"
     deterministic: bool = False
-    number: int = 0
+    layer: torch.Tensor | None = None
 
 
 def distca_attention(
@@ -75,11 +75,9 @@ def distca_attention(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        if not torch.compiler.is_compiling():
-            distca_plan.forward_pass.note_layer(enabled.number)
         check_windows(module, sliding_window, mask, distca_plan.facts.longest_document_tokens)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
-        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle)
+        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, enabled.layer)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
     if mask is None:

@@ -83,7 +83,8 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
         for part in {model, inner}:
             setattr(part, WATCH, watch)
     for number, layer in enumerate(attention_layers(inner).values()):
-        setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic, number))
+        of_layer = torch.tensor(number, device="cpu")
+        setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic, of_layer))
     return model
 
 

@@ -28,7 +28,7 @@ from distca_hf.errors import UnsupportedAttentionError
 _library = torch.library.Library("distca", "FRAGMENT")
 
 # What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
-_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str])
+_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
 # Keys with which the dispatcher calls every operator of a thread in which nobody wants to know of them.
 _NOBODY = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 
