@@ -141,8 +141,14 @@ class Agreement:
 
 
 def by_value(values: Sequence[str]) -> str:
-    """Lists ranks by their value: "5 on rank 0, 2, 7 on rank 1"."""
-    ranks_of: dict[str, list[int]] = {}
+    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1"."""
+    ranks_of: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())
+        ranks_of.setdefault(value, []).append(str(rank))
+    return ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ranks_of.items())
+
+
+def _named(ranks: list[str]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"

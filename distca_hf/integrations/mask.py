@@ -15,10 +15,12 @@ from distca_hf.integrations.local_documents import (
     Documents,
     check_goes_on,
     documents_at,
+    given_documents,
     offsets_of,
     padded_rows,
     whole_rows,
 )
+from distca_hf.integrations.mask_numbers import check_mask_numbers
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -34,6 +36,7 @@ class RowMask:
         shape: of the mask that it stands for, `[B, 1, T, S]`.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
         padding: bool, False where a place of a row is padding; None if no mask was given.
+        numbers: the mask as the model was given it, before it was made bool; None if nobody has seen it.
         positions: of the queries, where Transformers was given them; None if nobody has seen them.
         packed: a function that lets a token see the one before it if both are of one document; None if there is none.
         window_tokens: how many keys a query sees at most; None if all of its document.
@@ -49,6 +52,7 @@ class RowMask:
         q_offset: int | torch.Tensor = 0,
         kv_offset: int = 0,
         padding: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         packed: MaskFunction | None = None,
         window_tokens: int | None = None,
@@ -56,10 +60,10 @@ class RowMask:
     ) -> None:
         self.shape, self.window_tokens, self.refusal = shape, window_tokens, refusal
         self._device, self._q_offset, self._kv_offset = device, q_offset, kv_offset
-        self._padding, self._positions, self._packed = padding, positions, packed
+        self._padding, self._numbers, self._positions, self._packed = padding, numbers, positions, packed
         self._compiled = torch.compiler.is_compiling()
         self._documents: Documents | None = None
-        self._documents_at: torch.Tensor | None = None
+        self._given: tuple[torch.Tensor | None, ...] = ()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,23 +83,37 @@ class RowMask:
         """Returns itself: `generate` asks, where it makes the mask of a static cache."""
         return self
 
-    def documents(self, position_ids: torch.Tensor | None) -> Documents:
-        """Returns the documents that a layer attends to, found once for all layers.
+    def documents(
+        self,
+        position_ids: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+    ) -> Documents:
+        """Returns the documents that a layer attends to, found once for all layers that were given the same.
 
         Args:
             position_ids: positions that the layer was given. They count only if nobody else has seen any.
+            cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
 
         Raises:
-            PackingError: a document does not begin at position 0, or a mask or positions do not fit the tokens.
+            PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
             UnsupportedAttentionError: nothing says whether rows hold several documents.
         """
-        given = position_ids if self._positions is None and self._packed is None else None
-        if self._documents is None or self._documents_at is not given:
-            self._documents, self._documents_at = self._find(given), given
+        given = position_ids, cu_seq_lens_q, cu_seq_lens_k
+        if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
+            self._documents, self._given = self._find(*given), given
         return self._documents
 
-    def _find(self, position_ids: torch.Tensor | None) -> Documents:
+    def _find(
+        self,
+        position_ids: torch.Tensor | None,
+        cu_seq_lens_q: torch.Tensor | None,
+        cu_seq_lens_k: torch.Tensor | None,
+    ) -> Documents:
         batch_size, _, queries, keys = self.shape
+        if cu_seq_lens_q is not None:
+            rows = batch_size * queries, batch_size * keys
+            return given_documents(cu_seq_lens_q, cu_seq_lens_k, *rows, self._device)
         positions = position_ids if self._positions is None else self._positions
         tokens = self._tokens()
         query_tokens = None if tokens is None else tokens[:, self._first_query() :][:, :queries]
@@ -104,6 +122,7 @@ class RowMask:
                 raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
             positions = positions.expand(batch_size, queries)
             if self._q_offset == 0:
+                check_mask_numbers({"attention_mask": self._numbers, "position_ids": positions})
                 return documents_at(positions, tokens)
             check_goes_on(positions, query_tokens)
         elif self._packed is not None:
@@ -185,6 +204,7 @@ def document_mask(
     filled = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
     if q_length == 1 and filled and attention_mask is None and refusal is None and local_size is None:
         return None
+    positions, numbers = _given_to_caller()
     # Transformers finds packed documents where there is neither a mask nor a cache.
     packed = name == "and_mask" and attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1
     return RowMask(
@@ -193,20 +213,24 @@ def document_mask(
         q_offset,
         kv_offset,
         padding=attention_mask,
-        positions=_positions_of_caller(),
+        numbers=numbers,
+        positions=positions,
         packed=mask_function if packed else None,
         window_tokens=local_size,
         refusal=refusal,
     )
 
 
-def _positions_of_caller() -> torch.Tensor | None:
-    """Returns `position_ids` of Transformers' function that asks for a mask. It reads documents in them, but not where
-    there is a cache or a mask, and does not hand them on; some models give them to no layer either."""
+def _given_to_caller() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of the one that
+    called it.
+
+    The first reads documents in positions, but not where there is a cache or a mask, and does not hand them on; some
+    models give them to no layer either. It makes the mask bool, in which documents have no numbers any more.
+    """
     if torch.compiler.is_compiling():
-        return None
+        return None, None
     caller = sys._getframe(2)
-    if caller.f_globals.get("__name__") != "transformers.masking_utils":
-        return None
-    positions: torch.Tensor | None = caller.f_locals.get("position_ids")
-    return positions
+    if caller.f_globals.get("__name__") != "transformers.masking_utils" or caller.f_back is None:
+        return None, None
+    return caller.f_locals.get("position_ids"), caller.f_back.f_locals.get("attention_mask")

@@ -23,6 +23,7 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.integrations.model_check import (
     IMPLEMENTATION,
     attention_layers,
@@ -31,7 +32,7 @@ from distca_hf.integrations.model_check import (
     transformers_model,
 )
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
-from distca_hf.integrations.packs import PackPlanner, check_mask_numbers, fill_empty, tokens_of
+from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.integrations.positions import PositionLimits
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
@@ -82,7 +83,8 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
         for part in {model, inner}:
             setattr(part, WATCH, watch)
     for number, layer in enumerate(attention_layers(inner).values()):
-        setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic, number))
+        of_layer = torch.tensor(number, device="cpu")
+        setattr(layer, ENABLED, LocalSettings(plugin.kernel, plugin.deterministic, of_layer))
     return model
 
 

@@ -164,6 +164,8 @@ def _attention_settings(model: PreTrainedModel, config: Any, longest_document_to
         yield f"attn_logit_softcapping={softcap} is not computed"
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
+    if getattr(config, "is_causal", True) is False:
+        yield "config.is_causal=False: its masks are not causal"
     checks: dict[str, Callable[[nn.Module], Any]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
         "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
@@ -200,10 +202,17 @@ def _not_causal(module: nn.Module) -> str | None:
 
 
 def _short_window(module: nn.Module, config: Any, longest_document_tokens: int) -> int | None:
-    window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
+    window = module.sliding_window if hasattr(module, "sliding_window") else _window_of_config(module, config)
     if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
         return None
     return window if window < longest_document_tokens else None
+
+
+def _window_of_config(module: nn.Module, config: Any) -> Any:
+    """Window of a layer that does not hold one itself; none in a layer of full attention."""
+    kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
+    full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
+    return None if full else getattr(config, "sliding_window", None)
 
 
 def _loss(model: PreTrainedModel) -> Iterator[str]:

@@ -22,11 +22,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad, profiler
 
+from distca_hf.errors import UnsupportedAttentionError
+
 
 _library = torch.library.Library("distca", "FRAGMENT")
 
 # What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
-_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str])
+_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
 # Keys with which the dispatcher calls every operator of a thread in which nobody wants to know of them.
 _NOBODY = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 
@@ -58,6 +60,12 @@ def define_op(
     recorded = _recorded(name, backward, save)
 
     def dispatched(keyset: DispatchKeySet, *given: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in given):
+            raise UnsupportedAttentionError(
+                f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
+                "here; use backward, or load the model with another attn_implementation"
+            )
+
         def below_autograd(*given: Any) -> Any:
             with _AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & _after_autograd_keyset, *given)
@@ -103,6 +111,10 @@ def _recorded(
         return below(*given)
 
     return call
+
+
+def _has_tangent(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and forward_ad.unpack_dual(given).tangent is not None
 
 
 def _is_plain(given: tuple[Any, ...]) -> bool:

@@ -17,10 +17,6 @@ from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanMismatchError
 
 
-# Told in place of a checksum by a rank that does not know: compiled layers call the operator and nothing else.
-UNKNOWN = -1
-
-
 class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
 
@@ -30,6 +26,7 @@ class ForwardPass:
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
+        layers: numbers of the layers that made them, recomputed ones left out.
         agreement: shown to all ranks and not yet waited for.
     """
 
@@ -42,22 +39,21 @@ class ForwardPass:
     ) -> None:
         self.num_calls = num_calls
         self.calls = self.backward_calls = 0
+        self.layers: list[int] = []
         self.agreement: Agreement | None = None
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
         self._ended = False
-        self._layers: list[int] = []
         self._derived: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
 
-    def note_layer(self, number: int) -> None:
-        """Notes which layer makes the next call."""
-        if not self._ended:
-            self._layers.append(number)
-
-    def note_derived(self) -> None:
-        """Notes that backward will follow the latest call."""
-        if not self._ended:
+    def note_call(self, layer: int | None, derives: bool) -> None:
+        """Notes of the latest call which layer made it, if known, and whether backward will follow it."""
+        if self._ended:
+            return
+        if layer is not None:
+            self.layers.append(layer)
+        if derives:
             self._derived.append(self.calls)
 
     def begin_forward(self) -> str:
@@ -105,12 +101,11 @@ class ForwardPass:
 
     def _agree_at_the_end(self) -> None:
         """Starts showing the other ranks which calls were made."""
-        known = len(self._layers) == self.calls
         told = {
             "attention calls": self.calls,
-            "order of the layers that attend": _checksum(self._layers) if known else UNKNOWN,
-            "attention calls with gradients": len(self._derived) if known else UNKNOWN,
-            "which of them have gradients": _checksum(self._derived) if known else UNKNOWN,
+            "order of the layers that attend": _checksum(self.layers),
+            "attention calls with gradients": len(self._derived),
+            "which of them have gradients": _checksum(self._derived),
         }
         self.agreement = Agreement.start(self._transport, Occasion.DERIVE, self._micro_batch, {}, told)
 
@@ -123,9 +118,7 @@ class ForwardPass:
         if self.agreement is None:
             return
         told = self.agreement.wait()
-        different = {
-            name: values for name, values in told.items() if len({value for value in values if value != UNKNOWN}) > 1
-        }
+        different = {name: values for name, values in told.items() if len(set(values)) > 1}
         if different:
             name, values = next(iter(different.items()))
             raise PlanMismatchError(

@@ -25,7 +25,13 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def _flash_attn(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    scale: float,
+    plan: int,
+    layer: torch.Tensor | None = None,
+    derives: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
@@ -38,10 +44,13 @@ def _flash_attn(
         raise
     if scope is not None and not scope.recomputes:
         scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
+    live.forward_pass.note_call(None if layer is None else int(layer), derives)
     return out, lse, kept.keys, *kept.guests
 
 
-def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int) -> Outputs:
+def _shapes(
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, *noted: Any
+) -> Outputs:
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
 
@@ -77,25 +86,41 @@ def _flash_attn_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, scale, plan = inputs
+    q, k, v, scale, plan, *_ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale, ctx.plan = scale, plan
     # Kept alive until backward; a traced plan is a symbol.
     ctx.live = find_plan(plan) if isinstance(plan, int) else None
-    if ctx.live is not None:
-        ctx.live.forward_pass.note_derived()
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, *others_saved = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.scale, ctx.plan), None, None
+    return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.scale, ctx.plan), *[None] * 4
 
 
-flash_attn = define_op(_flash_attn, _shapes, _backward, _save)
+_planned = define_op(_flash_attn, _shapes, _backward, _save)
 flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
+
+
+def flash_attn(
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    scale: float,
+    plan: int,
+    layer: torch.Tensor | None = None,
+) -> Outputs:
+    """Returns the operator's outputs, the first one differentiable.
+
+    Args:
+        layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
+            an attribute that is a number, and one for all tensors.
+    """
+    derives = torch.is_grad_enabled() and (q_TNH.requires_grad or k_TGH.requires_grad or v_TGV.requires_grad)
+    return _planned(q_TNH, k_TGH, v_TGV, scale, plan, layer, derives)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:

@@ -25,11 +25,15 @@ from support.models import tiny_model
 from support.ranks import start_ranks
 
 
-WORLD = 2
+WORLDS = (2, 3, 4)
 DIFFERENT = 1
 STEPS = 3
 LENGTH = 150
-TOKENS_PER_RANK = 80
+
+
+def _tokens_per_rank() -> int:
+    """Documents fit on all ranks together, and on no rank alone."""
+    return -(-LENGTH // dist.get_world_size()) + 3
 
 
 @dataclass
@@ -46,7 +50,7 @@ class Training:
     """
 
     columns: dict[str, list[list[int]]]
-    settings: dict[str, Any] = field(default_factory=lambda: {"tokens_per_rank": TOKENS_PER_RANK})
+    settings: dict[str, Any] = field(default_factory=lambda: {"tokens_per_rank": _tokens_per_rank()})
     shuffle: bool = True
     autocast: torch.dtype | None = None
     model: nn.Module = field(default_factory=lambda: tiny_model(num_hidden_layers=3).train())
@@ -92,7 +96,7 @@ def _checkpoint(training: Training) -> None:
 
 
 def _replace_plugin(training: Training) -> None:
-    training.plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, kv_residency="refetch")
+    training.plugin = distca_hf.DistCAPlugin(tokens_per_rank=_tokens_per_rank(), kv_residency="refetch")
     distca_hf.enable(training.model, training.plugin)
 
 
@@ -142,10 +146,10 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     "other labels": (_change_labels, "contents of documents is"),
     "other masks": (_change_masks, "contents of documents is"),
     "tokens that no sample sees": (_change_what_no_sample_sees, "hold other tokens or labels around token"),
-    "loader does not shuffle": (_set(shuffle=False), "shuffle is True on rank 0, False on rank 1"),
+    "loader does not shuffle": (_set(shuffle=False), "shuffle is True on {others}, False on rank 1"),
     "settings": (
         lambda t: t.settings.update(kv_residency="refetch"),
-        "kv_residency is auto on rank 0, refetch on rank 1",
+        "kv_residency is auto on {others}, refetch on rank 1",
     ),
     "settings of one rank": (lambda t: t.settings.update(prefetch=5), None),
     "version of distca_hf": (_set_version, "distca_hf is"),
@@ -161,14 +165,14 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     ),
     "layer count": (
         lambda t: setattr(t, "model", tiny_model(num_hidden_layers=2).train()),
-        "attention layers is 3 on rank 0, 2 on rank 1",
+        "attention layers is 3 on {others}, 2 on rank 1",
     ),
     "layer order": (_swap_layers, "names and numbers of attention layers is"),
     "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes of parameters is"),
     "autocast": (_set(autocast=torch.bfloat16), "dtypes that attention computes in is"),
     "frozen layers": (_freeze, "parameters and which of them are trained is"),
     "checkpointing that saves attention": (_checkpoint, None),
-    "embeddings of another module": (_set(embed=True), "attention calls with gradients is 1 on rank 0, 3 on rank 1"),
+    "embeddings of another module": (_set(embed=True), "attention calls with gradients is 1 on {others}, 3 on rank 1"),
 }
 AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     "attention implementation": (
@@ -181,21 +185,24 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     ),
     "settings": (
         lambda t: setattr(t.plugin, "kv_residency", "keep"),
-        "kv_residency is auto on rank 0, keep on rank 1",
+        "kv_residency is auto on {others}, keep on rank 1",
     ),
     "another plugin of other settings": (_replace_plugin, None),
-    "training mode": (lambda t: t.model.eval(), "training is True on rank 0, False on rank 1"),
+    "training mode": (lambda t: t.model.eval(), "training is True on {others}, False on rank 1"),
     "layer order": (_swap_layers, "order of the layers that attend is"),
     "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),
     "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes that attention computes in is"),
     "autocast": (_set(autocast=torch.float16), "dtypes that attention computes in is"),
-    "frozen layers": (_freeze, "attention calls with gradients is 3 on rank 0, 1 on rank 1"),
+    "frozen layers": (_freeze, "attention calls with gradients is 3 on {others}, 1 on rank 1"),
     "model config": (_set_config(hidden_act="relu"), "config.hidden_act is"),
     "checkpointing that saves attention": (_checkpoint, None),
 }
-RECOMPUTING = {"tokens_per_rank": TOKENS_PER_RANK, "checkpointed_attention": "recompute", "kv_residency": "refetch"}
+LATER = ("later", "compiled")
+# Found out by the layers' own calls.
+OF_CALLS = ["layer order", "layer count", "dtype", "frozen layers"]
+RECOMPUTING = {"checkpointed_attention": "recompute", "kv_residency": "refetch"}
 WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
-    "checkpointing": (_checkpoint, "layers saved at the same time is 3 on rank 0, 1 on rank 1"),
+    "checkpointing": (_checkpoint, "layers saved at the same time is 3 on {others}, 1 on rank 1"),
 }
 
 
@@ -204,30 +211,38 @@ def _training(settings: dict[str, Any]) -> Training:
     documents = random_documents(8, lengths=(LENGTH,))
     columns = {"input_ids": documents, "labels": copy.deepcopy(documents)}
     columns["completion_mask"] = [[0] * 5 + [1] * (LENGTH - 5) for _ in documents]
-    training = Training(columns, settings={"tokens_per_rank": TOKENS_PER_RANK} | settings)
+    training = Training(columns, settings={"tokens_per_rank": _tokens_per_rank()} | settings)
     training.model.config.output_hidden_states = False
     return training
 
 
 def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
     """Trains; writes down the number of finished steps. Returns losses, mean over ranks."""
-    changes = {"first": FROM_THE_BEGINNING, "later": AFTER_THE_FIRST_STEP, "recomputed": WITH_RECOMPUTATION}[group]
+    changes = {
+        "first": FROM_THE_BEGINNING,
+        "later": AFTER_THE_FIRST_STEP,
+        "compiled": AFTER_THE_FIRST_STEP,
+        "recomputed": WITH_RECOMPUTATION,
+    }[group]
     change, rank = changes[name][0], dist.get_rank()
     training = _training(RECOMPUTING if group == "recomputed" else {})
     if name == "tokens that no sample sees":
         contents.MOST_DOCUMENTS = 1
     if name == "embeddings of another module":
         _freeze(training)
-    if group != "later" and rank == DIFFERENT:
+    if group not in LATER and rank == DIFFERENT:
         change(training)
     training.plugin = distca_hf.DistCAPlugin(**training.settings)
     dataset = Dataset.from_dict(training.columns)
     placed = training.plugin.dataloader(dataset, seed=1, shuffle=training.shuffle) if batches == "placed" else None
     distca_hf.enable(training.model, training.plugin)
+    if group == "compiled":
+        for layer in training.model.model.layers:
+            layer.compile(backend="eager")
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     losses = []
     for step, batch in zip(range(STEPS), placed if placed is not None else _packs(dataset, rank), strict=False):
-        if step == 1 and group == "later" and rank == DIFFERENT:
+        if step == 1 and group in LATER and rank == DIFFERENT:
             change(training)
         with _autocast(training.autocast):
             loss = training.model(**_embedded(training, batch)).loss
@@ -240,12 +255,12 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
         (folder / f"steps-{rank}").write_text(str(step + 1))
         total = loss.detach().float()
         dist.all_reduce(total)
-        losses.append(total.item() / WORLD)
+        losses.append(total.item() / dist.get_world_size())
     return losses
 
 
 def _packs(dataset: Dataset, rank: int) -> Iterator[dict[str, Any]]:
-    """A long document on rank 0, short ones elsewhere, so that tasks move."""
+    """A long document on {others}, short ones elsewhere, so that tasks move."""
     for row in dataset["input_ids"]:
         ids = torch.tensor(row if rank == 0 else row[:20])[None]
         yield {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(ids.shape[1])[None]}
@@ -263,16 +278,18 @@ def _embedded(training: Training, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(tmp_path: Path, group: str, name: str, words: str | None, batches: str) -> None:
-    done = 1 if group == "later" else 0
-    outcomes = start_ranks(WORLD, _run, tmp_path, tmp_path, group, name, batches)
+    done = 1 if group in LATER else 0
+    world_size = WORLDS[len(name) % len(WORLDS)]  # any of them, the same in every run
+    outcomes = start_ranks(world_size, _run, tmp_path, tmp_path, group, name, batches)
     if words is None:
-        assert [outcome.exit_code for outcome in outcomes] == [0] * WORLD, outcomes
-        usual = start_ranks(WORLD, _run_unchanged, tmp_path / "usual", tmp_path, batches)
+        assert [outcome.exit_code for outcome in outcomes] == [0] * world_size, outcomes
+        usual = start_ranks(world_size, _run_unchanged, tmp_path / "usual", tmp_path, batches)
         assert outcomes[0].result == pytest.approx(usual[0].result, abs=1e-6)
         return
-    assert [outcome.exit_code for outcome in outcomes] == [1] * WORLD, outcomes
-    assert any(words in outcome.output for outcome in outcomes), "\n".join(outcome.output for outcome in outcomes)
-    for rank in range(WORLD):
+    expected = words.format(others={2: "rank 0", 3: "ranks 0 and 2", 4: "ranks 0, 2 and 3"}[world_size])
+    assert [outcome.exit_code for outcome in outcomes] == [1] * world_size, outcomes
+    assert any(expected in outcome.output for outcome in outcomes), "\n".join(outcome.output for outcome in outcomes)
+    for rank in range(world_size):
         steps = tmp_path / f"steps-{rank}"
         assert (int(steps.read_text()) if steps.is_file() else 0) == done
 
@@ -290,6 +307,11 @@ def test_rank_that_differs_from_the_beginning_takes_no_step(name: str, tmp_path:
 @pytest.mark.parametrize("name", AFTER_THE_FIRST_STEP)
 def test_rank_that_differs_after_the_first_step_takes_no_other(name: str, tmp_path: Path) -> None:
     _check(tmp_path, "later", name, AFTER_THE_FIRST_STEP[name][1], "placed")
+
+
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_rank_whose_compiled_layers_differ_takes_no_other_step(name: str, tmp_path: Path) -> None:
+    _check(tmp_path, "compiled", name, AFTER_THE_FIRST_STEP[name][1], "placed")
 
 
 @pytest.mark.parametrize("name", WITH_RECOMPUTATION)

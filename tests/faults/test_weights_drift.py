@@ -98,7 +98,7 @@ def test_every_kind_of_parameter_counts(name: str) -> None:
 
     for message in loopback.run_ranks(3, body):
         assert f"first in {name}, whose checksum is" in message
-        assert "on rank 0, 1, " in message
+        assert "on ranks 0 and 1, " in message
         assert "on rank 2. " in message
 
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import distca_hf
-from support.compiling import forget_graphs, graph_breaks
+from support.compiling import forget_graphs, graph_breaks, graphs_made
 from support.data import random_dataset
 from support.models import tiny_model
 
@@ -126,6 +126,22 @@ def test_attention_outputs_on_the_host_are_the_same(
     for got, before in zip(numbers, expected, strict=True):
         assert got == (pytest.approx(before, rel=1e-5) if whole else before)
     assert calls == [(NUM_LAYERS, NUM_LAYERS)] * 3
+
+
+def test_layers_share_their_graphs() -> None:
+    """Torch makes 8 graphs of one function and no more; layers have their numbers all the same."""
+    forget_graphs()
+    model = tiny_model(num_hidden_layers=10).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)
+    distca_hf.enable(model, plugin)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    batch = next(iter(plugin.dataloader(random_dataset())))
+    model(**batch).loss.backward()
+
+    assert graphs_made() == 1
+    assert graph_breaks() == []
+    assert batch["distca_plan"].forward_pass.layers == list(range(10))
 
 
 def test_reentrant_checkpointing_is_told_that_it_attends_twice(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,7 +133,7 @@ def test_numbers_are_those_of_plain_layers(
     tmp_path: Path,
 ) -> None:
     arguments = placed, compile_layers, residencies, attention
-    compiled = run_ranks(2, _train, tmp_path, *arguments, timeout_seconds=200)
+    compiled = run_ranks(2, _train, tmp_path, *arguments)
 
     for usual, (same, breaks, graphs) in zip(expected[placed], compiled, strict=True):
         assert breaks == []

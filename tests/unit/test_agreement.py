@@ -40,7 +40,7 @@ def test_every_rank_names_the_fact_its_values_and_ranks(fact: str) -> None:
     usual = {"fingerprint": 5, "settings": 7}[fact]
     for rank, message in enumerate(run_ranks(4, body)):
         assert f"rank {rank}, micro-batch 3" in message
-        assert f"{fact} is {usual} on rank 0, 1, 3, 99 on rank 2" in message
+        assert f"{fact} is {usual} on ranks 0, 1 and 3, 99 on rank 2" in message
 
 
 def test_ranks_at_different_places_meet_in_an_error() -> None:

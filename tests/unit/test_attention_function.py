@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -103,14 +104,13 @@ def model_of(config: Any, implementation: str = "distca") -> PreTrainedModel:
 REFUSED_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "padding mask": (
         {"attention_mask": torch.ones(1, 5, dtype=torch.bool)},
-        ["attention mask", "(1, 5)", "plugin.dataloader"],
+        ["attention mask", "(1, 5)", "zeros and ones"],
     ),
-    "4-D mask": ({"attention_mask": torch.zeros(1, 1, 5, 5)}, ["attention mask", "(1, 1, 5, 5)"]),
+    "4-D mask": ({"attention_mask": torch.zeros(1, 1, 5, 5)}, ["attention mask", "(1, 1, 5, 5)", "position_ids"]),
     "dropout": ({"dropout": 0.1}, ["dropout 0.1", "config"]),
     "soft cap": ({"softcap": 50.0}, ["softcap=50.0", "attn_implementation"]),
     "sinks": ({"s_aux": torch.zeros(4)}, ["s_aux=tensor(4,)"]),
     "bias": ({"position_bias": torch.zeros(1, 4, 5, 5)}, ["position_bias=tensor(1, 4, 5, 5)"]),
-    "attention weights": ({"output_attentions": True}, ["output_attentions=True"]),
     "unknown keyword": ({"invented": "value"}, ["invented='value'"]),
     "two unknown keywords": ({"first": 1, "second": 2.5}, ["first=1", "second=2.5"]),
     "unknown keyword of zero": ({"invented": 0}, ["invented=0"]),
@@ -284,11 +284,6 @@ REFUSED_CALLS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], st
         {"attention_mask": torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()},
         r"LlamaAttention of layer 0: .*\(1, 1, 10, 10\)",
     ),
-    "attention weights": (
-        tiny_model,
-        {"output_attentions": True},
-        "LlamaAttention of layer 0: output_attentions=True",
-    ),
     "unknown keyword": (tiny_model, {"block_table": [1]}, r"LlamaAttention of layer 0: block_table=\[1\]"),
     "dropout in training": (
         lambda: tiny_model(attention_dropout=0.25).train(),
@@ -444,3 +439,43 @@ def test_free_places_of_a_static_cache_are_not_attended_to_without_generate() ->
     logits = unless_refused(lambda: model(ids, past_key_values=cache).logits)
 
     assert logits is None or largest(logits, same(ids).logits) <= 1e-12
+
+
+# --- said once, and loudly enough
+
+
+def test_attention_weights_are_none_and_that_is_said() -> None:
+    model, same = both()
+    ids = random_ids()
+    with pytest.warns(UserWarning, match=r"no attention weights.*None") as told:
+        output = model(ids, output_attentions=True, use_cache=False)
+
+    assert len({str(warning.message) for warning in told}) == 1
+    assert all(weights is None for weights in output.attentions)
+    assert largest(output.logits, same(ids).logits) <= 1e-12
+
+
+def test_packs_that_train_a_model_that_was_not_enabled_are_mentioned() -> None:
+    with pytest.warns(
+        UserWarning, match=r"LlamaAttention trains with distca on 1 rank.*was not enabled.*attach"
+    ) as told:
+        tiny_model().train()(random_ids(), position_ids=PACKED_POSITIONS)
+
+    assert len({str(warning.message) for warning in told}) == 1
+
+
+SILENT: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "one document": lambda model: model.train()(random_ids()),
+    "evaluation": lambda model: model.eval()(random_ids(), position_ids=PACKED_POSITIONS),
+    "no gradients": torch.no_grad()(lambda model: model.train()(random_ids(), position_ids=PACKED_POSITIONS)),
+    "enabled": lambda model: distca_hf.enable(model, distca_hf.DistCAPlugin(tokens_per_rank=64))(
+        random_ids(), position_ids=PACKED_POSITIONS
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_other_passes_are_not_mentioned(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        SILENT[name](tiny_model())

@@ -164,4 +164,4 @@ def test_every_rank_names_the_ranks_and_the_token(monkeypatch: pytest.MonkeyPatc
 def test_other_contents_are_named_before_the_first_batch() -> None:
     for words in run_ranks(3, _first_batch(lambda rows: rows.reverse())):
         assert "contents of documents is" in words
-        assert "on rank 0, 1" in words
+        assert "on ranks 0 and 1" in words

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, Residency
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.layout import Layout
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.runtime.local import flash_attn_local
@@ -212,3 +214,45 @@ def test_some_inputs_need_no_gradients() -> None:
         assert not flash_attn(q, k, v, SCALE, live.handle)[0].requires_grad
     with torch.inference_mode():
         assert torch.equal(flash_attn(q, k, v, SCALE, live.handle)[0], out)
+
+
+# --- forward-mode derivatives
+
+
+def _local(*given: torch.Tensor) -> torch.Tensor:
+    offsets = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
+    output: torch.Tensor = flash_attn_local(*given, offsets, offsets, 8, 8, SCALE, "reference", False)[0]
+    return output
+
+
+def _planned(*given: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = flash_attn(*given, SCALE, alone().handle)[0]
+    return output
+
+
+def _by_torch_func(derive: Any, x: torch.Tensor) -> None:
+    torch.func.jvp(derive, (x,), (torch.ones_like(x),))
+
+
+def _by_dual_tensors(derive: Any, x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        derive(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("attend", [_local, _planned])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("how", [_by_torch_func, _by_dual_tensors])
+def test_forward_derivatives_are_refused_instead_of_lost(attend: Any, at: int, requires_grad: bool, how: Any) -> None:
+    given = tensors(requires_grad=requires_grad)
+    with pytest.raises(UnsupportedAttentionError, match=r"distca::flash_attn.* forward-mode derivatives"):
+        how(lambda x: attend(*given[:at], x, *given[at + 1 :]), given[at])
+
+
+@pytest.mark.parametrize("attend", [_local, _planned])
+def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refuse(attend: Any) -> None:
+    given = tensors()
+    with forward_ad.dual_level():
+        inside = attend(*given)
+
+    assert torch.equal(inside, attend(*given))

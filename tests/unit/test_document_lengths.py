@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from distca_hf.errors import PackingError
-from distca_hf.integrations.packs import check_mask_numbers, document_lengths
+from distca_hf.integrations.mask_numbers import check_mask_numbers
+from distca_hf.integrations.packs import document_lengths
 
 
 OFFSETS = torch.tensor([0, 4, 7, 10], dtype=torch.int32)

@@ -194,7 +194,7 @@ def test_with_a_plan_nothing_is_computed_with_a_mask(mask: str) -> None:
         given[:, -5:] = 0
     expected = model(**batch).logits
     with SeenOperators() as seen:
-        logits = model(**batch, attention_mask=given).logits
+        logits = model(**batch | {"attention_mask": given}).logits
 
     assert torch.equal(logits, expected)
     assert not seen.data_dependent()

@@ -154,3 +154,24 @@ def test_compiled_packs_that_nobody_sees_are_refused() -> None:
     model, _ = models_of("gpt_bigcode")
     with pytest.raises(UnsupportedAttentionError, match="use_cache=False"):
         torch.compile(model, backend="eager")(random_ids(), position_ids=POSITIONS, use_cache=True)
+
+
+NUMBERS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 3])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
+def test_mask_that_numbers_documents_is_refused_without_their_positions(name: str, padded: bool) -> None:
+    model, _ = models_of(name)
+    numbers = NUMBERS.masked_fill(NUMBERS == 3, 0) if padded else NUMBERS
+    with pytest.raises(PackingError, match="attention_mask numbers"):
+        model(random_ids(), attention_mask=numbers)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_mask_that_numbers_documents_may_come_with_their_positions(name: str) -> None:
+    model, same = models_of(name)
+    ids = random_ids()
+    logits = model(ids, attention_mask=NUMBERS, position_ids=POSITIONS).logits
+
+    assert largest(logits, documents_alone(same, ids)) <= 1e-10
