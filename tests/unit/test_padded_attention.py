@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from distca_hf.runtime import local
 from support.models import SIZES, VOCABULARY, tiny_model
 
 
@@ -97,6 +98,15 @@ def test_rows_of_padding_alone_have_no_part(rows: str) -> None:
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
     if rows == "one":
         assert largest(logits[0][mask.bool()], logits[1][mask.bool()]) <= 1e-10
+
+
+def test_no_kernel_is_asked_about_padding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = padded("right")
+    model, _ = both()
+    monkeypatch.setattr(local, "choose_kernel", lambda *given: pytest.fail("a kernel was asked"))
+    model.train()(ids, attention_mask=torch.zeros_like(mask), use_cache=False).logits.sum().backward()
+
+    assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() == 0
 
 
 def test_padding_inside_of_rows_is_not_attended_to() -> None:
