@@ -115,25 +115,25 @@ class RowMask:
             rows = batch_size * queries, batch_size * keys
             return given_documents(cu_seq_lens_q, cu_seq_lens_k, *rows, self._device)
         positions = position_ids if self._positions is None else self._positions
-        tokens = self._tokens()
-        query_tokens = None if tokens is None else tokens[:, self._first_query() :][:, :queries]
+        first = int(self._q_offset)  # a static cache counts on the device
+        tokens = self._tokens(first + queries)
+        query_tokens = None if tokens is None else tokens[:, first - self._kv_offset :][:, :queries]
+        if queries > 1 and first == 0:
+            check_mask_numbers({"attention_mask": self._numbers, "position_ids": positions})
         if queries > 1 and positions is not None and positions.ndim == 2:
             if positions.shape[-1] != queries:
                 raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
             positions = positions.expand(batch_size, queries)
-            if self._q_offset == 0:
-                check_mask_numbers({"attention_mask": self._numbers, "position_ids": positions})
+            if first == 0:
                 return documents_at(positions, tokens)
             check_goes_on(positions, query_tokens)
         elif self._packed is not None:
-            row, query = (
-                torch.arange(batch_size, device=self._device)[:, None],
-                torch.arange(1, queries, device=self._device),
-            )
-            goes_on = self._packed(row, 0, query, query - 1).expand(batch_size, queries - 1)
+            row = torch.arange(batch_size, device=self._device)[:, None]
+            token = torch.arange(1, queries, device=self._device)
+            goes_on = self._packed(row, 0, token, token - 1).expand(batch_size, queries - 1)
             offsets, longest = offsets_of(torch.nn.functional.pad(~goes_on, (1, 0), value=True))
             return Documents(offsets, offsets, longest, longest)
-        elif queries > 1 and self._compiled and self._q_offset == 0:
+        elif queries > 1 and self._compiled and first == 0:
             raise UnsupportedAttentionError(
                 "layers were given no position_ids, and compiled with a cache or a mask nobody has seen any: rows may "
                 "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
@@ -142,22 +142,22 @@ class RowMask:
             return whole_rows(batch_size, queries, keys, self._device)
         return padded_rows(query_tokens, tokens)
 
-    def _first_query(self) -> int:
-        """Returns the key at which the first query stands."""
-        return int(self._q_offset) - self._kv_offset
+    def _tokens(self, filled: int) -> torch.Tensor | None:
+        """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
 
-    def _tokens(self) -> torch.Tensor | None:
-        """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens."""
-        batch_size, _, queries, keys = self.shape
-        filled, end = self._q_offset + queries, self._kv_offset + keys
-        if self._padding is None and isinstance(filled, int) and filled >= end:
+        Args:
+            filled: places of a row that have been filled, those of this pass included.
+        """
+        batch_size, _, _, keys = self.shape
+        end = self._kv_offset + keys
+        if self._padding is None and filled >= end:
             return None
         tokens = (torch.arange(self._kv_offset, end, device=self._device) < filled).expand(batch_size, keys)
         if self._padding is not None:
             places = self._padding.shape[1]
             if places < filled:
                 raise PackingError(
-                    f"attention_mask has {places} places in a row for {int(filled)} tokens; give one per token, also "
+                    f"attention_mask has {places} places in a row for {filled} tokens; give one per token, also "
                     "for tokens whose keys are in the cache"
                 )
             padding = torch.nn.functional.pad(self._padding.bool(), (0, max(0, end - places)))
