@@ -15,7 +15,7 @@ from distca_hf.integrations.attachment import Attachment
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.checkpoints import check_checkpoint
 from distca_hf.integrations.collators import unlearnt_token
-from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation
+from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
@@ -89,6 +89,8 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
     if plugin.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
+        attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
+        attachment.replace(trainer, "compute_loss", partial(loss_over_all_labels, trainer, trainer.compute_loss))
 
         def evaluation(dataset: Any = None) -> PlacedLoader:
             return _evaluation_loader(trainer, plugin, dataset)
@@ -140,7 +142,7 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
         )
-    attachment.set_while_training(average_tokens_across_devices=True, per_device_train_batch_size=1)
+    attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
     without_effect = arguments_without_effect(args)
     if without_effect:
