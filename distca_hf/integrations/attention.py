@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.finding import check_window
 from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.refusals import check_call, check_mask, check_windows, name_of
+from distca_hf.integrations.refusals import check_call, check_mask, name_of, shortest_window
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
@@ -75,7 +76,7 @@ def distca_attention(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        check_windows(module, sliding_window, mask, distca_plan.facts.longest_document_tokens)
+        check_window(shortest_window(sliding_window, mask), distca_plan.facts.longest_document_tokens, name_of(module))
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, enabled.layer)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -83,11 +84,13 @@ def distca_attention(
     if mask is None:
         shape = query.shape[0], 1, query.shape[2], key.shape[2]
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
-    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    check_windows(module, sliding_window, mask, documents.longest_keys)
+    window_tokens = shortest_window(sliding_window, mask)
+    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
     settings: LocalSettings | None = getattr(module, ENABLED, None)
-    if settings is None and module.training and torch.is_grad_enabled():
-        _warn_of_forgetting(module, len(documents.queries) - 1 > query.shape[0])
+    if not torch.compiler.is_compiling():
+        check_window(window_tokens, documents.longest_keys, name_of(module))
+        if settings is None and module.training and torch.is_grad_enabled():
+            _warn_of_forgetting(module, len(documents.queries) - 1 > query.shape[0])
     return _attend_locally(query, key, value, documents, scale, settings or LocalSettings()), None
 
 
@@ -137,7 +140,7 @@ def _one_dtype(
 def _warn_of_forgetting(module: nn.Module, packed: bool) -> None:
     """Warns where a model trains that was never enabled, and it makes a difference. Python shows a warning once."""
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if torch.compiler.is_compiling() or (world_size == 1 and not packed):
+    if world_size == 1 and not packed:
         return
     loses = "each attends to its own batch alone, and nothing is balanced" if world_size > 1 else "nothing is checked"
     warnings.warn(

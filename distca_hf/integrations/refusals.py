@@ -93,19 +93,10 @@ def check_mask(module: nn.Module, mask: RowMask, queries: int, keys: int) -> Non
         )
 
 
-def check_windows(module: nn.Module, sliding_window: int | None, mask: RowMask | None, longest_tokens: int) -> None:
-    """Checks windows, of which some models speak to their layers, some in the mask alone. One as long as every
-    document changes nothing.
-
-    Raises:
-        UnsupportedAttentionError: one is shorter.
-    """
-    for window in (sliding_window, None if mask is None else mask.window_tokens):
-        if window is not None and window < longest_tokens:
-            raise UnsupportedAttentionError(
-                f"{name_of(module)}: sliding window {window} is shorter than a document of {longest_tokens} tokens, "
-                "and windows are not computed; split documents at the window, or disable it in the config"
-            )
+def shortest_window(sliding_window: int | None, mask: RowMask | None) -> int | None:
+    """Returns the window of a layer, if any. Some models speak of it to their layers, some in the mask alone."""
+    windows = [sliding_window, None if mask is None else mask.window_tokens]
+    return min([window for window in windows if window is not None], default=None)
 
 
 def name_of(module: nn.Module) -> str:
