@@ -6,4 +6,5 @@ scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/pytest --numprocesses 2 --dist worksteal "$@"
+# Whole files, so that what tests of a file share is made once; in their order, which begins with the long ones.
+exec .venv/bin/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -54,17 +54,18 @@ def find_documents(
         PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
         UnsupportedAttentionError: nothing says whether rows hold several documents.
     """
-    first = q_offset if cached is None else cached
     if cu_seq_lens_q is not None:
         return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch_size * queries, batch_size * keys, device)
+    first = q_offset if cached is None else int(cached)
     tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
-    query_tokens = None if tokens is None else tokens[:, int(first) - kv_offset :][:, :queries]
+    query_tokens = None if tokens is None else tokens[:, first - kv_offset :][:, :queries]
+    if queries > 1 and first == 0:
+        check_mask_numbers({"attention_mask": numbers, "position_ids": positions})
     if queries > 1 and positions is not None and positions.ndim == 2:
         if positions.shape[-1] != queries:
             raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
         positions = positions.expand(batch_size, queries)
         if first == 0:
-            check_mask_numbers({"attention_mask": numbers, "position_ids": positions})
             return documents_at(positions, tokens)
         check_goes_on(positions, query_tokens)
     elif goes_on is not None:
@@ -83,7 +84,7 @@ def find_documents(
 
 def _tokens(
     batch_size: int,
-    filled: int | torch.Tensor,
+    filled: int,
     begin: int,
     end: int,
     padding: torch.Tensor | None,
@@ -92,17 +93,17 @@ def _tokens(
     """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
 
     Args:
-        filled: places of a row that are filled with the last query.
+        filled: places of a row that have been filled, those of this pass included.
         begin, end: places of the keys.
     """
-    if padding is None and isinstance(filled, int) and filled >= end:
+    if padding is None and filled >= end:
         return None
     tokens = (torch.arange(begin, end, device=device) < filled).expand(batch_size, end - begin)
     if padding is not None:
         places = padding.shape[1]
         if places < filled:
             raise PackingError(
-                f"attention_mask has {places} places in a row for {int(filled)} tokens; give one per token, also "
+                f"attention_mask has {places} places in a row for {filled} tokens; give one per token, also "
                 "for tokens whose keys are in the cache"
             )
         padding = torch.nn.functional.pad(padding.bool(), (0, max(0, end - places)))

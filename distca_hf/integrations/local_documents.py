@@ -155,4 +155,4 @@ def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Returns offsets (int32) and longest length of documents, from bools that are True where one begins."""
     starts = begins.flatten().nonzero().flatten()
     offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
-    return offsets, int(offsets.diff().max())
+    return offsets, int(offsets.diff().max()) if len(starts) else 0

@@ -34,6 +34,8 @@ def _flash_attn_local(
         kernel: name of one, or "auto".
         deterministic: gradients are bit-equal from run to run; so they are if torch is told to be deterministic.
     """
+    if not len(q_TNH):  # a batch of padding alone: kernels need not know of it
+        return empty_outputs(q_TNH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _kernel(kernel, q_TNH, k_SGH, v_SGV).forward(q_TNH, k_SGH, v_SGV, spans, scale)
 
@@ -70,6 +72,8 @@ def _flash_attn_local_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
+    if not len(q_TNH):
+        return dq, dk.zero_(), dv.zero_()
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     deterministic |= torch.are_deterministic_algorithms_enabled()
     of_output = dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT

@@ -59,6 +59,7 @@ def test_uneven_evaluation_is_as_trainers_own(tmp_path: Path) -> None:
 
 def _train(folder: Path, workers: int) -> list[float]:
     multiprocessing.current_process()._config["daemon"] = False  # ranks of tests may not have children otherwise
+    multiprocessing.set_start_method("fork", force=True)  # as in an ordinary process; a fork server would import all
     trainer = _trainer(folder, per_device_train_batch_size=2, dataloader_num_workers=workers)
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]

@@ -213,13 +213,35 @@ def test_a_mask_computes_nothing_before_a_layer_asks(given: str) -> None:
     assert not seen.names
 
 
-def test_documents_are_found_once_per_forward_pass() -> None:
+PACKED = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1)
+OFFSETS = torch.tensor([0, 5, TOKENS, 2 * TOKENS], dtype=torch.int32)
+BATCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padded": {"attention_mask": padded_mask()},
+    "packed": {"position_ids": PACKED},
+    "packed, with a mask": {"position_ids": PACKED, "attention_mask": torch.ones(2, TOKENS)},
+    "offsets": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_documents_are_found_once_per_forward_pass(
+    name: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That makes the host wait for the device, and the model has three layers."""
+    found: list[RowMask] = []
+    find = RowMask._find
+    monkeypatch.setattr(RowMask, "_find", lambda mask, *given: find(found.append(mask) or mask, *given))
+    tiny_model().eval()(random_ids(2), use_cache=use_cache, **BATCHES[name])
+
+    assert len(found) == 1
+
+
+def test_offsets_count_the_tokens_that_are_there() -> None:
     mask = document_mask(2, TOKENS, TOKENS, 0, 0, masking_utils.causal_mask_function, padded_mask().bool())
     assert mask is not None
-    first = mask.documents(None)
-
-    assert mask.documents(None) is first
-    assert first.queries.tolist() == [0, TOKENS - 4, 2 * TOKENS - 4]
+    assert mask.documents().queries.tolist() == [0, TOKENS - 4, 2 * TOKENS - 4]
 
 
 # --- a mask that does not fit

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from distca_hf.runtime import local
 from support.models import SIZES, VOCABULARY, tiny_model
 
 
@@ -82,3 +83,35 @@ def test_outputs_of_padding_are_zero() -> None:
 
     assert seen[0].shape[-1] == SIZES["hidden_size"]
     assert seen[0][mask == 0].abs().max() == 0
+
+
+@pytest.mark.parametrize("rows", ["one", "all"])
+def test_rows_of_padding_alone_have_no_part(rows: str) -> None:
+    """A rank whose last batch is smaller may fill it like that."""
+    ids, mask = padded("right")
+    mask[0 if rows == "one" else slice(None)] = 0
+    model, same = both()
+    logits = [net.train()(ids, attention_mask=mask, use_cache=False).logits for net in (model, same)]
+    logits[0].sum().backward()
+
+    assert torch.isfinite(logits[0]).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+    if rows == "one":
+        assert largest(logits[0][mask.bool()], logits[1][mask.bool()]) <= 1e-10
+
+
+def test_no_kernel_is_asked_about_padding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = padded("right")
+    model, _ = both()
+    monkeypatch.setattr(local, "choose_kernel", lambda *given: pytest.fail("a kernel was asked"))
+    model.train()(ids, attention_mask=torch.zeros_like(mask), use_cache=False).logits.sum().backward()
+
+    assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() == 0
+
+
+def test_padding_inside_of_rows_is_not_attended_to() -> None:
+    ids, mask = padded("left")
+    mask[:, 4] = mask[2, 7] = 0
+    ours, theirs = (model(ids, attention_mask=mask, use_cache=False).logits for model in both())
+
+    assert largest(ours[mask.bool()], theirs[mask.bool()]) <= 1e-10
