@@ -9,6 +9,7 @@ import torch
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.local_documents import (
     Documents,
+    check_beginnings,
     check_goes_on,
     documents_at,
     given_documents,
@@ -46,7 +47,8 @@ def find_documents(
         padding: `[B, places]`, False where a place of a row is padding.
         numbers: the same before it was made bool.
         positions: of the queries.
-        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the one before it.
+        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the one before it. It counts
+            more than positions.
         cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
         unseen: positions that begin new documents may have been seen by nobody.
 
@@ -56,6 +58,12 @@ def find_documents(
     """
     if cu_seq_lens_q is not None:
         return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch_size * queries, batch_size * keys, device)
+    if goes_on is not None:
+        begins = torch.nn.functional.pad(~goes_on.expand(batch_size, queries - 1), (1, 0), value=True)
+        if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
+            check_beginnings(positions.expand(batch_size, queries)[begins])
+        offsets, longest = offsets_of(begins)
+        return Documents(offsets, offsets, longest, longest)
     first = q_offset if cached is None else int(cached)
     tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
     query_tokens = None if tokens is None else tokens[:, first - kv_offset :][:, :queries]
@@ -68,10 +76,6 @@ def find_documents(
         if first == 0:
             return documents_at(positions, tokens)
         check_goes_on(positions, query_tokens)
-    elif goes_on is not None:
-        begins = torch.nn.functional.pad(~goes_on.expand(batch_size, queries - 1), (1, 0), value=True)
-        offsets, longest = offsets_of(begins)
-        return Documents(offsets, offsets, longest, longest)
     elif queries > 1 and unseen and first == 0:
         raise UnsupportedAttentionError(
             "layers were given no position_ids, and compiled with a cache or a mask nobody has seen any: rows may "

@@ -114,13 +114,12 @@ class RowMask:
     ) -> tuple[Any, ...]:
         """Returns what `find_documents` is to know, in its order."""
         batch_size, _, queries, keys = self.shape
-        first, positions, goes_on = self._q_offset, self._positions, None
-        if positions is None and self._packed is not None:
+        first, goes_on = self._q_offset, None
+        positions = position_ids if self._positions is None else self._positions
+        if self._positions is None and self._packed is not None:
             row = torch.arange(batch_size, device=self._device)[:, None]
             token = torch.arange(1, queries, device=self._device)
             goes_on = self._packed(row, 0, token, token - 1)
-        elif positions is None:
-            positions = position_ids
         offset, cached = (0, first) if isinstance(first, torch.Tensor) else (first, None)
         return (
             *(batch_size, queries, keys, offset, self._kv_offset, cached),

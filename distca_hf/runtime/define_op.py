@@ -52,7 +52,9 @@ def define_op(
         register for the operator (a dtype under autocast, say) is heard only where calls are dispatched.
     """
     name = function.__name__.removeprefix("_")
-    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+    # They run on the host: a CUDA graph would replay the kernels of one batch, and no exchange.
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
+    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
     operator: torch._ops.OpOverload = getattr(torch.ops.distca, name).default
     # torch.compile does not look into it, also where it runs beside compiled code.
     _library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
