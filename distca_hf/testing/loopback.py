@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 class LoopbackWorld:
     """Meeting point of the ranks: each meeting passes one value from every rank to every rank."""
 
-    def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
         self.world_size = world_size
         self._values: list[Any] = [None] * world_size
         self._barrier = threading.Barrier(world_size)
@@ -88,7 +88,7 @@ class LoopbackTransport:
 
 
 def run_ranks(
-    world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 60.0
+    world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 300.0
 ) -> list[Result]:
     """Runs `body` once per rank, each in a thread, and returns the results by rank.
 
