@@ -28,7 +28,7 @@ class Occasion(enum.IntEnum):
     TAKE = 1  # hand out a micro-batch
     PLAN = 2  # plan a batch that somebody else packed
     ATTEND = 3  # exchange rows for a model's first attention call
-    DERIVE = 4  # exchange rows again, for backward
+    DIFFERENTIATE = 4  # exchange rows again, for backward
     REPORT = 5  # log what was measured
     COMPARE = 6  # compare weights
     UNABLE = 7  # give up, because it cannot do its part

@@ -15,9 +15,10 @@ from distca_hf.integrations.attachment import Attachment
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.checkpoints import check_checkpoint
 from distca_hf.integrations.collators import unlearnt_token
+from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation
+from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
