@@ -22,8 +22,8 @@ from distca_hf.version import __version__
 
 if TYPE_CHECKING:
     from distca_hf.integrations.callback import DistCACallback
+    from distca_hf.integrations.enabling import enable
     from distca_hf.integrations.loader import PlacedLoader
-    from distca_hf.integrations.model import enable
     from distca_hf.integrations.plugin import DistCAPlugin
 
 __all__ = [
@@ -47,7 +47,7 @@ _LAZY = {
     "DistCACallback": "distca_hf.integrations.callback",
     "DistCAPlugin": "distca_hf.integrations.plugin",
     "PlacedLoader": "distca_hf.integrations.loader",
-    "enable": "distca_hf.integrations.model",
+    "enable": "distca_hf.integrations.enabling",
 }
 
 

@@ -143,7 +143,7 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, scale, work = inputs
-    ctx.set_materialize_grads(False)  # nobody derives from log-sum-exps
+    ctx.set_materialize_grads(False)  # log-sum-exps are not differentiated
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale, ctx.work = scale, work
 

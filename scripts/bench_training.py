@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
-from distca_hf.integrations.model import watch_of
+from distca_hf.integrations.forward_watch import watch_of
 
 
 VOCABULARY = 32_000

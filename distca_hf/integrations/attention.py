@@ -1,8 +1,7 @@
 """The attention function behind `attn_implementation="distca"`.
 
-Transformers calls it once per attention layer. A batch of ours carries its plan in the keyword `distca_plan`, which
-models pass on to their layers unseen; without a plan the layer attends locally, each document (or each row of the
-batch) alone.
+Transformers calls it once per attention layer. With a plan (the keyword `distca_plan`, which models pass on to their
+layers) ranks attend together. Without one a layer attends locally: to each document of its own rank alone.
 """
 
 import warnings
@@ -13,24 +12,30 @@ import torch.distributed as dist
 from torch import nn
 
 from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.finding import check_window
 from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.refusals import check_call, check_mask, check_windows, name_of
+from distca_hf.integrations.refusals import check_call, check_mask, name_of, shortest_window
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
 
 
-# Attribute of attention layers whose model was enabled: how they attend to batches without a plan.
-ENABLED = "_distca_enabled"
+# Attribute of attention layers whose model was enabled.
+LAYER_SETTINGS = "_distca_layer_settings"
 
 
-class LocalSettings(NamedTuple):
-    """Kernel and determinism of a layer that attends without a plan, and its number in the model."""
+class LayerSettings(NamedTuple):
+    """Settings of an attention layer; the defaults are those of a model that was not enabled.
+
+    Attributes:
+        kernel, deterministic: of local attention; a plan brings its own.
+        number: number of the layer in its model. Why it is a tensor, `runtime.op.flash_attn` says.
+    """
 
     kernel: str = "auto"
     deterministic: bool = False
-    layer: torch.Tensor | None = None
+    number: torch.Tensor | None = None
 
 
 def distca_attention(
@@ -49,11 +54,11 @@ def distca_attention(
     distca_plan: LivePlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
+    """Computes causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
 
     Args:
         query, key, value: `[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, V]`; made contiguous per token if they are not.
-        attention_mask: None, or what `document_mask` found; anything else is padding or a mask of the user's own.
+        attention_mask: None, or the `RowMask` of `document_mask`; a mask of the caller's own is refused.
         distca_plan: the plan of the batch.
 
     Returns:
@@ -68,27 +73,28 @@ def distca_attention(
         check_mask(module, mask, query.shape[2], key.shape[2])
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
+    settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
     if distca_plan is not None:
-        enabled: LocalSettings | None = getattr(module, ENABLED, None)
-        if enabled is None:
+        if settings is None:
             raise PlanError(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        check_windows(module, sliding_window, mask, distca_plan.facts.longest_document_tokens)
+        check_window(shortest_window(sliding_window, mask), distca_plan.facts.longest_document_tokens, name_of(module))
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
-        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, enabled.layer)
+        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, settings.number)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
     if mask is None:
         shape = query.shape[0], 1, query.shape[2], key.shape[2]
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
-    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    check_windows(module, sliding_window, mask, documents.longest_keys)
-    settings: LocalSettings | None = getattr(module, ENABLED, None)
-    if settings is None and module.training and torch.is_grad_enabled():
-        _warn_of_forgetting(module, len(documents.queries) - 1 > query.shape[0])
-    return _attend_locally(query, key, value, documents, scale, settings or LocalSettings()), None
+    window_tokens = shortest_window(sliding_window, mask)
+    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
+    if not torch.compiler.is_compiling():
+        check_window(window_tokens, documents.longest_keys, name_of(module))
+        if settings is None and module.training and torch.is_grad_enabled():
+            _warn_of_forgetting(module, len(documents.queries) - 1 > query.shape[0])
+    return _attend_locally(query, key, value, documents, scale, settings or LayerSettings()), None
 
 
 def _attend_locally(
@@ -97,9 +103,9 @@ def _attend_locally(
     value: torch.Tensor,
     documents: Documents,
     scale: float,
-    settings: LocalSettings,
+    settings: LayerSettings,
 ) -> torch.Tensor:
-    """`[B, T, N, V]`, zero where there is padding."""
+    """Returns `[B, T, N, V]`, zero where there is padding."""
     q_TNH, k_SGH, v_SGV = _rows(query), _rows(key), _rows(value)
     *spans, query_rows, key_rows = documents
     if key_rows is not None:
@@ -114,14 +120,15 @@ def _attend_locally(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[B, N, T, D]` as `[B * T, N, D]`, contiguous."""
+    """Returns `[B, N, T, D]` as `[B * T, N, D]`, contiguous."""
     return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _one_dtype(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Under autocast all three in its dtype: rotary embeddings and norms leave queries and keys in fp32."""
+    """Returns all three in one dtype. Under autocast that is its own: rotary embeddings leave queries and keys in
+    fp32."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -137,12 +144,14 @@ def _one_dtype(
 def _warn_of_forgetting(module: nn.Module, packed: bool) -> None:
     """Warns where a model trains that was never enabled, and it makes a difference. Python shows a warning once."""
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if torch.compiler.is_compiling() or (world_size == 1 and not packed):
+    if world_size == 1 and not packed:
         return
-    loses = "each attends to its own batch alone, and nothing is balanced" if world_size > 1 else "nothing is checked"
+    consequence = (
+        "each attends to its own batch alone, and nothing is balanced" if world_size > 1 else "nothing is checked"
+    )
     warnings.warn(
         f"a model with {type(module).__name__} trains with distca on {world_size} rank(s), but was not enabled: "
-        f"{loses}. Call plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a "
+        f"{consequence}. Call plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a "
         "DistCACallback(plugin)",
         stacklevel=3,
     )

@@ -13,8 +13,9 @@ from transformers.trainer_callback import CallbackHandler
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.drift import WeightsCheck
+from distca_hf.integrations.enabling import enable
+from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.runtime.plans import PlanFacts
 from distca_hf.telemetry import LoaderTimes, get_logger
@@ -167,7 +168,8 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(metrics)
 
     def _since_last_log(self, args: TrainingArguments, step: int) -> dict[str, float]:
-        """A collective call: every rank logs the same steps."""
+        """Returns metrics of the micro-batches since the last log. A collective call: every rank logs the same
+        steps."""
         watch = watch_of(self._model)
         source: PlanSource | None = self._loader
         if source is None and watch is not None:

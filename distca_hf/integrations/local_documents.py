@@ -71,8 +71,10 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
     begins = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
     first = begins.clone()
     first[1:] = row_of[1:] != row_of[:-1]
-    # Padding inside a row may leave positions out.
-    begins[1:] = first[1:] | (positions[1:] <= positions[:-1])
+    # Padding between two tokens may leave positions out; nothing else may.
+    beside = place[1:] == place[:-1] + 1
+    goes_on = torch.where(beside, positions[1:] == positions[:-1] + 1, positions[1:] > positions[:-1])
+    begins[1:] = first[1:] | ~goes_on
     # Positions of a row that is padded on its left may count the padding.
     check_beginnings(positions[begins & ~(first & (place > 0))])
     offsets, longest = offsets_of(begins)

@@ -10,17 +10,9 @@ from typing import Any
 
 import torch
 
-from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.local_documents import (
-    Documents,
-    check_goes_on,
-    documents_at,
-    given_documents,
-    offsets_of,
-    padded_rows,
-    whole_rows,
-)
-from distca_hf.integrations.mask_numbers import check_mask_numbers
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.integrations.finding import find_documents, find_in_graph
+from distca_hf.integrations.local_documents import Documents
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -67,7 +59,7 @@ class RowMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch calls this when something computes with the mask: a layer that does not attend through distca.
+        """Refuses to compute with the mask. Torch calls this for a layer that does not attend through distca.
 
         Compiled checkpointing calls it, too, but only passes the mask on to the layer.
         """
@@ -88,81 +80,51 @@ class RowMask:
         position_ids: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
+        window_tokens: int | None = None,
     ) -> Documents:
         """Returns the documents that a layer attends to, found once for all layers that were given the same.
 
         Args:
             position_ids: positions that the layer was given. They count only if nobody else has seen any.
             cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
+            window_tokens: of the layer; a graph compares it with the documents that it finds.
 
         Raises:
             PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
             UnsupportedAttentionError: nothing says whether rows hold several documents.
         """
         given = position_ids, cu_seq_lens_q, cu_seq_lens_k
-        if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
-            self._documents, self._given = self._find(*given), given
-        return self._documents
+        if not torch.compiler.is_compiling():
+            if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
+                self._documents, self._given = find_documents(self._device, *self._said(*given)), given
+            return self._documents
+        # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
+        found = Documents(*find_in_graph(torch.empty(0, device=self._device), *self._said(*given), window_tokens))
+        _, _, queries, keys = self.shape
+        all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
+        if cu_seq_lens_q is not None or (self._padding is None and all_tokens):
+            return found._replace(query_rows=None, key_rows=None)
+        return found
 
-    def _find(
+    def _said(
         self,
         position_ids: torch.Tensor | None,
         cu_seq_lens_q: torch.Tensor | None,
         cu_seq_lens_k: torch.Tensor | None,
-    ) -> Documents:
+    ) -> tuple[Any, ...]:
+        """Returns what `find_documents` is to know, in its order."""
         batch_size, _, queries, keys = self.shape
-        if cu_seq_lens_q is not None:
-            rows = batch_size * queries, batch_size * keys
-            return given_documents(cu_seq_lens_q, cu_seq_lens_k, *rows, self._device)
+        first, goes_on = self._q_offset, None
         positions = position_ids if self._positions is None else self._positions
-        first = int(self._q_offset)  # a static cache counts on the device
-        tokens = self._tokens(first + queries)
-        query_tokens = None if tokens is None else tokens[:, first - self._kv_offset :][:, :queries]
-        if queries > 1 and first == 0:
-            check_mask_numbers({"attention_mask": self._numbers, "position_ids": positions})
-        if queries > 1 and positions is not None and positions.ndim == 2:
-            if positions.shape[-1] != queries:
-                raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
-            positions = positions.expand(batch_size, queries)
-            if first == 0:
-                return documents_at(positions, tokens)
-            check_goes_on(positions, query_tokens)
-        elif self._packed is not None:
+        if self._positions is None and self._packed is not None:
             row = torch.arange(batch_size, device=self._device)[:, None]
             token = torch.arange(1, queries, device=self._device)
-            goes_on = self._packed(row, 0, token, token - 1).expand(batch_size, queries - 1)
-            offsets, longest = offsets_of(torch.nn.functional.pad(~goes_on, (1, 0), value=True))
-            return Documents(offsets, offsets, longest, longest)
-        elif queries > 1 and self._compiled and first == 0:
-            raise UnsupportedAttentionError(
-                "layers were given no position_ids, and compiled with a cache or a mask nobody has seen any: rows may "
-                "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
-            )
-        if tokens is None or query_tokens is None:
-            return whole_rows(batch_size, queries, keys, self._device)
-        return padded_rows(query_tokens, tokens)
-
-    def _tokens(self, filled: int) -> torch.Tensor | None:
-        """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
-
-        Args:
-            filled: places of a row that have been filled, those of this pass included.
-        """
-        batch_size, _, _, keys = self.shape
-        end = self._kv_offset + keys
-        if self._padding is None and filled >= end:
-            return None
-        tokens = (torch.arange(self._kv_offset, end, device=self._device) < filled).expand(batch_size, keys)
-        if self._padding is not None:
-            places = self._padding.shape[1]
-            if places < filled:
-                raise PackingError(
-                    f"attention_mask has {places} places in a row for {filled} tokens; give one per token, also "
-                    "for tokens whose keys are in the cache"
-                )
-            padding = torch.nn.functional.pad(self._padding.bool(), (0, max(0, end - places)))
-            tokens = tokens & padding[:, self._kv_offset : end]
-        return None if tokens.all() else tokens
+            goes_on = self._packed(row, 0, token, token - 1)
+        offset, cached = (0, first) if isinstance(first, torch.Tensor) else (first, None)
+        return (
+            *(batch_size, queries, keys, offset, self._kv_offset, cached),
+            *(self._padding, self._numbers, positions, goes_on, cu_seq_lens_q, cu_seq_lens_k, self._compiled),
+        )
 
 
 def document_mask(
@@ -179,7 +141,7 @@ def document_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> RowMask | None:
-    """What layers get as their attention mask; `transformers.AttentionMaskInterface` gives the arguments.
+    """Returns the attention mask that layers get; `transformers.AttentionMaskInterface` gives the arguments.
 
     Args:
         local_size: how many tokens a window or a chunk holds.

@@ -1,4 +1,4 @@
-"""What a layer asks for that is not computed: refused with the layer's name, the argument and its value."""
+"""Refusals: attention calls that are not computed, by the name of the layer, the argument and its value."""
 
 import warnings
 from typing import Any
@@ -62,9 +62,9 @@ def check_call(
             f"{name_of(module)}: attention dropout {dropout} is not computed; set it to 0 in the config"
         )
     if asked:
-        told = ", ".join(f"{name}={_short(given)}" for name, given in asked.items())
+        named = ", ".join(f"{name}={_short(given)}" for name, given in asked.items())
         raise UnsupportedAttentionError(
-            f"{name_of(module)}: {told} is not computed by distca, and ignoring it would change the result; load the "
+            f"{name_of(module)}: {named} is not computed by distca, and ignoring it would change the result; load the "
             "model with another attn_implementation"
         )
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -93,19 +93,10 @@ def check_mask(module: nn.Module, mask: RowMask, queries: int, keys: int) -> Non
         )
 
 
-def check_windows(module: nn.Module, sliding_window: int | None, mask: RowMask | None, longest_tokens: int) -> None:
-    """Checks windows, of which some models speak to their layers, some in the mask alone. One as long as every
-    document changes nothing.
-
-    Raises:
-        UnsupportedAttentionError: one is shorter.
-    """
-    for window in (sliding_window, None if mask is None else mask.window_tokens):
-        if window is not None and window < longest_tokens:
-            raise UnsupportedAttentionError(
-                f"{name_of(module)}: sliding window {window} is shorter than a document of {longest_tokens} tokens, "
-                "and windows are not computed; split documents at the window, or disable it in the config"
-            )
+def shortest_window(sliding_window: int | None, mask: RowMask | None) -> int | None:
+    """Returns the window of a layer, if any. Some models speak of it to their layers, some in the mask alone."""
+    windows = [sliding_window, None if mask is None else mask.window_tokens]
+    return min([window for window in windows if window is not None], default=None)
 
 
 def name_of(module: nn.Module) -> str:

@@ -15,9 +15,10 @@ from distca_hf.integrations.attachment import Attachment
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.checkpoints import check_checkpoint
 from distca_hf.integrations.collators import unlearnt_token
+from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation, loss_over_all_labels
+from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model import enable, watch_of
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
@@ -193,7 +194,7 @@ def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -
 
 
 def _add_callbacks(plugin: "DistCAPlugin", attachment: Attachment, callback: DistCACallback) -> None:
-    """Metrics come before the callbacks that report them; leaving comes after all others have ended."""
+    """Adds metrics before the callbacks that report them, and leaving behind all others."""
     attachment.add_callback(callback, first=True)
     if plugin.save_on_signal:
         attachment.add_callback(LeaveOnSignal(plugin.transport), first=False)

@@ -2,9 +2,9 @@
 
     first call ──▶ agree ──▶ exchange ... last call ──▶ end ──▶ agree ──▶ first recomputed or backward call ...
 
-Twice in a pass all ranks show each other what they compute: before its first exchange, and before the first one behind
-its end. A rank that computes in another dtype, calls other layers, or needs other gradients would send rows that
-another rank takes for something else.
+Twice in a pass all ranks show each other what they compute: before the first exchange of the forward pass, and before
+the first one of the backward pass. A rank that computes in another dtype, calls other layers, or needs other gradients
+would send rows that another rank takes for something else.
 """
 
 import zlib
@@ -21,7 +21,7 @@ class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
 
     Args:
-        facts: must be the same on all ranks; None for a pass that nobody announced, which agrees about nothing.
+        facts: must be the same on all ranks; None for a pass of no enabled model, which agrees about nothing.
         num_calls: attention calls of the pass, if known.
 
     Attributes:
@@ -43,18 +43,18 @@ class ForwardPass:
         self.agreement: Agreement | None = None
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
         self._ended = False
-        self._derived: list[int] = []
+        self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
 
-    def note_call(self, layer: int | None, derives: bool) -> None:
-        """Notes of the latest call which layer made it, if known, and whether backward will follow it."""
+    def note_call(self, layer: int | None, needs_gradients: bool) -> None:
+        """Notes the layer of the latest call, if known, and whether backward will follow it."""
         if self._ended:
             return
         if layer is not None:
             self.layers.append(layer)
-        if derives:
-            self._derived.append(self.calls)
+        if needs_gradients:
+            self._with_gradients.append(self.calls)
 
     def begin_forward(self) -> str:
         """Counts a forward call and names its place."""
@@ -101,15 +101,15 @@ class ForwardPass:
 
     def _agree_at_the_end(self) -> None:
         """Starts showing the other ranks which calls were made."""
-        told = {
+        numbers = {
             "attention calls": self.calls,
             "order of the layers that attend": _checksum(self.layers),
-            "attention calls with gradients": len(self._derived),
-            "which of them have gradients": _checksum(self._derived),
+            "attention calls with gradients": len(self._with_gradients),
+            "which of them have gradients": _checksum(self._with_gradients),
         }
-        self.agreement = Agreement.start(self._transport, Occasion.DERIVE, self._micro_batch, {}, told)
+        self.agreement = Agreement.start(self._transport, Occasion.DIFFERENTIATE, self._micro_batch, {}, numbers)
 
-    def agree_to_derive(self) -> None:
+    def agree_to_differentiate(self) -> None:
         """Waits until all ranks have shown which calls they made and which of them backward will follow; once.
 
         Raises:
@@ -117,8 +117,8 @@ class ForwardPass:
         """
         if self.agreement is None:
             return
-        told = self.agreement.wait()
-        different = {name: values for name, values in told.items() if len(set(values)) > 1}
+        of_ranks = self.agreement.wait()
+        different = {name: values for name, values in of_ranks.items() if len(set(values)) > 1}
         if different:
             name, values = next(iter(different.items()))
             raise PlanMismatchError(

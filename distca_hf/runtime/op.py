@@ -31,9 +31,9 @@ def _flash_attn(
     scale: float,
     plan: int,
     layer: torch.Tensor | None = None,
-    derives: bool = False,
+    needs_gradients: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
+    """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
     call = live.forward_calls + 1
     try:
@@ -44,7 +44,7 @@ def _flash_attn(
         raise
     if scope is not None and not scope.recomputes:
         scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
-    live.forward_pass.note_call(None if layer is None else int(layer), derives)
+    live.forward_pass.note_call(None if layer is None else int(layer), needs_gradients)
     return out, lse, kept.keys, *kept.guests
 
 
@@ -74,7 +74,7 @@ def _flash_attn_backward(
     scale: float,
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
+    """Computes gradients of q, k and v."""
     live = find_plan(plan)
     call = live.backward_calls + 1
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse)
@@ -119,8 +119,8 @@ def flash_attn(
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
             an attribute that is a number, and one for all tensors.
     """
-    derives = torch.is_grad_enabled() and (q_TNH.requires_grad or k_TGH.requires_grad or v_TGV.requires_grad)
-    return _planned(q_TNH, k_TGH, v_TGV, scale, plan, layer, derives)
+    needs_gradients = torch.is_grad_enabled() and (q_TNH.requires_grad or k_TGH.requires_grad or v_TGV.requires_grad)
+    return _planned(q_TNH, k_TGH, v_TGV, scale, plan, layer, needs_gradients)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:

@@ -55,7 +55,7 @@ class PlanFacts:
 
     @classmethod
     def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
-        """Facts of a plan, whose key transfers are computed already."""
+        """Returns facts of a plan, whose key transfers are computed already."""
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
         num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
         guests = plan.pieces.select(plan.is_guest[plan.pieces.task])
@@ -110,7 +110,7 @@ class LivePlan:
         fingerprint: of the plan.
 
     Attributes:
-        told: what every rank told in the agreement.
+        numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         layers_kept: layers whose attention is saved for backward at the same time.
@@ -139,7 +139,7 @@ class LivePlan:
         self.agreement = agreement
         self.fingerprint = fingerprint
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        self.told: dict[str, list[int]] = {}
+        self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
         self.layers_kept = self.attention_calls = 1
@@ -149,27 +149,26 @@ class LivePlan:
         self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:
-        """Waits for what all ranks are showing each other, if anything: that they run the same plan, once, and that
-        they ran the same forward pass.
+        """Waits until all ranks have shown that they run the same plan, and ran the same forward pass; each once.
 
         Raises:
             PlanMismatchError, PeerLostError: they do not.
         """
         if self.agreement is not None:
-            self.told |= self.agreement.wait()
+            self.numbers |= self.agreement.wait()
             self.agreement = None
-        self.forward_pass.agree_to_derive()
+        self.forward_pass.agree_to_differentiate()
 
     @property
     def label_tokens(self) -> int | None:
         """Labels of the global micro-batch, all ranks together; None if nobody counted them."""
         self.agree()
-        return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
+        return sum(self.numbers["label_tokens"]) if "label_tokens" in self.numbers else None
 
     def begin_forward_pass(
         self, num_calls: int | None, facts: Mapping[str, object], layers_kept: int = 1, attention_calls: int = 1
     ) -> None:
-        """A model begins its forward pass with this plan.
+        """Begins a forward pass of a model with this plan.
 
         Args:
             num_calls: attention calls of the pass, if known.
@@ -183,17 +182,17 @@ class LivePlan:
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
 
-    def end_forward_pass(self, derives: bool) -> None:
-        """The forward pass has ended; all ranks begin to show each other which calls they made.
+    def end_forward_pass(self, backward_follows: bool) -> None:
+        """Ends the forward pass, and starts showing all ranks which calls it made.
 
         Args:
-            derives: whether a backward pass may follow; if not, the other ranks are waited for here.
+            backward_follows: whether a backward pass may follow. If not, this rank waits for the others here.
 
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
         """
         self.forward_pass.end(self.maps.exchanges)
-        if not derives:
+        if not backward_follows:
             self.agree()
 
     @property
@@ -209,7 +208,7 @@ class LivePlan:
     def kernel(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, where: str = "no layer yet"
     ) -> Kernel:
-        """The kernel for these tensors, which fit the plan. Layers ask for the same one again and again.
+        """Returns the kernel for these tensors, once they are known to fit the plan; all layers ask for the same.
 
         Raises:
             PlanError: they do not fit.
@@ -225,7 +224,7 @@ class LivePlan:
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
-        """Device, rows and heads of a tensor are those that the plan was made for."""
+        """Checks that device, rows and heads of a tensor are those that the plan was made for."""
         maps = self.maps
         if x.device != maps.send_rows.device:
             raise PlanError(
@@ -265,10 +264,10 @@ class PlanRegister:
         return number
 
     def find(self, number: int) -> LivePlan:
-        """The plan with this number.
+        """Returns the plan with this number.
 
         Raises:
-            PlanError: nobody holds it any more.
+            PlanError: no batch and no graph holds it any more.
         """
         plan = self._all.get(number)
         if plan is None:
@@ -283,9 +282,9 @@ _register = PlanRegister()
 
 
 def find_plan(number: int) -> LivePlan:
-    """The live plan with this number.
+    """Returns the live plan with this number.
 
     Raises:
-        PlanError: nobody holds it any more.
+        PlanError: no batch and no graph holds it any more.
     """
     return _register.find(number)

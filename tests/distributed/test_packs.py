@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 
 import distca_hf
 from distca_hf.comm.groups import open_transport
-from distca_hf.integrations.model import watch_of
+from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.layout import Layout
 from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan

@@ -26,7 +26,7 @@ from transformers import (
 import distca_hf
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.callback import DistCACallback
-from distca_hf.integrations.model import watch_of
+from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.resuming import LOADER_STATE
 from support.data import random_dataset
 from support.models import tiny_model

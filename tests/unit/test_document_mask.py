@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama
 
 import distca_hf
 from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations import mask as mask_module
 from distca_hf.integrations.mask import RowMask, document_mask
 from support.data import random_dataset
 from support.models import SIZES, VOCABULARY, tiny_model
@@ -230,9 +231,9 @@ def test_documents_are_found_once_per_forward_pass(
     name: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That makes the host wait for the device, and the model has three layers."""
-    found: list[RowMask] = []
-    find = RowMask._find
-    monkeypatch.setattr(RowMask, "_find", lambda mask, *given: find(found.append(mask) or mask, *given))
+    found: list[Any] = []
+    find = mask_module.find_documents
+    monkeypatch.setattr(mask_module, "find_documents", lambda *said: found.append(said) or find(*said))
     tiny_model().eval()(random_ids(2), use_cache=use_cache, **BATCHES[name])
 
     assert len(found) == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from distca_hf.errors import PackingError
 from distca_hf.runtime import local
 from support.models import SIZES, VOCABULARY, tiny_model
 
@@ -115,3 +116,24 @@ def test_padding_inside_of_rows_is_not_attended_to() -> None:
     ours, theirs = (model(ids, attention_mask=mask, use_cache=False).logits for model in both())
 
     assert largest(ours[mask.bool()], theirs[mask.bool()]) <= 1e-10
+
+
+def test_positions_that_jump_where_no_padding_is_begin_a_part_of_a_document() -> None:
+    """Rows of a placed batch, say, whose plan was lost."""
+    ids, mask = padded("right")
+    positions = torch.arange(TOKENS).expand(3, TOKENS).clone()
+    positions[:, 2:] += 30
+
+    with pytest.raises(PackingError, match="begin a document at position 32 instead of 0"):
+        both()[0](ids, attention_mask=mask, position_ids=positions, use_cache=False)
+
+
+def test_positions_may_leave_padding_out_or_count_it() -> None:
+    ids, mask = padded("left")
+    mask[:, 7] = 0
+    counted = torch.arange(TOKENS).expand(3, TOKENS)
+    left_out = (mask.cumsum(1) - 1).clamp(min=0)
+
+    for positions in (counted, left_out):
+        ours, theirs = (model(ids, attention_mask=mask, position_ids=positions, use_cache=False) for model in both())
+        assert largest(ours.logits[mask.bool()], theirs.logits[mask.bool()]) <= 1e-10

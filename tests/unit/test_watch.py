@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import distca_hf
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.model import watch_of
+from distca_hf.integrations.forward_watch import watch_of
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
 

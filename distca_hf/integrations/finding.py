@@ -1,0 +1,173 @@
+"""Finding documents: which ones a batch holds, by all that its mask, positions and offsets say.
+
+Numbers of documents and of tokens are in the tensors themselves. In a compiled graph an operator finds them, so that
+the graph neither breaks nor depends on them.
+"""
+
+import torch
+
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.local_documents import (
+    Documents,
+    check_beginnings,
+    check_goes_on,
+    documents_at,
+    given_documents,
+    offsets_of,
+    padded_rows,
+    whole_rows,
+)
+from distca_hf.integrations.mask_numbers import check_mask_numbers
+from distca_hf.runtime.define_op import define_op
+from distca_hf.runtime.unknown_size import unknown_size
+
+
+def find_documents(
+    device: torch.device,
+    batch_size: int,
+    queries: int,
+    keys: int,
+    q_offset: int,
+    kv_offset: int,
+    cached: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    goes_on: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    unseen: bool = False,
+) -> Documents:
+    """Returns the documents of `queries` and `keys` per row.
+
+    Args:
+        device: of the documents.
+        q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
+        cached: `q_offset` of a static cache, which counts on its device.
+        padding: `[B, places]`, False where a place of a row is padding.
+        numbers: the same before it was made bool.
+        positions: of the queries.
+        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the one before it. It counts
+            more than positions.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
+        unseen: positions that begin new documents may have been seen by nobody.
+
+    Raises:
+        PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
+        UnsupportedAttentionError: nothing says whether rows hold several documents.
+    """
+    if cu_seq_lens_q is not None:
+        return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch_size * queries, batch_size * keys, device)
+    if goes_on is not None:
+        begins = torch.nn.functional.pad(~goes_on.expand(batch_size, queries - 1), (1, 0), value=True)
+        if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
+            check_beginnings(positions.expand(batch_size, queries)[begins])
+        offsets, longest = offsets_of(begins)
+        return Documents(offsets, offsets, longest, longest)
+    first = q_offset if cached is None else int(cached)
+    tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
+    query_tokens = None if tokens is None else tokens[:, first - kv_offset :][:, :queries]
+    if queries > 1 and first == 0:
+        check_mask_numbers({"attention_mask": numbers, "position_ids": positions})
+    if queries > 1 and positions is not None and positions.ndim == 2:
+        if positions.shape[-1] != queries:
+            raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
+        positions = positions.expand(batch_size, queries)
+        if first == 0:
+            return documents_at(positions, tokens)
+        check_goes_on(positions, query_tokens)
+    elif queries > 1 and unseen and first == 0:
+        raise UnsupportedAttentionError(
+            "layers were given no position_ids, and compiled with a cache or a mask nobody has seen any: rows may "
+            "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
+        )
+    if tokens is None or query_tokens is None:
+        return whole_rows(batch_size, queries, keys, device)
+    return padded_rows(query_tokens, tokens)
+
+
+def _tokens(
+    batch_size: int,
+    filled: int,
+    begin: int,
+    end: int,
+    padding: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
+
+    Args:
+        filled: places of a row that have been filled, those of this pass included.
+        begin, end: places of the keys.
+    """
+    if padding is None and filled >= end:
+        return None
+    tokens = (torch.arange(begin, end, device=device) < filled).expand(batch_size, end - begin)
+    if padding is not None:
+        places = padding.shape[1]
+        if places < filled:
+            raise PackingError(
+                f"attention_mask has {places} places in a row for {filled} tokens; give one per token, also "
+                "for tokens whose keys are in the cache"
+            )
+        padding = torch.nn.functional.pad(padding.bool(), (0, max(0, end - places)))
+        tokens = tokens & padding[:, begin:end]
+    return None if tokens.all() else tokens
+
+
+def _find_documents(
+    there: torch.Tensor,
+    batch_size: int,
+    queries: int,
+    keys: int,
+    q_offset: int,
+    kv_offset: int,
+    cached: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    numbers: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    goes_on: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+    cu_seq_lens_k: torch.Tensor | None,
+    unseen: bool,
+    window_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor, torch.Tensor]:
+    """Returns the fields of `Documents`, with all rows of the batch also where all are tokens.
+
+    Args:
+        there: on the device of the documents.
+    """
+    found = find_documents(
+        there.device, batch_size, queries, keys, q_offset, kv_offset, cached, padding, numbers, positions, goes_on,
+        cu_seq_lens_q, cu_seq_lens_k, unseen,
+    )  # fmt: skip
+    check_window(window_tokens, found.longest_keys, "a compiled layer")
+    rows = [
+        torch.arange(batch_size * count, device=there.device) if rows is None else rows
+        for rows, count in ((found.query_rows, queries), (found.key_rows, keys))
+    ]
+    # An operator returns neither what it was given nor the same twice.
+    return found.queries.clone(), found.keys.clone(), found.longest_queries, found.longest_keys, rows[0], rows[1]
+
+
+def _sizes(there: torch.Tensor, *given: object) -> tuple[object, ...]:
+    documents = unknown_size()
+    offsets = [there.new_empty([documents], dtype=torch.int32) for _ in range(2)]
+    rows = [there.new_empty([unknown_size()], dtype=torch.int64) for _ in range(2)]
+    return *offsets, unknown_size(), unknown_size(), *rows
+
+
+find_in_graph = define_op(_find_documents, _sizes)
+
+
+def check_window(window_tokens: int | None, longest_tokens: int, place: str) -> None:
+    """Checks a window: one as long as every document changes nothing.
+
+    Raises:
+        UnsupportedAttentionError: it is shorter.
+    """
+    if window_tokens is not None and window_tokens < longest_tokens:
+        raise UnsupportedAttentionError(
+            f"{place}: sliding window {window_tokens} is shorter than a document of {longest_tokens} tokens, and "
+            "windows are not computed; split documents at the window, or disable it in the config"
+        )

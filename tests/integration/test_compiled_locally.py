@@ -1,0 +1,131 @@
+"""Models that attend locally and are compiled as a whole: no graph breaks, one graph for all lengths, same numbers."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distca_hf
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from support.compiling import forget_graphs, graph_breaks, graphs_made
+from support.models import VOCABULARY, tiny_model
+
+
+BATCH = 2
+KINDS = ("whole rows", "mask of ones", "padded", "packed", "offsets")
+
+
+def _batches(kind: str) -> Iterator[dict[str, Any]]:
+    """Other lengths in every batch."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (10, 17, 24):
+        ids = torch.randint(3, VOCABULARY, (BATCH, tokens), generator=generator)
+        batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+        begins = tokens // 3
+        if kind in ("mask of ones", "padded"):
+            batch["attention_mask"] = torch.ones_like(ids)
+        if kind == "padded":
+            batch["attention_mask"][0, tokens - begins :] = 0
+        if kind in ("packed", "offsets"):
+            positions = torch.cat([torch.arange(begins), torch.arange(tokens - begins)])
+            batch["position_ids"] = positions.expand(BATCH, tokens)
+        if kind == "offsets":
+            offsets = [0, begins, tokens, tokens + begins, 2 * tokens]
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(offsets, dtype=torch.int32)
+        yield batch
+
+
+def _numbers(model: nn.Module, run: Any, kind: str, train: bool) -> list[torch.Tensor]:
+    """Losses, and gradients of the embeddings if there are any."""
+    model.train(train)
+    numbers = []
+    for batch in _batches(kind):
+        model.zero_grad()
+        with torch.set_grad_enabled(train):
+            loss = run(**batch).loss
+        numbers.append(loss.detach())
+        if train:
+            loss.backward()
+            numbers.append(model.get_input_embeddings().weight.grad.clone())
+    return numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+def test_whole_models_are_one_graph(kind: str, train: bool) -> None:
+    forget_graphs()
+    model = tiny_model(num_hidden_layers=2)
+    distca_hf.enable(model, distca_hf.DistCAPlugin())
+    expected = _numbers(model, model, kind, train)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    torch.testing.assert_close(_numbers(model, compiled, kind, train), expected)
+    assert graphs_made() == 1
+
+
+@pytest.mark.parametrize(("kind", "checkpointed"), [("packed", False), ("padded", True)])
+def test_layers_break_no_graph(kind: str, checkpointed: bool) -> None:
+    """As documented, without further arguments; checkpointing finds documents again."""
+    forget_graphs()
+    model = tiny_model(num_hidden_layers=2)
+    expected = _numbers(model, model, kind, train=True)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+    torch.testing.assert_close(_numbers(model, model, kind, train=True), expected)
+    assert graph_breaks() == []
+    assert graphs_made() <= 2
+
+
+def test_inductor_gives_the_same_numbers() -> None:
+    forget_graphs()
+    model = tiny_model(num_hidden_layers=2)
+    expected = _numbers(model, model, "padded", train=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+
+    torch.testing.assert_close(_numbers(model, compiled, "padded", train=True), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
+def test_compiled_generation_with_a_static_cache_gives_the_tokens_of_sdpa(padded: bool) -> None:
+    forget_graphs()
+    model, same = (tiny_model(implementation=how, initializer_range=0.3).double().eval() for how in ("distca", "sdpa"))
+    batch = next(_batches("whole rows"))
+    batch = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
+    if padded:
+        batch["attention_mask"][0, :3] = 0
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "disable_compile": True}
+    expected = same.generate(**batch, **how)
+    model.forward = functools.wraps(model.forward)(torch.compile(model.forward, fullgraph=True, backend="aot_eager"))
+
+    assert torch.equal(model.generate(**batch, cache_implementation="static", **how), expected)
+    assert 0 < graphs_made() <= 3, "one for the prompt, one or two for tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"position_ids": torch.arange(3, 13).expand(BATCH, 10)}, PackingError),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}, PackingError),
+        ({"sliding_window": 9}, UnsupportedAttentionError),
+    ],
+    ids=["cut document", "offsets of other rows", "window"],
+)
+def test_what_is_refused_is_refused_in_graphs_too(given: dict[str, Any], error: type[Exception]) -> None:
+    forget_graphs()
+    model = tiny_model(num_hidden_layers=2).eval()
+    batch = {"input_ids": next(_batches("packed"))["input_ids"], "use_cache": False} | given
+    window = batch.pop("sliding_window", None)
+    if window is not None:
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, {**kwargs, "sliding_window": window}), with_kwargs=True
+            )
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        with pytest.raises(error):
+            run(**batch)
