@@ -1,4 +1,4 @@
-"""The window of a layer: as long as every document it changes nothing, a shorter one is refused by the layer's name."""
+"""The window of a layer: as long as every document it changes nothing, a shorter one is refused by the layer."""
 
 from torch import nn
 
