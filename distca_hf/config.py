@@ -90,7 +90,8 @@ class DistCAConfig:
         "exchange_legs",
         0,
         "In how many parts rows travel at most to and from other ranks, so that the first are computed while the "
-        "others are on their way: more hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
+        "others are on their way: more hide slow links, fewer cost less where links are fast. 0: one on a single "
+        "node, four on several.",
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",
