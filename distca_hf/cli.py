@@ -144,7 +144,7 @@ def env() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script; bad usage is one line, like all bad input."""
+    """Runs the console script; bad usage is one line, like all bad input."""
     try:
         sys.exit(app(standalone_mode=False))
     except Exception as error:

@@ -37,7 +37,7 @@ CheckpointedAttention = Literal["save", "offload", "recompute"]
 
 
 def _setting(name: str, default: Any, help: str) -> Any:
-    """A dataclass field whose default may be overridden by `DISTCA_<NAME>`."""
+    """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`."""
 
     def from_environment() -> Any:
         text = os.environ.get(ENVIRONMENT_PREFIX + name.upper())
@@ -89,8 +89,8 @@ class DistCAConfig:
     exchange_legs: int = _setting(
         "exchange_legs",
         0,
-        "In how many parts rows travel at most to and from other ranks, so that the first are computed while others "
-        "fly: more hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
+        "In how many parts rows travel at most to and from other ranks, so that the first are computed while the "
+        "others are on their way: more hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",
@@ -206,7 +206,7 @@ class DistCAConfig:
         return cls(**check_settings(content.get("plugin", content), f"{path}"))
 
     def topology(self, num_ranks: int) -> Topology:
-        """Which ranks share a node."""
+        """Returns which ranks share a node."""
         launched = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         return Topology(num_ranks, self.ranks_per_node or launched)
 
@@ -225,7 +225,7 @@ class DistCAConfig:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Reads the mapping in a YAML file.
 
     Raises:
         ConfigError: the file cannot be read as a YAML mapping.
@@ -259,7 +259,7 @@ def check_settings(values: object, where: str) -> dict[str, Any]:
 
 
 def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as the environment variables that `DistCAConfig()` reads back."""
+    """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
     return {ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in settings.items()}
 
 
@@ -270,7 +270,7 @@ def unknown_environment_settings() -> list[str]:
 
 
 def launched_world_size() -> int:
-    """Number of processes the launcher started (1 without a launcher)."""
+    """Returns the number of processes the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 class Occasion(enum.IntEnum):
-    """What a rank is about to do."""
+    """The next thing that a rank is about to do."""
 
     TAKE = 1  # hand out a micro-batch
     PLAN = 2  # plan a batch that somebody else packed
@@ -36,23 +36,23 @@ class Occasion(enum.IntEnum):
 
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
 WIDTH = 12
-# The first of them: occasion, micro-batch, whether the rank wants to leave, digest and bytes of the facts.
+# The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
 
 
 @dataclass
 class Agreement:
-    """Facts on their way to all ranks. By the way every rank shows whether it wants to leave: see `Traffic.leaving`.
+    """Facts on their way to all ranks. Agreements also carry signals: see `Traffic.leaving`.
 
     Attributes:
         facts: must be the same everywhere.
-        told: integers that may differ and are only passed on.
+        numbers: integers that may differ and are only passed on.
     """
 
     occasion: Occasion
     micro_batch: int
     facts: Mapping[str, object]
-    told: Mapping[str, int]
+    numbers: Mapping[str, int]
     transport: Transport
     gather: Gather
     _text: bytes
@@ -65,35 +65,35 @@ class Agreement:
         occasion: Occasion,
         micro_batch: int,
         facts: Mapping[str, object],
-        told: Mapping[str, int],
+        numbers: Mapping[str, int],
     ) -> "Agreement":
-        """Starts showing `facts` and telling `told`; for one occasion `told` has the same names on all ranks.
+        """Starts showing `facts` and `numbers`; for one occasion `numbers` has the same names on all ranks.
 
         Raises:
-            ValueError: there are more numbers to tell than an agreement holds.
+            ValueError: there are more numbers than an agreement holds.
         """
-        if len(told) > WIDTH - HEADER:
+        if len(numbers) > WIDTH - HEADER:
             raise ValueError(
-                f"an agreement tells at most {WIDTH - HEADER} numbers, not {len(told)}: {', '.join(told)}"
+                f"an agreement holds at most {WIDTH - HEADER} numbers, not {len(numbers)}: {', '.join(numbers)}"
             )
         text = json.dumps([(name, str(value)) for name, value in facts.items()]).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
-        header = [occasion, micro_batch, transport.traffic.wants_to_leave, digest, len(text)]
-        values = [*header, *told.values()]
+        header = [occasion, micro_batch, transport.traffic.leave_signal, digest, len(text)]
+        values = [*header, *numbers.values()]
         gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}")
-        return cls(occasion, micro_batch, facts, told, transport, gather, text)
+        return cls(occasion, micro_batch, facts, numbers, transport, gather, text)
 
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int) -> None:
-        """Tells the other ranks, which go on to this micro-batch, that this one cannot. If they cannot be told, that
-        is logged: the error that brought this about is the one to raise."""
+        """Shows the other ranks, which go on to this micro-batch, that this one cannot. A failure to do so is only
+        logged: the error that brought this about is the one to raise."""
         try:
             cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}).gather.wait()
         except DistCAError as error:
-            log.warning("the other ranks could not be told: %s", error)
+            log.warning("the other ranks could not be reached: %s", error)
 
     def wait(self) -> dict[str, list[int]]:
-        """Returns the numbers that every rank told.
+        """Returns the numbers of every rank, by name.
 
         Raises:
             PeerLostError: a rank could not do its part.
@@ -118,7 +118,7 @@ class Agreement:
             raise self._mismatch([f"what they do is {by_value(doing)}"])
         if len({row[3] for row in rows}) > 1:
             raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)))
-        return {name: [row[HEADER + at] for row in rows] for at, name in enumerate(self.told)}
+        return {name: [row[HEADER + at] for row in rows] for at, name in enumerate(self.numbers)}
 
     @property
     def _where(self) -> str:

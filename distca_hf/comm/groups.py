@@ -21,7 +21,7 @@ from distca_hf.errors import ConfigError, PeerLostError
 def open_transport(
     device: torch.device, timeout_seconds: float, agreement_timeout_seconds: float | None = None
 ) -> Transport:
-    """Transport over all ranks of the initialised process group; a collective call. One rank needs no group.
+    """Opens a transport over all ranks of the initialised process group; a collective call. One rank needs no group.
 
     Args:
         device: where the rows to exchange live; decides between NCCL and gloo.
@@ -66,7 +66,7 @@ def _settle(reference: weakref.ref[TorchTransport], rollcall: RollCall) -> None:
 
 
 def _nobody_came(rollcall: RollCall, waited_seconds: float, error: RuntimeError) -> PeerLostError:
-    """Returns the error to raise where groups could not be opened: which ranks did not come."""
+    """Returns the error to raise where groups could not be opened; it names the ranks that did not come."""
     missing = "; ".join(f"rank {rank} {words}" for rank, words in rollcall.missing(waited_seconds).items())
     return PeerLostError(
         f"rank {dist.get_rank()} waited {waited_seconds:.0f} s for all {dist.get_world_size()} ranks to open their "
@@ -77,14 +77,14 @@ def _nobody_came(rollcall: RollCall, waited_seconds: float, error: RuntimeError)
 
 
 def _nccl_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A group whose exchanges overtake kernels: one that waits for a free multiprocessor behind all blocks of an
+    """Opens a group whose exchanges overtake kernels. One that waits for a free multiprocessor behind all blocks of an
     attention kernel would overlap with nothing."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
 
 
 def default_device() -> torch.device:
-    """Device that training runs on, as far as the process groups and CUDA say."""
+    """Returns the device that training runs on, as far as the process groups and CUDA say."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":

@@ -48,7 +48,7 @@ class RollCall:
         self._hooks: tuple[ExceptHook, ExceptHook] | None = None
 
     def leave(self, words: str) -> None:
-        """Leaves a message for the others; the store may be gone, then nobody can be told."""
+        """Leaves a message for the others; if the store is gone they cannot read it."""
         self.has_left = True
         try:
             self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
@@ -86,7 +86,7 @@ class RollCall:
         }
 
     def announce_uncaught_errors(self) -> None:
-        """From now on an exception that ends this process is left as a message first. One that another rank's end
+        """Leaves a message, from now on, before an exception ends this process. An exception that another rank's end
         brought about, in a collective of somebody else, gets a note that names that rank; ours have asked already."""
         earlier = sys.excepthook
 
@@ -102,7 +102,7 @@ class RollCall:
         sys.excepthook = leave_and_pass_on
 
     def be_silent(self) -> None:
-        """Exceptions are announced no more, as far as nobody else has put a hook before ours."""
+        """Announces exceptions no more, unless another hook was put before this one."""
         if self._hooks is not None and sys.excepthook is self._hooks[0]:
             sys.excepthook = self._hooks[1]
         self._hooks = None

@@ -53,13 +53,13 @@ class AllToAll:
         return self.rows.shape[1:].numel() * self.rows.element_size()
 
     def room(self) -> torch.Tensor:
-        """Where received rows are put."""
+        """Returns empty room for the received rows."""
         if self.into is not None:
             return self.into
         return self.rows.new_empty((sum(self.receive_counts), *self.rows.shape[1:]))
 
     def arrived(self, received: torch.Tensor) -> "Arrived":
-        """An exchange that needs no waiting, for transports that have the received rows at once."""
+        """Returns an exchange that needs no waiting, for transports that have the received rows at once."""
         return Arrived(received if self.into is None else self.into.copy_(received))
 
 
@@ -75,21 +75,21 @@ class Arrived:
 
 @dataclass
 class Traffic:
-    """What a transport has moved so far, and what ranks told each other by the way.
+    """Counts of all that a transport has moved so far, and signals on which ranks leave.
 
     Attributes:
         exchanges, bytes_sent, recent: how many exchanges, their bytes to other ranks, and the places of the last ones.
         waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
             for rows by itself, as with NCCL, is not seen here.
-        wants_to_leave: number of the signal that this rank got; told in all agreements from now on, 0 says nothing.
-        leaving: ranks that told so, and their signals; the same on all ranks after the same agreement.
+        leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
+        leaving: ranks that got a signal, and which; the same on all ranks after the same agreement.
     """
 
     exchanges: int = 0
     bytes_sent: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
     waited_seconds: float = 0.0
-    wants_to_leave: int = 0
+    leave_signal: int = 0
     leaving: dict[int, int] = field(default_factory=dict)
 
     def count(self, asked: "AllToAll", rank: int) -> None:
@@ -125,7 +125,7 @@ class Gather(Protocol):
     """Integers on their way."""
 
     def wait(self) -> list[list[int]]:
-        """The integers of every rank."""
+        """Returns the integers of every rank."""
         ...
 
 
@@ -258,7 +258,7 @@ class TorchTransport:
         self._rollcall.be_silent()
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
-        """The error to raise for a failed group operation: who is gone, as far as can be found out."""
+        """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""
         missing = self._rollcall.missing(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
         told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"

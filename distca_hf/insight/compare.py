@@ -21,7 +21,7 @@ TOLERANCES = (PUBLISHED_TOLERANCE, 0.05, 0.0)
 
 
 def run_baselines(request: PlanRequest, batches: Sequence[IntArray]) -> Iterator[tuple[str, list[Baseline], float]]:
-    """Name, micro-steps and seconds of every baseline; each sees the same documents in the same order.
+    """Returns name, micro-steps and seconds of every baseline; each sees the same documents in the same order.
 
     Args:
         request: world and model.

@@ -45,7 +45,7 @@ class OptimizerStep:
 
 
 def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
-    """The first optimizer step of a training on these documents.
+    """Returns the first optimizer step of a training on these documents.
 
     Raises:
         PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than the step.
@@ -64,7 +64,7 @@ def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> Opt
 
 
 def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:
-    """All documents, in order, divided among the micro-steps with nearly equal tokens. Where that gives a micro-step
+    """Divides all documents, in order, among the micro-steps with nearly equal tokens. Where that gives a micro-step
     more tokens than it holds, long documents are put together instead.
 
     Raises:
@@ -88,7 +88,7 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
 
 
 def _fit(document_tokens: IntArray, request: PlanRequest) -> IntArray:
-    """Lengths after the policy for documents that are longer than a micro-batch.
+    """Returns lengths after the policy for documents that are longer than a micro-batch.
 
     Raises:
         PackingError: there are some, and the policy refuses them.

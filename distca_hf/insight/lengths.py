@@ -46,7 +46,7 @@ class DocumentLengths:
 
 
 def read_lengths(path: Path) -> DocumentLengths:
-    """Document lengths from a file or folder.
+    """Reads document lengths from a file or folder.
 
     Raises:
         PackingError: it cannot be read, has no lengths, more than one column of them, or a length is out of range.
@@ -63,7 +63,7 @@ def read_lengths(path: Path) -> DocumentLengths:
 
 
 def _read(path: Path) -> DocumentLengths:
-    """Whatever the path's ending says."""
+    """Reads the lengths in the way that the path's ending asks for."""
     if path.is_dir():
         return _read_dataset(path)
     ending = path.name.removesuffix(".gz").rpartition(".")[2]
@@ -77,7 +77,7 @@ def _read(path: Path) -> DocumentLengths:
 
 
 def _read_list(path: Path) -> DocumentLengths:
-    """A flat JSON list."""
+    """Reads a flat JSON list."""
     numbers = json.loads(_text(path))
     if not isinstance(numbers, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(numbers)}")
@@ -85,7 +85,7 @@ def _read_list(path: Path) -> DocumentLengths:
 
 
 def _read_lines(path: Path) -> DocumentLengths:
-    """JSON objects, one a line; all have the column that the first has."""
+    """Reads JSON objects, one a line; all have the column that the first has."""
     rows = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         if line.strip():
@@ -112,7 +112,7 @@ def _read_lines(path: Path) -> DocumentLengths:
 
 
 def _read_parquet(path: Path) -> DocumentLengths:
-    """One column of a Parquet file."""
+    """Reads one column of a Parquet file."""
     import pyarrow.parquet as pq
 
     column = _choose_column(pq.read_schema(path).names, path)
@@ -120,7 +120,7 @@ def _read_parquet(path: Path) -> DocumentLengths:
 
 
 def _read_dataset(path: Path) -> DocumentLengths:
-    """One column of a saved `datasets.Dataset`."""
+    """Reads one column of a saved `datasets.Dataset`."""
     from datasets import Dataset, load_from_disk
 
     dataset = load_from_disk(str(path))
@@ -134,7 +134,7 @@ def _read_dataset(path: Path) -> DocumentLengths:
 
 
 def _read_source(dataset: Any, path: Path) -> DocumentLengths:
-    """Documents as the loader finds them."""
+    """Reads documents as the loader finds them."""
     try:
         tokens = DocumentSource(dataset, sys.maxsize).document_tokens
     except PackingError as error:
@@ -144,7 +144,7 @@ def _read_source(dataset: Any, path: Path) -> DocumentLengths:
 
 
 def _from_arrow(values: Any, source: str) -> DocumentLengths:
-    """Lengths from an arrow column: its numbers, or the lengths of its lists."""
+    """Returns lengths from an arrow column: its numbers, or the lengths of its lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -162,7 +162,7 @@ def _from_arrow(values: Any, source: str) -> DocumentLengths:
 
 
 def _choose_column(names: Sequence[str], path: Path) -> str:
-    """The one column that says lengths.
+    """Returns the one column that says lengths.
 
     Raises:
         PackingError: there is none, or more than one, or rows hold several documents; names the columns.
@@ -182,7 +182,7 @@ def _choose_column(names: Sequence[str], path: Path) -> str:
 
 
 def _whole_numbers(values: list[Any], source: str, each: str) -> IntArray:
-    """Values that JSON calls integers, and nothing it would take for one: no 3.0, no true."""
+    """Returns values that JSON calls integers; refuses all others: 3.0, true."""
     for at, value in enumerate(values):
         if type(value) is not int:
             raise PackingError(f"{source}: {each} {at} is {_kind(value)}, not a whole number")
@@ -192,19 +192,19 @@ def _whole_numbers(values: list[Any], source: str, each: str) -> IntArray:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """Returns the name that JSON has for a value."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)
 
 
 def _short(value: Any) -> str:
-    """A number as JSON writes it, in a few characters."""
+    """Returns a number as JSON writes it, in a few characters."""
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:20]}..."
 
 
 def _text(path: Path) -> str:
-    """Text of a file, possibly compressed."""
+    """Reads the text of a file, possibly compressed."""
     content = path.read_bytes()
     return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")

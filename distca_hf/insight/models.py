@@ -63,7 +63,7 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelShape:
-    """A model of the table.
+    """Returns a model of the table.
 
     Raises:
         ConfigError: it has no such model; names those it has.
@@ -76,7 +76,7 @@ def preset(name: str) -> ModelShape:
 
 
 def read_model_config(path: Path) -> ModelShape:
-    """The shape in a Transformers config.json, that of its `text_config` if it has one.
+    """Reads the shape in a Transformers config.json, that of its `text_config` if it has one.
 
     Raises:
         ConfigError: the file cannot be read, or a value is missing or wrong; names it.
@@ -128,7 +128,7 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _number_bytes(config: Mapping[str, Any], path: Path) -> int:
-    """Bytes of `dtype`, which older configs call `torch_dtype`."""
+    """Returns bytes of `dtype`, which older configs call `torch_dtype`."""
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
         raise ConfigError(f"model config {path} has neither dtype nor torch_dtype; add for example 'bfloat16'")
@@ -138,7 +138,7 @@ def _number_bytes(config: Mapping[str, Any], path: Path) -> int:
 
 
 def _positive(config: Mapping[str, Any], key: str, path: Path) -> int:
-    """A whole number above zero.
+    """Returns a whole number above zero.
 
     Raises:
         ConfigError: it is missing, or something else.

@@ -15,7 +15,7 @@ MOST_RANKS_OF_LINEAR_PROGRAM = 128
 
 
 def bound_bytes_total(request: PlanRequest, plans: Sequence[Plan]) -> int | None:
-    """Bytes of all ranks and micro-steps, documents being grouped in micro-steps as they are.
+    """Returns the bytes of all ranks and micro-steps, documents being grouped in micro-steps as they are.
 
     Placed: the counting bound, on placements that do not divide heads (stripes can do with less). Fixed: the linear
     program; None where that takes too long, or scipy is not installed.
@@ -31,7 +31,7 @@ def bound_bytes_total(request: PlanRequest, plans: Sequence[Plan]) -> int | None
 
 
 def _placed(request: PlanRequest, plan: Plan) -> int:
-    """Counting bound of one micro-step."""
+    """Returns the counting bound of one micro-step."""
     tokens = key_tokens_bound(
         plan.layout.document_tokens,
         request.num_ranks,
@@ -43,7 +43,7 @@ def _placed(request: PlanRequest, plan: Plan) -> int:
 
 
 def _fixed(request: PlanRequest, plan: Plan) -> int:
-    """Linear program of one micro-step."""
+    """Returns the bound of the linear program of one micro-step."""
     groups = request.model.heads.groups
     largest_work = int(plan.work.max()) * groups // plan.tasks.head_groups
     limits = np.full(request.num_ranks, largest_work)

@@ -70,7 +70,7 @@ class PlanReport:
     work: IntArray
 
     def as_json(self) -> dict[str, Any]:
-        """One flat object; `baselines` holds one more for each baseline, with the same keys."""
+        """Returns one flat object; `baselines` holds one more for each baseline, with the same keys."""
         names = [field.name for field in fields(Drawn)]
         drawn = dict.fromkeys(names) if self.drawn is None else asdict(self.drawn)
         world = {
@@ -164,7 +164,7 @@ def _check_bytes_limit(micro_steps: Sequence[Baseline], bytes_limit: int | None)
 
 
 def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
-    """The most ranks, halved again and again, on which the same documents stay within the limit of bytes."""
+    """Returns the most ranks, halved again and again, on which the same documents stay within the limit of bytes."""
     most_tokens = max(int(batch.sum()) for batch in batches)
     ranks = request.num_ranks
     while ranks > 1:
@@ -178,19 +178,19 @@ def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
 
 
 def _shards(plan: Plan) -> tuple[int, int]:
-    """Documents with more than one task, and how many these have."""
+    """Counts documents with more than one task, and their tasks."""
     tasks = np.bincount(plan.tasks.document, minlength=plan.layout.num_documents)
     return int((tasks > 1).sum()), int(tasks[tasks > 1].sum())
 
 
 def _imbalance(work: Sequence[IntArray]) -> float:
-    """Sum of the heaviest ranks over the sum of the means."""
+    """Returns the sum of the heaviest ranks over the sum of the means."""
     total = sum(int(step.sum()) for step in work)
     return sum(int(step.max()) for step in work) * len(work[0]) / total if total else 1.0
 
 
 def _fingerprint(micro_steps: Sequence[Baseline]) -> str:
-    """Equal for baselines that say the same."""
+    """Returns a fingerprint that is equal for baselines that say the same."""
     digests = []
     for step in micro_steps:
         digest = hashlib.blake2b(digest_size=8)
@@ -201,7 +201,7 @@ def _fingerprint(micro_steps: Sequence[Baseline]) -> str:
 
 
 def _join(fingerprints: Sequence[int]) -> str:
-    """One fingerprint of several, as hexadecimal digits."""
+    """Returns one fingerprint of several, as hexadecimal digits."""
     if len(fingerprints) == 1:
         return f"{fingerprints[0]:016x}"
     text = ",".join(str(fingerprint) for fingerprint in fingerprints)
@@ -209,6 +209,6 @@ def _join(fingerprints: Sequence[int]) -> str:
 
 
 def _flat(outcome: Outcome) -> dict[str, Any]:
-    """An outcome and its figures side by side."""
+    """Returns an outcome and its figures side by side."""
     flat = asdict(outcome)
     return {**flat.pop("figures"), **flat}

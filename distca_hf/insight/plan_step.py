@@ -14,7 +14,7 @@ from distca_hf.planning.plan import Plan
 
 
 def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) -> list[Plan]:
-    """The plan of every micro-step.
+    """Plans every micro-step.
 
     Args:
         request: world, model and way of planning.
@@ -35,7 +35,7 @@ def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) ->
 
 
 def _plan_fixed(request: PlanRequest, document_tokens: IntArray) -> Plan:
-    """Documents in order, and tasks that move. In training other packers decide which documents are where; each of
+    """Plans documents in order, and moves tasks. In training other packers decide which documents are where; each of
     their packs holds whole documents."""
     return plan_by_moving(
         fill_in_order(document_tokens, request.num_ranks),

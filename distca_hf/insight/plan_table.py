@@ -25,7 +25,7 @@ def print_report(report: PlanReport, console: Console) -> None:
 
 
 def _world(report: PlanReport) -> str:
-    """What was planned."""
+    """Returns lines about the ranks, the model and the way of planning."""
     request = report.request
     steps = f" x {request.micro_steps} micro-steps" if request.micro_steps > 1 else ""
     return (
@@ -36,7 +36,7 @@ def _world(report: PlanReport) -> str:
 
 
 def _place_in_training(report: PlanReport) -> str:
-    """Which micro-batches of a training these are."""
+    """Returns which micro-batches of a training these are."""
     if report.drawn is None:
         return "exactly these documents"
     steps = report.request.micro_steps
@@ -46,7 +46,7 @@ def _place_in_training(report: PlanReport) -> str:
 
 
 def _figures(report: PlanReport) -> RenderableType:
-    """Two columns: what, and how much."""
+    """Returns two columns: names of figures, and their values."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -69,7 +69,7 @@ def _figures(report: PlanReport) -> RenderableType:
 
 
 def _baselines(report: PlanReport) -> RenderableType:
-    """One row for each way to run the same documents."""
+    """Returns one row for each way to run the same documents."""
     table = Table(title="the same documents, run otherwise", title_justify="left")
     for column in ("", "imbalance", "tokens per rank", "bytes total", "largest rank", "between nodes", "planning"):
         table.add_column(column, justify="right" if column else "left")
@@ -88,7 +88,7 @@ def _baselines(report: PlanReport) -> RenderableType:
 
 
 def _bars(report: PlanReport, unicode: bool) -> RenderableType:
-    """Work of the ranks over the mean, before and after."""
+    """Draws the work of the ranks over the mean, before and after."""
     num_ranks = report.request.num_ranks
     each = -(-num_ranks // MOST_BARS)
     before = list(_heaviest(report.work_before, each))
@@ -107,14 +107,14 @@ def _bars(report: PlanReport, unicode: bool) -> RenderableType:
 
 
 def _heaviest(work: IntArray, each: int) -> Iterator[float]:
-    """Work over the mean, of the heaviest rank of every `each` neighbours."""
+    """Returns the work over the mean, of the heaviest rank of every `each` neighbours."""
     mean = max(1, int(work.sum())) / len(work)
     for first in range(0, len(work), each):
         yield float(np.max(work[first : first + each])) / mean
 
 
 def _bar(share: float, unicode: bool) -> str:
-    """A bar of up to `BAR_CHARACTERS`, to an eighth of one where the terminal can draw that."""
+    """Returns a bar of up to `BAR_CHARACTERS`, to an eighth of one where the terminal can draw that."""
     eighths = round(share * BAR_CHARACTERS * 8)
     if not unicode:
         return "#" * round(eighths / 8)
@@ -122,7 +122,7 @@ def _bar(share: float, unicode: bool) -> str:
 
 
 def _ratio(outcome: Outcome) -> str:
-    """Bytes over the bound, where there is one."""
+    """Returns bytes over the bound, where there is one."""
     bound = outcome.bound_bytes_total
     if bound is None:
         return "-"
@@ -136,7 +136,7 @@ def _range(low: int, high: int) -> str:
 
 
 def _bytes(number: int) -> str:
-    """Bytes in the unit that leaves few digits."""
+    """Returns bytes in the unit that leaves few digits."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if number >= size:
             return f"{number / size:.2f} {unit}"

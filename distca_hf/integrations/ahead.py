@@ -39,7 +39,7 @@ class Ahead(Generic[Item]):
         self._times = times
 
     def __iter__(self) -> Generator[Item, None, None]:
-        """Items in order; an exception of the iterator is raised in its place."""
+        """Yields items in order; an exception of the iterator is raised in its place."""
         thread = threading.Thread(target=self._run, name="distca-ahead")
         thread.start()
         try:

@@ -168,7 +168,8 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(metrics)
 
     def _since_last_log(self, args: TrainingArguments, step: int) -> dict[str, float]:
-        """A collective call: every rank logs the same steps."""
+        """Returns metrics of the micro-batches since the last log. A collective call: every rank logs the same
+        steps."""
         watch = watch_of(self._model)
         source: PlanSource | None = self._loader
         if source is None and watch is not None:

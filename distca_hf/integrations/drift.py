@@ -30,21 +30,21 @@ class WeightsCheck:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._told = False
+        self._warned = False
 
     def compare(self, model: nn.Module, step: int) -> None:
-        """A collective call: all ranks make it after the same step.
+        """Compares checksums. A collective call: all ranks make it after the same step.
 
         Raises:
             PlanMismatchError: weights differ; names the first parameter that does, and ranks by checksum.
         """
         parameters = dict(replicated_parameters(model))
-        self._tell_what_is_left_out(model, len(parameters))
+        self._warn_of_sharded(model, len(parameters))
         sums = [checksum(parameter) for parameter in parameters.values()]
-        told = Agreement.start(
+        numbers = Agreement.start(
             self._transport, Occasion.COMPARE, step, {"parameters": len(sums)}, {"checksum": _combine(sums)}
         ).wait()
-        if len(set(told["checksum"])) == 1:
+        if len(set(numbers["checksum"])) == 1:
             return
         by_rank = self._transport.gather(sums, f"step {step}, checksums").wait()
         of_parameters = zip(parameters, zip(*by_rank, strict=True), strict=True)
@@ -57,16 +57,16 @@ class WeightsCheck:
             "if it happens again, look for a rank with a broken device or a layer whose gradients are not reduced"
         )
 
-    def _tell_what_is_left_out(self, model: nn.Module, replicated: int) -> None:
+    def _warn_of_sharded(self, model: nn.Module, replicated: int) -> None:
         everything = sum(1 for _ in model.parameters())
-        if not self._told and replicated < everything:
+        if not self._warned and replicated < everything:
             log.warning(
                 "check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3): every rank holds "
                 "another part, and there is nothing to compare",
                 everything - replicated,
                 everything,
             )
-        self._told = True
+        self._warned = True
 
 
 def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

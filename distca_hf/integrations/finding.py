@@ -132,7 +132,7 @@ def _find_documents(
     unseen: bool,
     window_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor, torch.Tensor]:
-    """The fields of `Documents`, all rows of the batch also where all are tokens.
+    """Returns the fields of `Documents`, with all rows of the batch also where all are tokens.
 
     Args:
         there: on the device of the documents.

@@ -75,7 +75,7 @@ class ForwardWatch:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWatch":
-        """A copied model keeps the watch of the original, which notices that it is another one."""
+        """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
         return self
 
     def leave(self, modules: Iterable[nn.Module]) -> None:

@@ -16,12 +16,12 @@ WIDTHS = ("hidden_size", "head_dim")
 
 
 def head_groups_of(model: nn.Module) -> int:
-    """Groups of heads: the model's KV heads, or several of them together; 1 if its config does not say."""
+    """Returns the number of groups of heads: KV heads, or several of them together; 1 if the config does not say."""
     return head_groups(_config(model, *NUMBERS))
 
 
 def token_bytes_of(model: nn.Module) -> TokenBytes:
-    """Bytes of a token in one layer, in 16-bit numbers; planning needs their proportion alone.
+    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs their proportion alone.
 
     Raises:
         KeyError: its config does not say how many heads there are, or how wide they are.
@@ -30,7 +30,7 @@ def token_bytes_of(model: nn.Module) -> TokenBytes:
 
 
 def _config(model: nn.Module, *names: str) -> dict[str, Any]:
-    """The configuration of a model's text part, with values by these common names where it has any."""
+    """Returns the configuration of a model's text part, with values by these common names where it has any."""
     config = transformers_model(model).config.get_text_config()
     named = {name: getattr(config, name, None) for name in names}
     return config.to_dict() | {name: value for name, value in named.items() if value is not None}

@@ -89,7 +89,7 @@ class PlacedLoader:
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
         self._planner = PlacedPlanner(config, transport.world_size, head_groups)
-        self._planner.kernel_times  # noqa: B018  a table that cannot be read is met here
+        self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
@@ -101,7 +101,7 @@ class PlacedLoader:
         self._unused = UnusedBatches(self._prefetch)
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch; the same for every epoch."""
+        """Returns the micro-batches of an epoch; the same for every epoch."""
         return self._packer.num_micro_batches
 
     @property
@@ -130,25 +130,25 @@ class PlacedLoader:
         return dataset_checksum(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
-        """The whole documents of one micro-batch, as they were before placement cut and ordered them."""
+        """Returns the whole documents of one micro-batch, as they were before placement cut and ordered them."""
         chosen = self._packed(Cursor(epoch)).micro_batch(micro_batch).tolist()
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; a position given to `load_state_dict` goes first, once."""
+        """Begins this epoch with the next iteration; a position given to `load_state_dict` goes first, once."""
         self._next = Cursor(epoch)
 
     def restart(self) -> None:
-        """The next iteration is the first epoch."""
+        """Begins the first epoch with the next iteration."""
         self._next, self._loaded, self._position = Cursor(), None, Cursor()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the micro-batches handed out so far, and what it is a position in."""
+        """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
         return {**self._identity(), **self._sizes(), **asdict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, what
-        is left of the epoch is packed anew: no document is lost, none comes twice.
+        """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
+        rest of the epoch is packed anew: no document is lost, none comes twice.
 
         Raises:
             ConfigError: the state is of another dataset or seed, or of the midst of an optimizer step of other sizes;
@@ -187,21 +187,22 @@ class PlacedLoader:
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
-        """What is left of the epoch that the loader's position is in, for optimizer steps of so many micro-batches."""
+        """Counts the rest of the epoch at the loader's position, in optimizer steps of so many micro-batches."""
         at = self._position
         return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
 
     def _packed(self, cursor: Cursor) -> MicroBatches:
-        """The epoch of a position, or what was left of it when micro-batches changed their size."""
+        """Returns the epoch of a position, or the rest of it that was packed anew when micro-batches changed their
+        size."""
         packed = self._packer.rest(cursor.epoch, cursor.taken)
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.windows_from)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """What is left of an epoch."""
+        """Yields the micro-batches from the loader's position to the end of its epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
-        preparer = self.preparer  # all that the thread holds: a loader that nobody wants any more takes it along
+        preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
         with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
@@ -212,7 +213,7 @@ class PlacedLoader:
                     raise
                 batch = self._deliver(prepared)
                 self._position = replace(begin, micro_batch=micro_batch + 1)
-                if micro_batch + 1 == packed.num_micro_batches:  # known now: nobody has to ask for one batch more
+                if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
                     log.info(
                         "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per "
@@ -224,7 +225,7 @@ class PlacedLoader:
                 yield batch
 
     def _deliver(self, prepared: Prepared) -> dict[str, Any]:
-        """The batch on the device and its plan registered, once all ranks have shown that they take the same."""
+        """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.history.append(prepared.facts)
@@ -244,7 +245,7 @@ class PlacedLoader:
             "distca_plan": plan,
         }
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
-        check_cuts(self._transport, prepared, number, plan.told)
+        check_cuts(self._transport, prepared, number, plan.numbers)
         self._unused.note(plan)
         if not plan.label_tokens and not self._warned_of_labels:
             self._warned_of_labels = True
@@ -264,11 +265,11 @@ class PlacedLoader:
         }
 
     def _number(self, cursor: Cursor) -> int:
-        """Number of a micro-batch, counted over all epochs."""
+        """Returns the number of a micro-batch, counted over all epochs."""
         return cursor.epoch * len(self) + cursor.micro_batch
 
     def _sizes(self) -> dict[str, int]:
-        """What decides which documents are in a micro-batch of an epoch."""
+        """Returns the sizes that decide which documents are in a micro-batch of an epoch."""
         return {
             "capacity_tokens": self._capacity_tokens,
             "num_ranks": self._transport.world_size,

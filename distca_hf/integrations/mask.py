@@ -59,7 +59,7 @@ class RowMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch calls this when something computes with the mask: a layer that does not attend through distca.
+        """Refuses to compute with the mask. Torch calls this for a layer that does not attend through distca.
 
         Compiled checkpointing calls it, too, but only passes the mask on to the layer.
         """
@@ -141,7 +141,7 @@ def document_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> RowMask | None:
-    """What layers get as their attention mask; `transformers.AttentionMaskInterface` gives the arguments.
+    """Returns the attention mask that layers get; `transformers.AttentionMaskInterface` gives the arguments.
 
     Args:
         local_size: how many tokens a window or a chunk holds.

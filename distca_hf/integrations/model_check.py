@@ -35,7 +35,7 @@ RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurre
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside a PEFT model, or the model itself.
+    """Returns the Transformers model inside a PEFT model, or the model itself.
 
     Raises:
         UnsupportedAttentionError: there is none.
@@ -51,7 +51,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose forward looks attention up in Transformers' interface, by name."""
+    """Returns modules whose forward looks attention up in Transformers' interface, by name."""
     return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def implementation_of(model: nn.Module) -> str | None:
 
 
 def forward_accepts(model: nn.Module, keyword: str) -> bool:
-    """Whether `model.forward` has a parameter of this name."""
+    """Returns whether `model.forward` has a parameter of this name."""
     return keyword in inspect.signature(model.forward).parameters
 
 
@@ -116,14 +116,14 @@ def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:
 
 
 def _adapters(model: nn.Module) -> Iterator[str]:
-    """PEFT methods that add tokens of their own: no plan knows of them."""
+    """Yields PEFT methods that add tokens of their own: no plan has them."""
     method: Any = getattr(model, "active_peft_config", None)
     if method is not None and getattr(method, "is_prompt_learning", False):
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
 
 
 def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
-    """Layers other than attention that mix tokens."""
+    """Yields layers other than attention that mix tokens."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
         layers = [index for index, name in enumerate(kinds) if name == kind]
@@ -158,7 +158,7 @@ def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[st
 
 
 def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:
-    """Settings of attention that are not computed."""
+    """Yields settings of attention that are not computed."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
         yield f"attn_logit_softcapping={softcap} is not computed"
@@ -183,7 +183,7 @@ def _attention_settings(model: PreTrainedModel, config: Any, longest_document_to
 
 
 def _layerdrop(config: Any) -> Iterator[str]:
-    """Layers that are left out by chance: each rank leaves out others, and their exchanges would not match."""
+    """Yields layers that are left out by chance: each rank leaves out others, and their exchanges would not match."""
     for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
         share = getattr(config, name, None)
         if isinstance(share, float | int) and share > 0:
@@ -209,7 +209,7 @@ def _short_window(module: nn.Module, config: Any, longest_document_tokens: int) 
 
 
 def _window_of_config(module: nn.Module, config: Any) -> Any:
-    """Window of a layer that does not hold one itself; none in a layer of full attention."""
+    """Returns window of a layer that does not hold one itself; none in a layer of full attention."""
     kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
     full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
     return None if full else getattr(config, "sliding_window", None)
@@ -230,7 +230,7 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.device) -> Iterator[str]:
-    """Why no kernel can do the model's heads. On a GPU weights in fp32 are taken to be computed with in bf16."""
+    """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
     try:
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -256,13 +256,13 @@ def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.d
 
 @lru_cache(maxsize=1024)
 def _uses_interface(module_class: Hashable) -> bool:
-    """Whether the class's own forward calls the attention interface."""
+    """Returns whether the class's own forward calls the attention interface."""
     source = source_of(getattr(module_class, "forward", None))
     return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 @lru_cache(maxsize=128)
 def _passes_shift_labels(model_class: Hashable) -> bool:
-    """Whether forward takes `shift_labels`, or passes all its keywords on to `self.loss_function`."""
+    """Returns whether forward takes `shift_labels`, or passes all its keywords on to `self.loss_function`."""
     forward = getattr(model_class, "forward", None)
     return takes_shift_labels(forward) or passes_keywords_on(forward, "loss_function")

@@ -92,7 +92,7 @@ class PackPlanner:
         )
 
     def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray | None:
-        """Returns document lengths of this rank, None if its batch is padded; other ranks hear of a failure."""
+        """Returns document lengths of this rank, None if its batch is padded. Other ranks are shown a failure."""
         try:
             return document_lengths(batch)
         except Exception:
@@ -101,22 +101,22 @@ class PackPlanner:
 
     def _all_lengths(self, lengths: IntArray | None, number: int) -> list[IntArray] | None:
         """Returns document lengths of every rank; None if some rank's batch is padded."""
-        told = Agreement.start(
+        numbers = Agreement.start(
             self._transport,
             Occasion.PLAN,
             number,
             shared_facts(self._config),
             {"documents": 0 if lengths is None else len(lengths), "padded": int(lengths is None)},
         ).wait()
-        if any(told["padded"]):
-            self._warn_of_padding([rank for rank, padded in enumerate(told["padded"]) if padded], number)
+        if any(numbers["padded"]):
+            self._warn_of_padding([rank for rank, padded in enumerate(numbers["padded"]) if padded], number)
             return None
         assert lengths is not None
-        most = max(told["documents"])
+        most = max(numbers["documents"])
         padded = [*lengths.tolist(), *[0] * (most - len(lengths))]
         where = f"micro-batch {number}, document lengths"
         rows = self._transport.gather(padded, where).wait()
-        return [as_int_array(row[:count], where) for row, count in zip(rows, told["documents"], strict=True)]
+        return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
 
     def _warn_of_padding(self, ranks: Sequence[int], number: int) -> None:
         """Says once that padded batches are not balanced."""
@@ -138,13 +138,14 @@ def _warn_of_labels(batch: Mapping[str, Any]) -> None:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor with one element per token of a batch."""
+    """Returns a tensor with one element per token of a batch."""
     tokens = batch.get("input_ids")
     return batch["inputs_embeds"][..., 0] if tokens is None else tokens
 
 
 def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank without tokens runs instead: one row of padding without a label, of loss 0. Nothing for others."""
+    """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
+    ranks."""
     if tokens_of(batch).numel():
         return {}
     filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
@@ -197,7 +198,7 @@ def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> to
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
-    """`[documents]` lengths from offsets, at which `[B, T]` positions must restart.
+    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart.
 
     Raises:
         PackingError: names the first token where they disagree.

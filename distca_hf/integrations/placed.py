@@ -50,7 +50,7 @@ class PlacedPlanner:
     def regroup(
         self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, windows_from: int = 0
     ) -> RegroupedEpoch:
-        """An epoch whose long documents train together within every optimizer step.
+        """Returns the epoch with its long documents together within every optimizer step.
 
         Args:
             epoch: micro-batches as they were packed.
@@ -64,7 +64,7 @@ class PlacedPlanner:
         )
 
     def plan(self, document_tokens: IntArray) -> Plan:
-        """The plan of a micro-batch of documents with these `[documents]` lengths, its rows padded.
+        """Plans a micro-batch of documents with these `[documents]` lengths, its rows padded.
 
         Raises:
             PackingError: a length is out of range.
@@ -73,7 +73,7 @@ class PlacedPlanner:
         return plan_in_place(layout, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:
-        """Who holds what: equal work for all ranks, or equal seconds."""
+        """Places documents: equal work for all ranks, or equal seconds."""
         topology, times = self.config.topology(self.num_ranks), self.kernel_times
         if times is None:
             return place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)

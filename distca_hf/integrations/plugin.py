@@ -47,7 +47,7 @@ class DistCAPlugin(DistCAConfig):
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
     ) -> PlacedLoader:
-        """Placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
+        """Returns placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
         Args:
             dataset: map-style `datasets.Dataset` with `input_ids`; see `packing.source.DocumentSource` for other
@@ -82,7 +82,7 @@ class DistCAPlugin(DistCAConfig):
         )
 
     def transport(self, device: torch.device) -> Transport:
-        """The transport for tensors on `device`, opened when first asked for (a collective call)."""
+        """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         elif device.type == "cpu":

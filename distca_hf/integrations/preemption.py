@@ -1,7 +1,7 @@
 """Preemption: on SIGTERM or Ctrl-C all ranks end the same step, save a checkpoint, and leave.
 
-Ranks get a signal at different times, or only one of them does. Each tells in its next agreements that it wants to
-leave (`Traffic.wants_to_leave`), so that after a step all of them know the same, without a collective of its own.
+Ranks get a signal at different times, or only one of them does. Its next agreements carry the signal
+(`Traffic.leave_signal`), so that after a step all ranks have seen it, without a collective of its own.
 """
 
 import signal
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 # The signals, and what handles them in a Python program that does not care.
 USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 # Steps after which a signal that no agreement has carried is passed on: an agreement takes place in every micro-batch.
-MOST_STEPS_UNTOLD = 2
+MOST_STEPS_UNSHOWN = 2
 
 
 class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
     training at once, without a checkpoint.
 
     Args:
-        transport_of: the transport for a device, in whose agreements ranks tell each other.
+        transport_of: the transport for a device, whose agreements carry the signal.
     """
 
     def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:
@@ -42,7 +42,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
         self._traffic = Traffic()
         self._alone = True
         self._signal = 0
-        self._steps_untold = 0
+        self._steps_unshown = 0
         self._earlier: dict[int, Any] = {}
 
     def on_train_begin(
@@ -50,15 +50,15 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         transport = self._transport_of(args.device)
         self._traffic, self._alone = transport.traffic, transport.world_size == 1
-        self._traffic.wants_to_leave = self._signal = 0
+        self._traffic.leave_signal = self._signal = 0
         self._traffic.leaving.clear()
         self._install()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        got = {0: self._traffic.wants_to_leave} if self._alone else self._traffic.leaving
-        self._check_told(state)
+        got = {0: self._traffic.leave_signal} if self._alone else self._traffic.leaving
+        self._check_shown(state)
         if any(got.values()):
             first = min(got)
             self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
@@ -67,22 +67,22 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 
-    def _check_told(self, state: TrainerState) -> None:
-        """Passes a signal on that the other ranks have not heard of for some steps: they agree over other groups."""
-        if self._alone or not self._traffic.wants_to_leave or self._traffic.leaving:
-            self._steps_untold = 0
+    def _check_shown(self, state: TrainerState) -> None:
+        """Raises a signal again that has not reached the other ranks for some steps: they agree over other groups."""
+        if self._alone or not self._traffic.leave_signal or self._traffic.leaving:
+            self._steps_unshown = 0
             return
-        self._steps_untold += 1
-        if self._steps_untold > MOST_STEPS_UNTOLD:
+        self._steps_unshown += 1
+        if self._steps_unshown > MOST_STEPS_UNSHOWN:
             log.error(
-                "step %d: no other rank could be told of %s for %d steps, because they agree over the groups of "
+                "step %d: %s has not reached any other rank for %d steps, because they agree over the groups of "
                 "another plugin; leaving without a checkpoint",
                 state.global_step,
-                signal.Signals(self._traffic.wants_to_leave).name,
-                self._steps_untold,
+                signal.Signals(self._traffic.leave_signal).name,
+                self._steps_unshown,
             )
             self._restore()
-            signal.raise_signal(self._traffic.wants_to_leave)
+            signal.raise_signal(self._traffic.leave_signal)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,11 +101,11 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
         self._restore()
         if self._signal:
             raise SystemExit(128 + self._signal)
-        if self._traffic.wants_to_leave:  # too late for the others to hear of it
-            signal.raise_signal(self._traffic.wants_to_leave)
+        if self._traffic.leave_signal:  # too late for another agreement
+            signal.raise_signal(self._traffic.leave_signal)
 
     def _install(self) -> None:
-        """Takes the signals, where that is possible and nobody else has. A rank that cannot still leaves with the
+        """Takes the signals, where that is possible and no other handler has them. A rank that cannot leaves with the
         others."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -122,10 +122,9 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
                 )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Remembers the signal. It is passed on if training has ended with an exception, so that nobody would look,
-        and if Ctrl-C comes again."""
-        again = number == signal.SIGINT and self._traffic.wants_to_leave == number
-        self._traffic.wants_to_leave = number
+        """Remembers the signal. Raises it again if training has ended with an exception, or if Ctrl-C comes again."""
+        again = number == signal.SIGINT and self._traffic.leave_signal == number
+        self._traffic.leave_signal = number
         if again or not _runs_training(frame):
             self._restore()
             signal.raise_signal(number)
@@ -137,7 +136,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
 
 
 def _runs_training(frame: FrameType | None) -> bool:
-    """Whether `Trainer.train` is on the stack."""
+    """Returns whether `Trainer.train` is on the stack."""
     while frame is not None:
         if frame.f_code is Trainer.train.__code__:
             return True

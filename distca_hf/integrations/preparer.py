@@ -69,7 +69,7 @@ class Preparer:
     device: torch.device
 
     def rest(self, begin: Cursor, epoch: MicroBatches) -> Iterator[Prepared]:
-        """Micro-batches from `begin` to the end of its epoch."""
+        """Yields micro-batches from `begin` to the end of its epoch."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):

@@ -1,4 +1,4 @@
-"""What a layer asks for that is not computed: refused with the layer's name, the argument and its value."""
+"""Refusals: attention calls that are not computed, by the name of the layer, the argument and its value."""
 
 import warnings
 from typing import Any
@@ -62,9 +62,9 @@ def check_call(
             f"{name_of(module)}: attention dropout {dropout} is not computed; set it to 0 in the config"
         )
     if asked:
-        told = ", ".join(f"{name}={_short(given)}" for name, given in asked.items())
+        named = ", ".join(f"{name}={_short(given)}" for name, given in asked.items())
         raise UnsupportedAttentionError(
-            f"{name_of(module)}: {told} is not computed by distca, and ignoring it would change the result; load the "
+            f"{name_of(module)}: {named} is not computed by distca, and ignoring it would change the result; load the "
             "model with another attn_implementation"
         )
     if is_causal is False or getattr(module, "is_causal", True) is False:

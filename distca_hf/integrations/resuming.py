@@ -76,7 +76,7 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
         return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
 
     def _count(self, count: Method, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
-        """Epochs and steps of the whole training, from here."""
+        """Returns the epochs and steps of the whole training as Trainer counts them, corrected where it resumes."""
         epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps = count(args, dataloader)
         if self._resumed is not None:
             if args.max_steps < 0:
@@ -92,7 +92,7 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
         return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
 
     def _restore(self, restore: Method, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Epochs trained, and micro-batches of the one after them."""
+        """Returns the epochs that are trained, and the micro-batches that are trained of the next one."""
         epochs, micro_batches = restore(*args, **kwargs)
         if self._resumed is None:
             return epochs, micro_batches
@@ -166,7 +166,7 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
 
 
 def _missing_methods() -> list[str]:
-    """Methods that this version of Trainer does not have, or has with other arguments."""
+    """Returns methods that this version of Trainer does not have, or has with other arguments."""
     return [
         name
         for name, arguments in COUNTING.items()

@@ -30,28 +30,28 @@ def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: 
         "documents of the micro-batch": prepared.documents_checksum,
         "fingerprint of the plan": prepared.fingerprint,
     }
-    told = {
+    numbers = {
         "label_tokens": prepared.label_tokens,
         "cuts": len(prepared.cuts),
         "around_cuts": sum_of(prepared.cuts),
     }
-    return Agreement.start(transport, Occasion.TAKE, number, facts, told)
+    return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
 
 
-def check_cuts(transport: Transport, prepared: Prepared, number: int, told: Mapping[str, Sequence[int]]) -> None:
+def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: Mapping[str, Sequence[int]]) -> None:
     """Checks that the ranks on both sides of every cut hold the same document there.
 
     Args:
-        told: numbers that all ranks told when they agreed.
+        numbers: of all ranks, as the agreement returned them.
 
     Raises:
         PlanMismatchError: some do not; names the first document, token and ranks.
     """
-    if sum(told["around_cuts"]) % MODULUS == 0:
+    if sum(numbers["around_cuts"]) % MODULUS == 0:
         return
     where = f"rank {transport.rank}, micro-batch {number}"
     mine = [value for cut in prepared.cuts for value in (cut.document, cut.position, cut.checksum)]
-    rows = transport.gather(mine + [0] * (3 * max(told["cuts"]) - len(mine)), f"{where}, cuts").wait()
+    rows = transport.gather(mine + [0] * (3 * max(numbers["cuts"]) - len(mine)), f"{where}, cuts").wait()
     sides: dict[tuple[int, int], dict[int, int]] = {}
     for rank, row in enumerate(rows):
         for document, position, checksum in zip(row[::3], row[1::3], row[2::3], strict=True):

@@ -192,7 +192,7 @@ def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -
 
 
 def _add_callbacks(plugin: "DistCAPlugin", attachment: Attachment, callback: DistCACallback) -> None:
-    """Metrics come before the callbacks that report them; leaving comes after all others have ended."""
+    """Adds metrics before the callbacks that report them, and leaving behind all others."""
     attachment.add_callback(callback, first=True)
     if plugin.save_on_signal:
         attachment.add_callback(LeaveOnSignal(plugin.transport), first=False)

@@ -66,7 +66,7 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
 
 
 def pad_rows(layout: Layout, multiple: int, most_rows: int) -> Layout:
-    """The layout with every rank padded to the same number of rows: a multiple, but no more than `most_rows`."""
+    """Pads every rank to the same number of rows: a multiple, but no more than `most_rows`."""
     fullest = int(layout.rank_tokens.max(initial=0))
     rows = max(min(-(-fullest // multiple) * multiple, most_rows), fullest, 1)
     return replace(layout, rank_rows=np.full(layout.num_ranks, rows, dtype=np.int64))

@@ -31,12 +31,12 @@ class Epoch:
         return len(self.offsets) - 1
 
     def after(self, micro_batches: int) -> "Epoch":
-        """The same without its first micro-batches."""
+        """Returns the epoch without its first micro-batches."""
         offsets = self.offsets[micro_batches:]
         return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
 
     def micro_batch(self, index: int) -> IntArray:
-        """Documents of one micro-batch."""
+        """Returns documents of one micro-batch."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -73,7 +73,7 @@ class EpochPacker:
         return self._first.num_micro_batches
 
     def epoch(self, number: int) -> Epoch:
-        """Documents and micro-batches of epoch `number`."""
+        """Packs epoch `number`."""
         if number == 0 or not self._shuffle:
             return self._first
         packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches)
@@ -85,7 +85,7 @@ class EpochPacker:
         return Epoch(np.concatenate(members), np.cumsum([0] + [len(group) for group in members]))
 
     def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
-        """What is left of epoch `number` after parts of it were taken in micro-batches of other sizes.
+        """Returns the rest of epoch `number`, of which parts were taken in micro-batches of other sizes.
 
         Args:
             taken: (capacity_tokens, micro-batches taken) of each part, in order.
@@ -109,7 +109,7 @@ class EpochPacker:
     def resumed(
         self, number: int, taken: Sequence[tuple[int, int]], micro_batch: int, accumulation_steps: int
     ) -> ResumedEpoch:
-        """What is left of epoch `number` for optimizer steps of so many micro-batches.
+        """Counts the rest of epoch `number` in optimizer steps of so many micro-batches.
 
         Args:
             taken: as for `rest`.
@@ -151,7 +151,7 @@ def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: in
 
 
 def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, wanted: int) -> Epoch:
-    """Micro-batches of at most `capacity_tokens`, `wanted` of them if the documents allow it, else more."""
+    """Packs micro-batches of at most `capacity_tokens`: `wanted` of them if the documents allow it, else more."""
     if len(order) == 0:
         return Epoch(order, np.zeros(1, dtype=np.int64))
     cumulative = np.cumsum(document_tokens[order])
@@ -178,7 +178,8 @@ def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, want
 
 
 def _choose(queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int) -> IntArray:
-    """Positions in the queue of one micro-batch's documents: its beginning, then the largest that fit the gap."""
+    """Returns the places in the queue of one micro-batch's documents: its beginning, then the largest that fit the
+    gap."""
     cumulative = np.cumsum(queue_tokens)
     reach = int(np.searchsorted(cumulative, target, side="left")) + 1
     count = min(reach, int(np.searchsorted(cumulative, capacity_tokens, side="right")), most_documents)

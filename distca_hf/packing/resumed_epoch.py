@@ -35,13 +35,13 @@ class ResumedEpoch:
         return -(-self.micro_batches_left // self.accumulation_steps)
 
     def epochs_after(self, steps: int) -> float:
-        """Epochs of the data that are trained after so many steps in this epoch."""
+        """Returns the epochs of the data that are trained after so many steps in this epoch."""
         done = self.steps_done * self.accumulation_steps
         trained = min(steps * self.accumulation_steps, self.micro_batches_left)
         return self.number + (done + trained) / (done + self.micro_batches_left)
 
     def max_steps(self, step: int, num_train_epochs: float) -> int:
-        """The step that training ends with.
+        """Returns the step that training ends with.
 
         Args:
             step: steps made before, in all epochs and sizes.
@@ -59,8 +59,8 @@ class ResumedEpoch:
         return step + max(0, wanted - self.steps_done)
 
     def num_train_epochs(self, step: int, max_steps: int) -> int:
-        """Epochs that a run of `max_steps` begins, this one and those before it included; only those before it if no
-        step is left."""
+        """Returns the epochs that a run of `max_steps` begins, this one and those before it included; without this one
+        if no step is left."""
         steps = max_steps - step
         if steps <= 0:
             return self.number

@@ -93,7 +93,7 @@ class DocumentSource:
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def read(self, document: int, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of a document; one label more is read if the document goes on.
+        """Reads tokens [start, stop) of a document, and one label more if the document goes on.
 
         Raises:
             PackingError: values are missing, or the row is shorter than announced.
@@ -128,7 +128,7 @@ class DocumentSource:
         return values
 
     def _split_rows(self, dataset: Any, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Row, first token and length of every document."""
+        """Returns row, first token and length of every document."""
         if "seq_lengths" not in dataset.column_names:
             return (
                 np.arange(len(rows)),

@@ -54,7 +54,7 @@ class Heads:
         )
 
     def token_bytes(self, number_bytes: int = 2) -> TokenBytes:
-        """Bytes of a token in one layer. Plans depend on their proportion alone."""
+        """Returns bytes of a token in one layer. Plans depend on their proportion alone."""
         return TokenBytes(
             query=self.query * self.dim * number_bytes,
             output=self.query * self.value_dim * number_bytes,
@@ -63,8 +63,8 @@ class Heads:
 
 
 def head_groups(config: Mapping[str, Any]) -> int:
-    """Groups that plans divide heads in: the KV heads, or several of them together; 1 if the configuration does not
-    say how many there are."""
+    """Returns the number of groups that plans divide heads in: KV heads, or several of them together. It is 1 if the
+    configuration does not say how many there are."""
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers
         if name.endswith("key_value_heads") and isinstance(value, int):
@@ -73,6 +73,6 @@ def head_groups(config: Mapping[str, Any]) -> int:
 
 
 def divide_heads(key_value_heads: int) -> int:
-    """The largest divisor of the KV heads that is at most `ENOUGH_GROUPS`, or all of them if that is 1."""
+    """Returns the largest divisor of the KV heads that is at most `ENOUGH_GROUPS`, or all of them if that is 1."""
     groups = max(divisor for divisor in range(1, ENOUGH_GROUPS + 1) if key_value_heads % divisor == 0)
     return groups if groups > 1 else key_value_heads

@@ -39,7 +39,7 @@ def attend(
     plan: LivePlan,
     received: Received | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
-    """Attention of every row to the causal prefix of its document, wherever that prefix is held.
+    """Attends from every row to the causal prefix of its document, wherever that prefix is held.
 
     Args:
         received: what came from other ranks before, when the same was computed; it does not travel again.
@@ -157,8 +157,8 @@ def attend_backward(
 def _empty_gradients(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, maps: Maps
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What own calls write, or what comes home; zero elsewhere. Keys whose queries moved get all theirs from
-    elsewhere."""
+    """Returns room for gradients, zero where neither own calls write nor gradients come home. Keys whose queries moved
+    get all theirs from elsewhere."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_TGH, v_TGV))
     if maps.queries is not None:
         dk.zero_()

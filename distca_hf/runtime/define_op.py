@@ -1,8 +1,8 @@
 """Operators of torch made of functions: compiled graphs, checkpointing and autograd all know them by name.
 
 `torch.library.custom_op` with `register_autograd` does the same for twice the time of the host: 40 µs in each layer,
-half of which are generic (keyword arguments, mutated arguments, aliases). And where the dispatcher would find nobody
-who wants to know of a call, there is no dispatching.
+half of which are generic (keyword arguments, mutated arguments, aliases). And where the dispatcher would call
+nothing else, there is no dispatching.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ _library = torch.library.Library("distca", "FRAGMENT")
 
 # What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
 _ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
-# Keys with which the dispatcher calls every operator of a thread in which nobody wants to know of them.
-_NOBODY = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
+# Keys with which the dispatcher calls every operator of a thread in which no mode listens.
+_NO_MODE = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 
 
 def define_op(
@@ -39,8 +39,8 @@ def define_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> Callable[..., Any]:
-    """The operator `distca::<name of the function>` of tensors and numbers; it writes to none of them, and
-    what it returns shares no memory with them.
+    """Defines the operator `distca::<name of the function>` of tensors and numbers. It writes to none of them, and
+    its outputs share no memory with them.
 
     Args:
         fake: shapes and dtypes of what it returns.
@@ -89,7 +89,7 @@ def _recorded(
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
-    """A function that calls its first argument with the others, and has autograd record that as one step if one of
+    """Returns a function that calls its first argument with the others. Autograd records that as one step if one of
     them needs gradients. Nothing within is recorded: autograd's own functions run without, and where no tensor needs
     gradients there is nothing to record."""
 
@@ -120,13 +120,13 @@ def _has_tangent(given: Any) -> bool:
 
 
 def _is_plain(given: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would call autograd, then the function, and nobody else: there is no mode (selective
+    """Returns whether the dispatcher would call autograd and the function alone. Then there is no mode (selective
     checkpointing, counting), no transformation (vmap, functionalisation, forward derivatives), no tracing, no
     profiler, no compiler that looks for frames, no tensor of another kind or device, and none that is still to be
     negated. Each question is one that costs the host little."""
     return (
         get_eval_frame_callback() is None
-        and _dispatch_tls_local_include_set().raw_repr() == _NOBODY
+        and _dispatch_tls_local_include_set().raw_repr() == _NO_MODE
         and not _len_torch_function_stack()
         and not profiler._is_profiler_enabled
         and forward_ad._current_level < 0

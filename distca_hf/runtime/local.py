@@ -28,7 +28,7 @@ def _flash_attn_local(
     kernel: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention output and log-sum-exp of varlen causal attention, aligned bottom-right.
+    """Computes attention output and log-sum-exp of varlen causal attention, aligned bottom-right.
 
     Args:
         kernel: name of one, or "auto".
@@ -70,7 +70,7 @@ def _flash_attn_local_backward(
     kernel: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
+    """Computes gradients of q, k and v."""
     dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
     if not len(q_TNH):
         return dq, dk.zero_(), dv.zero_()

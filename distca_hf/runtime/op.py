@@ -33,7 +33,7 @@ def _flash_attn(
     layer: torch.Tensor | None = None,
     needs_gradients: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention output, log-sum-exp `[T, N]`, and what was received and is kept for backward (see `Kept`)."""
+    """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
     call = live.forward_calls + 1
     try:
@@ -74,7 +74,7 @@ def _flash_attn_backward(
     scale: float,
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
+    """Computes gradients of q, k and v."""
     live = find_plan(plan)
     call = live.backward_calls + 1
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse)

@@ -110,7 +110,7 @@ class LivePlan:
         fingerprint: of the plan.
 
     Attributes:
-        told: what every rank told in the agreement.
+        numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         layers_kept: layers whose attention is saved for backward at the same time.
@@ -139,7 +139,7 @@ class LivePlan:
         self.agreement = agreement
         self.fingerprint = fingerprint
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        self.told: dict[str, list[int]] = {}
+        self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
         self.layers_kept = self.attention_calls = 1
@@ -155,7 +155,7 @@ class LivePlan:
             PlanMismatchError, PeerLostError: they do not.
         """
         if self.agreement is not None:
-            self.told |= self.agreement.wait()
+            self.numbers |= self.agreement.wait()
             self.agreement = None
         self.forward_pass.agree_to_differentiate()
 
@@ -163,7 +163,7 @@ class LivePlan:
     def label_tokens(self) -> int | None:
         """Labels of the global micro-batch, all ranks together; None if nobody counted them."""
         self.agree()
-        return sum(self.told["label_tokens"]) if "label_tokens" in self.told else None
+        return sum(self.numbers["label_tokens"]) if "label_tokens" in self.numbers else None
 
     def begin_forward_pass(
         self, num_calls: int | None, facts: Mapping[str, object], layers_kept: int = 1, attention_calls: int = 1

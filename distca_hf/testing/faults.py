@@ -28,12 +28,12 @@ class Fault:
 
 
 def stall(seconds: float) -> Callable[[], None]:
-    """An action that sleeps."""
+    """Returns an action that sleeps."""
     return lambda: time.sleep(seconds)
 
 
 def fail(error: Exception) -> Callable[[], None]:
-    """An action that raises."""
+    """Returns an action that raises."""
 
     def action() -> None:
         raise error
@@ -42,7 +42,7 @@ def fail(error: Exception) -> Callable[[], None]:
 
 
 def swap() -> None:
-    """The action of an exchange that starts only after the next one, or when it is waited for: reordered messages."""
+    """Returns the action of reordered messages: an exchange starts after the next one, or when it is waited for."""
 
 
 @dataclass

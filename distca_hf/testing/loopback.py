@@ -25,7 +25,7 @@ class LoopbackWorld:
         self._timeout_seconds = timeout_seconds
 
     def meet(self, rank: int, value: Any, where: str) -> list[Any]:
-        """Values of all ranks, once all have come.
+        """Returns the values of all ranks, once all have come.
 
         Raises:
             PeerLostError: some rank did not come.

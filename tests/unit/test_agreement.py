@@ -22,11 +22,11 @@ from support.parity import live_plan
 
 def _agree(transport: LoopbackTransport, **changes: int) -> dict[str, list[int]]:
     facts = {"fingerprint": 5, "settings": 7} | changes
-    told = {"label_tokens": 10 * (transport.rank + 1)}
-    return Agreement.start(transport, Occasion.TAKE, 3, facts, told).wait()
+    numbers = {"label_tokens": 10 * (transport.rank + 1)}
+    return Agreement.start(transport, Occasion.TAKE, 3, facts, numbers).wait()
 
 
-def test_equal_facts_agree_and_what_is_told_arrives() -> None:
+def test_equal_facts_agree_and_numbers_arrive() -> None:
     assert run_ranks(3, _agree) == [{"label_tokens": [10, 20, 30]}] * 3
 
 
