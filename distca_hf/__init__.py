@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 from distca_hf.errors import (
     ConfigError,
     DistCAError,
+    NotFiniteError,
     PackingError,
     PeerLostError,
     PlanError,
     PlanMismatchError,
     StepTimeoutError,
     UnsupportedAttentionError,
+    VersionError,
 )
 from distca_hf.lazy import when_imported
+from distca_hf.requirements import check_versions
 from distca_hf.version import __version__
 
 
@@ -31,6 +34,7 @@ __all__ = [
     "DistCACallback",
     "DistCAError",
     "DistCAPlugin",
+    "NotFiniteError",
     "PackingError",
     "PeerLostError",
     "PlacedLoader",
@@ -38,6 +42,7 @@ __all__ = [
     "PlanMismatchError",
     "StepTimeoutError",
     "UnsupportedAttentionError",
+    "VersionError",
     "__version__",
     "enable",
 ]
@@ -67,4 +72,5 @@ def _register_attention() -> None:
     attention.apply()
 
 
+check_versions()
 when_imported("transformers.modeling_utils", _register_attention)

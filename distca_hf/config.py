@@ -89,8 +89,9 @@ class DistCAConfig:
     exchange_legs: int = _setting(
         "exchange_legs",
         0,
-        "In how many parts rows travel at most to and from other ranks, so that the first are computed while others "
-        "fly: more hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
+        "In how many parts rows travel at most to and from other ranks, so that the first are computed while the "
+        "others are on their way: more hide slow links, fewer cost less where links are fast. 0: one on a single "
+        "node, four on several.",
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",

@@ -13,6 +13,10 @@ class ConfigError(DistCAError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class VersionError(DistCAError, ImportError):
+    """Another package is too old; raised by `import distca_hf`."""
+
+
 class PackingError(DistCAError, ValueError):
     """Documents, lengths or a layout that cannot be packed: bad input data."""
 

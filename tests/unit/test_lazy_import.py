@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import distca_hf
+from distca_hf import errors
 from distca_hf.lazy import when_imported
 
 
@@ -67,6 +68,13 @@ def test_public_name_resolves(name: str) -> None:
 
 def test_lazy_names_are_public() -> None:
     assert set(distca_hf._LAZY) <= set(distca_hf.__all__)
+
+
+def test_every_error_is_public() -> None:
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+
+    assert "NotFiniteError" in raised
+    assert raised <= set(distca_hf.__all__)
 
 
 def test_unknown_attribute_raises_attribute_error_with_its_name() -> None:
