@@ -133,8 +133,8 @@ def _check_model(trainer: Trainer) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if watch_of(transformers_model(model)) is None:
         raise ConfigError(
-            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: it "
-            "would train on parts of documents; call plugin.attach(trainer) again"
+            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: "
+            "it would train on parts of documents; call plugin.attach(trainer) again"
         )
 
 
