@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.finding import check_window
+from distca_hf.integrations.layer_window import check_window, name_of, shortest_window
 from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.refusals import check_call, check_mask, name_of, shortest_window
+from distca_hf.integrations.refusals import check_call, check_mask
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
@@ -71,6 +71,7 @@ def distca_attention(
     mask = check_call(module, attention_mask, dropout, is_causal, kwargs)
     if mask is not None:
         check_mask(module, mask, query.shape[2], key.shape[2])
+    window_tokens = shortest_window(sliding_window, None if mask is None else mask.window_tokens)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
@@ -80,7 +81,7 @@ def distca_attention(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        check_window(shortest_window(sliding_window, mask), distca_plan.facts.longest_document_tokens, name_of(module))
+        check_window(window_tokens, distca_plan.facts.longest_document_tokens, module)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, settings.number)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -88,10 +89,9 @@ def distca_attention(
     if mask is None:
         shape = query.shape[0], 1, query.shape[2], key.shape[2]
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
-    window_tokens = shortest_window(sliding_window, mask)
     documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
     if not torch.compiler.is_compiling():
-        check_window(window_tokens, documents.max_seqlen_k, name_of(module))
+        check_window(window_tokens, documents.max_seqlen_k, module)
         if settings is None and module.training and torch.is_grad_enabled():
             _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     return _attend_locally(query, key, value, documents, scale, settings or LayerSettings()), None

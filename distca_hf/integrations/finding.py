@@ -7,6 +7,7 @@ the graph neither breaks nor depends on them.
 import torch
 
 from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.layer_window import check_window
 from distca_hf.integrations.local_documents import (
     Documents,
     check_beginnings,
@@ -141,7 +142,7 @@ def _find_documents(
         there.device, batch_size, queries, keys, q_offset, kv_offset, cached, padding, numbers, positions, goes_on,
         cu_seq_lens_q, cu_seq_lens_k, unseen,
     )  # fmt: skip
-    check_window(window_tokens, found.max_seqlen_k, "a compiled layer")
+    check_window(window_tokens, found.max_seqlen_k)
     rows = [
         torch.arange(batch_size * count, device=there.device) if rows is None else rows
         for rows, count in ((found.query_rows, queries), (found.key_rows, keys))
@@ -159,16 +160,3 @@ def _sizes(there: torch.Tensor, *given: object) -> tuple[object, ...]:
 
 
 find_in_graph = define_op(_find_documents, _sizes)
-
-
-def check_window(window_tokens: int | None, longest_tokens: int, place: str) -> None:
-    """Checks a window: one as long as every document changes nothing.
-
-    Raises:
-        UnsupportedAttentionError: it is shorter.
-    """
-    if window_tokens is not None and window_tokens < longest_tokens:
-        raise UnsupportedAttentionError(
-            f"{place}: sliding window {window_tokens} is shorter than a document of {longest_tokens} tokens, and "
-            "windows are not computed; split documents at the window, or disable it in the config"
-        )

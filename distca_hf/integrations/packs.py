@@ -54,6 +54,7 @@ class PackPlanner:
         self._head_groups = head_groups
         self._token_bytes = token_bytes
         self._warned_of_padding = False
+        self._next_number = 0
 
     def plan(self, batch: Mapping[str, Any]) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
@@ -66,7 +67,7 @@ class PackPlanner:
             PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
         """
         began = time.perf_counter()
-        number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
+        number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         if number == 0:
             _warn_of_labels(batch)
@@ -81,6 +82,7 @@ class PackPlanner:
         maps = HostPlanMaps.prepare(plan, self._transport.rank, num_legs, transfers, tokens.is_cuda)
         facts = PlanFacts.of(plan, transfers, layout.rank_work)
         self.history.append(facts)
+        self.times.micro_batches += 1  # reported with the latest of the history: padded ones are in neither
         self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,

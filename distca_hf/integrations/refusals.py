@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.integrations.layer_window import name_of
 from distca_hf.integrations.mask import RowMask
 
 
@@ -91,17 +92,6 @@ def check_mask(module: nn.Module, mask: RowMask, queries: int, keys: int) -> Non
             f"{name_of(module)}: has {queries} queries and {keys} keys per row, but the model made its mask for "
             f"{mask.shape[2]} and {mask.shape[3]}; load it with another attn_implementation"
         )
-
-
-def shortest_window(sliding_window: int | None, mask: RowMask | None) -> int | None:
-    """Returns the window of a layer, if any. Some models speak of it to their layers, some in the mask alone."""
-    windows = [sliding_window, None if mask is None else mask.window_tokens]
-    return min([window for window in windows if window is not None], default=None)
-
-
-def name_of(module: nn.Module) -> str:
-    """Returns class and number of a layer."""
-    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
 def _short(given: Any) -> str:
