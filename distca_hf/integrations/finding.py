@@ -142,13 +142,14 @@ def _find_documents(
         there.device, batch_size, queries, keys, q_offset, kv_offset, cached, padding, numbers, positions, goes_on,
         cu_seq_lens_q, cu_seq_lens_k, unseen,
     )  # fmt: skip
-    check_window(window_tokens, found.longest_keys)
+    check_window(window_tokens, found.max_seqlen_k)
     rows = [
         torch.arange(batch_size * count, device=there.device) if rows is None else rows
         for rows, count in ((found.query_rows, queries), (found.key_rows, keys))
     ]
     # An operator returns neither what it was given nor the same twice.
-    return found.queries.clone(), found.keys.clone(), found.longest_queries, found.longest_keys, rows[0], rows[1]
+    offsets = found.cu_seqlens_q.clone(), found.cu_seqlens_k.clone()
+    return *offsets, found.max_seqlen_q, found.max_seqlen_k, rows[0], rows[1]
 
 
 def _sizes(there: torch.Tensor, *given: object) -> tuple[object, ...]:

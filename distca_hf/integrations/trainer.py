@@ -19,6 +19,7 @@ from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.model_parts import transformers_model
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
@@ -104,6 +105,7 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
+        _check_model(trainer)
         if args.world_size > 1 and not args.average_tokens_across_devices:
             raise ConfigError("call trainer.train() of the attached Trainer: ranks hold different numbers of labels")
         return loader
@@ -120,6 +122,20 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
         len(loader),
         plugin.tokens_per_rank,
     )
+
+
+def _check_model(trainer: Trainer) -> None:
+    """Checks that the Trainer's model is enabled: any other one would train on parts of documents.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if watch_of(transformers_model(model)) is None:
+        raise ConfigError(
+            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: "
+            "it would train on parts of documents; call plugin.attach(trainer) again"
+        )
 
 
 def _train_from_whole_checkpoint(
