@@ -22,6 +22,7 @@ BASE = {
     "lazy",
     "requirements",
     "setting_help",
+    "spelling",
     "telemetry",
     "topology",
     "version",
