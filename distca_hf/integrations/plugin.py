@@ -127,7 +127,7 @@ def _check_accelerate(transport: Transport) -> None:
     """
     from accelerate import PartialState
 
-    if not PartialState._shared_state:  # nobody uses Accelerate: whoever made the process group synchronises gradients
+    if not PartialState._shared_state:  # without Accelerate, the maker of the process group synchronises gradients
         return
     processes = PartialState().num_processes
     if processes != transport.world_size:

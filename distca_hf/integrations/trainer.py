@@ -153,8 +153,8 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
     if args.per_device_train_batch_size != 1:
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
-        tell = log.info if args.per_device_train_batch_size == default else log.warning
-        tell(
+        report = log.info if args.per_device_train_batch_size == default else log.warning
+        report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
