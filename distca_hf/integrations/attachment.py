@@ -10,7 +10,7 @@ from distca_hf.errors import ConfigError
 
 # Attribute of an attached Trainer.
 ATTACHED = "_distca_attachment"
-# What batches are made of; a Trainer that has got another one since was not looked at.
+# Parts that batches depend on: one that was replaced after `attach` has not been checked.
 PARTS = ("train_dataset", "data_collator", "compute_loss_func", "model_init")
 ARGUMENTS = ("gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "world_size")
 
@@ -19,7 +19,7 @@ class Attachment:
     """Replaced attributes and added callbacks of one Trainer.
 
     Attributes:
-        trainer: it.
+        trainer: the Trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distca_hf.integrations.model_check import transformers_model
+from distca_hf.integrations.model_parts import transformers_model
 
 
 # Entries of a config that say where a model comes from and how it answers, not what it computes. Saving a model sets

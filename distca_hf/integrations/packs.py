@@ -18,7 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.integrations.facts import shared_facts
-from distca_hf.integrations.local_documents import check_beginnings, offsets_of
+from distca_hf.integrations.local_documents import documents_at, whole_rows
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
@@ -161,7 +161,7 @@ def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
 def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
     """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
 
-    They are what, in this order, `cu_seq_lens_q` says; `position_ids` that restart; the rows of the batch.
+    `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.
 
     Raises:
         PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
@@ -189,14 +189,11 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
 
 
 def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """`[documents + 1]` offsets: a document begins with every row, and where positions restart."""
-    begins = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-    begins[:, 0] = True
-    if positions is not None:
-        begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
-        check_beginnings(positions.expand(tokens.shape)[begins])
-    offsets, _ = offsets_of(begins)
-    return offsets
+    """Returns `[documents + 1]` offsets: a document begins with every row, and where positions restart."""
+    if positions is None:
+        rows, length = tokens.shape
+        return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
+    return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:

@@ -19,7 +19,7 @@ from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model_check import transformers_model
+from distca_hf.integrations.model_parts import transformers_model
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
@@ -153,8 +153,8 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
     if args.per_device_train_batch_size != 1:
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
-        tell = log.info if args.per_device_train_batch_size == default else log.warning
-        tell(
+        report = log.info if args.per_device_train_batch_size == default else log.warning
+        report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,

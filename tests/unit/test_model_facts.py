@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from distca_hf.integrations.model_check import attention_layers
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
+from distca_hf.integrations.model_parts import attention_layers
 from support.models import tiny_model
 
 
