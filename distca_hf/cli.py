@@ -15,7 +15,11 @@ from distca_hf.integrations.launch import find_recipe, shipped_recipes
 from distca_hf.version import __version__
 
 
-app = typer.Typer(help="Core attention disaggregation for Hugging Face.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Core attention disaggregation for Hugging Face.",
+    epilog="Example: distca plan lengths.json --ranks 8 --tokens-per-rank 16384",
+    no_args_is_help=True,
+)
 
 PACKAGES = (
     "torch",
@@ -30,10 +34,24 @@ PACKAGES = (
 )
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"distca_hf {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command(epilog='Example: accelerate launch --config_file "$(distca recipes fsdp2_8gpu)" train.py')
 def recipes(name: str = typer.Argument(None, help="recipe whose path to print; without it all names")) -> None:
-    """Lists the shipped recipes, or prints the path of one: accelerate launch --config_file "$(distca recipes
-    NAME)"."""
+    """Lists the shipped recipes, or prints the path of one."""
     if name is None:
         for recipe in shipped_recipes():
             typer.echo(recipe)
@@ -45,7 +63,7 @@ def recipes(name: str = typer.Argument(None, help="recipe whose path to print; w
         raise typer.Exit(2) from error
 
 
-@app.command()
+@app.command(epilog="Example: distca plan lengths.json --ranks 64 --tokens-per-rank 16384 --compare")
 def plan(
     lengths: Annotated[
         Path,
@@ -120,7 +138,7 @@ def plan(
         raise typer.Exit(2) from error
 
 
-@app.command()
+@app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
     import torch

@@ -1,7 +1,7 @@
 """The lowest versions of other packages, and a refusal of older ones that is cheap enough for `import distca_hf`.
 
-Without it an old package fails far from here: a name is missing in it, somewhere in a training. Packages that are newer
-than the tested ones are taken as they are.
+Without it an old package fails far from here: a name is missing in it, somewhere in a training. Packages newer than
+tested are taken as they are.
 """
 
 import importlib.metadata

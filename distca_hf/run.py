@@ -3,6 +3,8 @@
 Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`. RECIPE is a YAML file or the
 name of a shipped recipe (`distca recipes` lists them). `--recipe` may also come after the script; all other arguments
 after the script are the script's.
+
+Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k train.py --dataset DATASET
 """
 
 import sys

@@ -70,7 +70,7 @@ class Ahead(Generic[Item]):
             self._put(_Failure(error))
 
     def _put(self, item: "Item | _Failure | type[_End]") -> bool:
-        """Puts an item when there is room; False if nobody wants it any more."""
+        """Puts an item when there is room; False if the consumer has stopped."""
         while not self._stopped.is_set():
             if not threading.main_thread().is_alive():
                 return False

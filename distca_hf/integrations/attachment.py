@@ -10,7 +10,7 @@ from distca_hf.errors import ConfigError
 
 # Attribute of an attached Trainer.
 ATTACHED = "_distca_attachment"
-# What batches are made of; a Trainer that has got another one since was not looked at.
+# Parts that batches depend on: one that was replaced after `attach` has not been checked.
 PARTS = ("train_dataset", "data_collator", "compute_loss_func", "model_init")
 ARGUMENTS = ("gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "world_size")
 
@@ -19,7 +19,7 @@ class Attachment:
     """Replaced attributes and added callbacks of one Trainer.
 
     Attributes:
-        trainer: it.
+        trainer: the Trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,17 +41,17 @@ class Attachment:
         self._replaced.append((owner, name, name in vars(owner), vars(owner).get(name)))
         setattr(owner, name, value)
 
-    def set_while_training(self, **arguments: Any) -> None:
-        """Sets training arguments for the time that `trainer.train()` runs: other Trainers may share them."""
-        self.replace(self.trainer, "train", partial(self._train, self.trainer.train, arguments))
+    def set_while(self, method: str, **arguments: Any) -> None:
+        """Sets training arguments for the time that a method of the Trainer runs: other Trainers may share them."""
+        self.replace(self.trainer, method, partial(self._run, getattr(self.trainer, method), arguments))
 
-    def _train(self, train: Any, arguments: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Trains with other arguments."""
+    def _run(self, method: Any, arguments: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a method with other arguments."""
         earlier = {name: getattr(self.trainer.args, name) for name in arguments}
         try:
             for name, value in arguments.items():
                 setattr(self.trainer.args, name, value)
-            return train(*args, **kwargs)
+            return method(*args, **kwargs)
         finally:
             for name, value in earlier.items():
                 setattr(self.trainer.args, name, value)

@@ -91,9 +91,9 @@ def distca_attention(
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
     documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
     if not torch.compiler.is_compiling():
-        check_window(window_tokens, documents.longest_keys, module)
+        check_window(window_tokens, documents.max_seqlen_k, module)
         if settings is None and module.training and torch.is_grad_enabled():
-            _warn_of_forgetting(module, len(documents.queries) - 1 > query.shape[0])
+            _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     return _attend_locally(query, key, value, documents, scale, settings or LayerSettings()), None
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from distca_hf.comm.groups import default_device
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.forward_watch import WATCH, ForwardWatch, watch_of
-from distca_hf.integrations.model_check import attention_layers, check_model, transformers_model
+from distca_hf.integrations.model_check import check_model
+from distca_hf.integrations.model_parts import attention_layers, transformers_model
 from distca_hf.telemetry import get_logger
 
 

@@ -1,9 +1,12 @@
-"""Evaluating: can a Trainer evaluate what it was given? Found out before training, not at its first evaluation."""
+"""Evaluating: can a Trainer evaluate what it was given? Found out before training, not at its first evaluation. And
+the loss of evaluation batches that are placed on all ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import datasets
+import torch
+from torch import nn
 from transformers import Trainer
 
 from distca_hf.errors import ConfigError
@@ -24,6 +27,29 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[Any], objec
     """
     for _, dataset in _evaluation_datasets(trainer):
         open_loader(dataset)
+
+
+def loss_over_all_labels(
+    trainer: Trainer,
+    compute_loss: Callable[..., Any],
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Computes a loss whose mean over ranks is the mean over all labels of a placed micro-batch. Evaluation of some
+    trainers (TRL's) counts nothing: the mean over ranks would be one of means over unequal numbers of labels."""
+    plan = inputs.get("distca_plan")
+    if model.training or plan is None or num_items_in_batch is not None:
+        return compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+    labels = torch.tensor(max(1, plan.label_tokens), device=inputs["input_ids"].device)
+    steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
+    trainer.current_gradient_accumulation_steps = 1  # TRL divides a loss of experts by it where labels are counted
+    try:
+        return compute_loss(model, inputs, return_outputs, labels, **kwargs)
+    finally:
+        trainer.current_gradient_accumulation_steps = steps
 
 
 def check_evaluation(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Finding documents: which ones a batch holds, by all that its mask, positions and offsets say.
+"""Finding documents: which of them a batch holds, read from its mask, positions and offsets.
 
 Numbers of documents and of tokens are in the tensors themselves. In a compiled graph an operator finds them, so that
 the graph neither breaks nor depends on them.
@@ -51,7 +51,7 @@ def find_documents(
         goes_on: bool `[B, T - 1]`, True where a token is of the same document as the one before it. It counts
             more than positions.
         cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
-        unseen: positions that begin new documents may have been seen by nobody.
+        unseen: whether the batch may have positions that are not given here.
 
     Raises:
         PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
@@ -79,7 +79,7 @@ def find_documents(
         check_goes_on(positions, query_tokens)
     elif queries > 1 and unseen and first == 0:
         raise UnsupportedAttentionError(
-            "layers were given no position_ids, and compiled with a cache or a mask nobody has seen any: rows may "
+            "layers were given no position_ids, and a compiled pass with a cache or a mask cannot find them: rows may "
             "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
         )
     if tokens is None or query_tokens is None:
@@ -142,13 +142,14 @@ def _find_documents(
         there.device, batch_size, queries, keys, q_offset, kv_offset, cached, padding, numbers, positions, goes_on,
         cu_seq_lens_q, cu_seq_lens_k, unseen,
     )  # fmt: skip
-    check_window(window_tokens, found.longest_keys)
+    check_window(window_tokens, found.max_seqlen_k)
     rows = [
         torch.arange(batch_size * count, device=there.device) if rows is None else rows
         for rows, count in ((found.query_rows, queries), (found.key_rows, keys))
     ]
     # An operator returns neither what it was given nor the same twice.
-    return found.queries.clone(), found.keys.clone(), found.longest_queries, found.longest_keys, rows[0], rows[1]
+    offsets = found.cu_seqlens_q.clone(), found.cu_seqlens_k.clone()
+    return *offsets, found.max_seqlen_q, found.max_seqlen_k, rows[0], rows[1]
 
 
 def _sizes(there: torch.Tensor, *given: object) -> tuple[object, ...]:

@@ -23,8 +23,8 @@ from distca_hf.integrations.checkpointing import (
 from distca_hf.integrations.forward_check import ForwardCheck
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.mask_numbers import check_mask_numbers
-from distca_hf.integrations.model_check import attention_layers, forward_accepts, transformers_model
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
+from distca_hf.integrations.model_parts import attention_layers, forward_accepts, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger

@@ -1,4 +1,4 @@
-"""Documents of a batch that its own rank attends to: which rows of queries and keys belong to which."""
+"""Local documents: which rows of queries and keys belong to which document of a batch that its own rank attends to."""
 
 from typing import NamedTuple
 
@@ -13,15 +13,15 @@ class Documents(NamedTuple):
     """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
 
     Attributes:
-        queries, keys: `[documents + 1]` offsets, int32.
-        longest_queries, longest_keys: longest lengths.
+        cu_seqlens_q, cu_seqlens_k: `[documents + 1]` offsets of queries and of keys, int32.
+        max_seqlen_q, max_seqlen_k: queries and keys of the longest document.
         query_rows, key_rows: rows of the batch that are tokens, one row of the batch after the other; None if all are.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    longest_queries: int
-    longest_keys: int
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
     query_rows: torch.Tensor | None = None
     key_rows: torch.Tensor | None = None
 
@@ -106,7 +106,7 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
 def given_documents(
     cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None, queries: int, keys: int, device: torch.device
 ) -> Documents:
-    """Returns documents as somebody else packed them.
+    """Returns documents by the offsets that a layer was given.
 
     Args:
         cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have those of queries.

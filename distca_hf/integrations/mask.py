@@ -1,7 +1,7 @@
 """The mask function behind "distca": instead of building a mask, it keeps all that a mask would depend on.
 
-Transformers calls it once per forward pass (and kind of layer). Layers of a batch with a plan ask it for nothing but
-what it refuses; where a batch is attended to locally, the first layer finds out which documents there are.
+Transformers calls it once per forward pass (and kind of layer). With a plan, layers only look whether the mask can be
+computed at all. Where a batch is attended to locally, the first layer finds its documents.
 """
 
 import sys
@@ -28,11 +28,11 @@ class RowMask:
         shape: of the mask that it stands for, `[B, 1, T, S]`.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
         padding: bool, False where a place of a row is padding; None if no mask was given.
-        numbers: the mask as the model was given it, before it was made bool; None if nobody has seen it.
-        positions: of the queries, where Transformers was given them; None if nobody has seen them.
+        numbers: the mask as the model was given it, before it was made bool; None if it is not known.
+        positions: of the queries, as Transformers was given them; None if they are not known.
         packed: a function that lets a token see the one before it if both are of one document; None if there is none.
         window_tokens: how many keys a query sees at most; None if all of its document.
-        refusal: why the mask cannot be said as causal documents; None if it can.
+        refusal: why the mask is more than causal documents; None if it is not.
     """
 
     ndim = 4
@@ -85,7 +85,7 @@ class RowMask:
         """Returns the documents that a layer attends to, found once for all layers that were given the same.
 
         Args:
-            position_ids: positions that the layer was given. They count only if nobody else has seen any.
+            position_ids: positions that the layer was given. They count only if Transformers was given none.
             cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
             window_tokens: of the layer; a graph compares it with the documents that it finds.
 
@@ -96,23 +96,23 @@ class RowMask:
         given = position_ids, cu_seq_lens_q, cu_seq_lens_k
         if not torch.compiler.is_compiling():
             if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
-                self._documents, self._given = find_documents(self._device, *self._said(*given)), given
+                self._documents, self._given = find_documents(self._device, *self._arguments(*given)), given
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
-        found = Documents(*find_in_graph(torch.empty(0, device=self._device), *self._said(*given), window_tokens))
+        found = Documents(*find_in_graph(torch.empty(0, device=self._device), *self._arguments(*given), window_tokens))
         _, _, queries, keys = self.shape
         all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
         if cu_seq_lens_q is not None or (self._padding is None and all_tokens):
             return found._replace(query_rows=None, key_rows=None)
         return found
 
-    def _said(
+    def _arguments(
         self,
         position_ids: torch.Tensor | None,
         cu_seq_lens_q: torch.Tensor | None,
         cu_seq_lens_k: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        """Returns what `find_documents` is to know, in its order."""
+        """Returns the arguments of `find_documents` behind the device."""
         batch_size, _, queries, keys = self.shape
         first, goes_on = self._q_offset, None
         positions = position_ids if self._positions is None else self._positions
@@ -166,7 +166,7 @@ def document_mask(
     filled = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
     if q_length == 1 and filled and attention_mask is None and refusal is None and local_size is None:
         return None
-    positions, numbers = _given_to_caller()
+    positions, numbers = _read_from_callers()
     # Transformers finds packed documents where there is neither a mask nor a cache.
     packed = name == "and_mask" and attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1
     return RowMask(
@@ -183,12 +183,12 @@ def document_mask(
     )
 
 
-def _given_to_caller() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of the one that
-    called it.
+def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of its caller; None
+    for both in a compiled pass, which hides these functions.
 
-    The first reads documents in positions, but not where there is a cache or a mask, and does not hand them on; some
-    models give them to no layer either. It makes the mask bool, in which documents have no numbers any more.
+    Transformers passes positions to no mask function, and some models pass them to no layer. It reads documents in
+    positions, but not where there is a cache or a mask. And it makes the mask bool: numbers of documents are lost.
     """
     if torch.compiler.is_compiling():
         return None, None

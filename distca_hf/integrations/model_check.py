@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.heads import heads_of
+from distca_hf.integrations.model_parts import attention_layers, transformers_model
 from distca_hf.integrations.positions import longest_rotary_tokens, rotary_refusal
 from distca_hf.integrations.sources import passes_keywords_on, source_of, takes_shift_labels
 from distca_hf.kernels.choose import choose_kernel
@@ -32,37 +34,6 @@ IMPLEMENTATION = "distca"
 CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 # Layers of these kinds carry state from token to token.
 RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the Transformers model inside a PEFT model, or the model itself.
-
-    Raises:
-        UnsupportedAttentionError: there is none.
-    """
-    get_base_model = getattr(model, "get_base_model", None)
-    inner = model if get_base_model is None else get_base_model()
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedAttentionError(
-            f"{type(inner).__name__} is no Transformers model; enable the model before it is wrapped, and load it "
-            "with from_pretrained or from_config"
-        )
-    return inner
-
-
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns modules whose forward looks attention up in Transformers' interface, by name."""
-    return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}  # type: ignore[arg-type]
-
-
-def implementation_of(model: nn.Module) -> str | None:
-    """Returns the attention implementation that the layers of a Transformers model look up now."""
-    return getattr(transformers_model(model).config.get_text_config(), "_attn_implementation", None)
-
-
-def forward_accepts(model: nn.Module, keyword: str) -> bool:
-    """Returns whether `model.forward` has a parameter of this name."""
-    return keyword in inspect.signature(model.forward).parameters
 
 
 def check_model(
@@ -84,7 +55,7 @@ def check_model(
     """
     inner = transformers_model(model)
     config = inner.config.get_text_config()
-    implementation = implementation_of(inner)
+    implementation = getattr(config, "_attn_implementation", None)
     if implementation != IMPLEMENTATION:
         raise ConfigError(
             f"{type(inner).__name__} uses attn_implementation={implementation!r}; load it with "
@@ -101,7 +72,7 @@ def check_model(
         *_loss(inner),
     ]
     if attention_layers(inner):
-        reasons += _kernel(config, inner.dtype, kernel, torch.device(device))
+        reasons += _kernel(inner, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: " + "; ".join(reasons))
 
@@ -229,36 +200,26 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _kernel(config: Any, dtype: torch.dtype, kernel: KernelName, device: torch.device) -> Iterator[str]:
+def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) -> Iterator[str]:
     """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
     try:
-        num_heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    except (AttributeError, RuntimeError, ValueError) as error:  # Transformers: layers have heads of their own
+        heads = heads_of(model)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
         yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
         return
-    if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention: keys carry two parts
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     job = Job(
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
-        dtype=torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=head_dim,
-        value_dim=getattr(config, "v_head_dim", None) or head_dim,
+        dtype=torch.bfloat16 if device.type == "cuda" and model.dtype == torch.float32 else model.dtype,
+        num_heads=heads.query,
+        num_kv_heads=heads.key_value,
+        head_dim=heads.dim,
+        value_dim=heads.value_dim,
     )
     try:
         choose_kernel(kernel, job)
     except UnsupportedAttentionError as error:
         yield str(error)
-
-
-@lru_cache(maxsize=1024)
-def _uses_interface(module_class: Hashable) -> bool:
-    """Returns whether the class's own forward calls the attention interface."""
-    source = source_of(getattr(module_class, "forward", None))
-    return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 @lru_cache(maxsize=128)

@@ -9,18 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from distca_hf.integrations.model_check import transformers_model
+from distca_hf.integrations.model_parts import transformers_model
 
 
 # Entries of a config that say where a model comes from and how it answers, not what it computes. Saving a model sets
 # some of them, on the rank that saves.
 ABOUT_A_CONFIG = frozenset(
-    {"architectures", "dtype", "name_or_path", "return_dict", "torch_dtype", "transformers_version", "use_cache"}
+    {
+        "architectures",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
 )
 
 
 # Attributes of modules that other facts cover, or that do not change numbers.
-ABOUT_A_MODULE = frozenset({"gradient_checkpointing", "training"})
+ABOUT_A_MODULE = frozenset({"gradient_checkpointing", "name_or_path", "training"})
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.integrations.facts import shared_facts
-from distca_hf.integrations.local_documents import check_beginnings, offsets_of
+from distca_hf.integrations.local_documents import documents_at, whole_rows
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
@@ -54,6 +54,7 @@ class PackPlanner:
         self._head_groups = head_groups
         self._token_bytes = token_bytes
         self._warned_of_padding = False
+        self._next_number = 0
 
     def plan(self, batch: Mapping[str, Any]) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
@@ -66,7 +67,7 @@ class PackPlanner:
             PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
         """
         began = time.perf_counter()
-        number, self.times.micro_batches = self.times.micro_batches, self.times.micro_batches + 1
+        number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         if number == 0:
             _warn_of_labels(batch)
@@ -81,6 +82,7 @@ class PackPlanner:
         maps = HostPlanMaps.prepare(plan, self._transport.rank, num_legs, transfers, tokens.is_cuda)
         facts = PlanFacts.of(plan, transfers, layout.rank_work)
         self.history.append(facts)
+        self.times.micro_batches += 1  # reported with the latest of the history: padded ones are in neither
         self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
@@ -159,7 +161,7 @@ def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
 def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
     """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
 
-    They are what, in this order, `cu_seq_lens_q` says; `position_ids` that restart; the rows of the batch.
+    `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.
 
     Raises:
         PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
@@ -187,14 +189,11 @@ def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
 
 
 def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """`[documents + 1]` offsets: a document begins with every row, and where positions restart."""
-    begins = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-    begins[:, 0] = True
-    if positions is not None:
-        begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
-        check_beginnings(positions.expand(tokens.shape)[begins])
-    offsets, _ = offsets_of(begins)
-    return offsets
+    """Returns `[documents + 1]` offsets: a document begins with every row, and where positions restart."""
+    if positions is None:
+        rows, length = tokens.shape
+        return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
+    return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:

@@ -132,7 +132,7 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
         if saved is None:
             raise ConfigError(
                 f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes from a "
-                "training without plugin.attach, and nobody knows which documents it has seen. ignore_data_skip=True "
+                "training without plugin.attach, and its documents are not known. ignore_data_skip=True "
                 "begins the data anew"
             )
         self._loader.load_state_dict(saved)

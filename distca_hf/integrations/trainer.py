@@ -16,9 +16,10 @@ from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.checkpoints import check_checkpoint
 from distca_hf.integrations.collators import unlearnt_token
 from distca_hf.integrations.enabling import enable
-from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation
+from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.model_parts import transformers_model
 from distca_hf.integrations.preemption import LeaveOnSignal
 from distca_hf.integrations.resuming import Resuming
 from distca_hf.integrations.trainer_check import arguments_without_effect, packed_by, wrong_settings
@@ -90,6 +91,8 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
     if plugin.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
+        attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
+        attachment.replace(trainer, "compute_loss", partial(loss_over_all_labels, trainer, trainer.compute_loss))
 
         def evaluation(dataset: Any = None) -> PlacedLoader:
             return _evaluation_loader(trainer, plugin, dataset)
@@ -102,6 +105,7 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
+        _check_model(trainer)
         if args.world_size > 1 and not args.average_tokens_across_devices:
             raise ConfigError("call trainer.train() of the attached Trainer: ranks hold different numbers of labels")
         return loader
@@ -120,6 +124,20 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     )
 
 
+def _check_model(trainer: Trainer) -> None:
+    """Checks that the Trainer's model is enabled: any other one would train on parts of documents.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if watch_of(transformers_model(model)) is None:
+        raise ConfigError(
+            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: "
+            "it would train on parts of documents; call plugin.attach(trainer) again"
+        )
+
+
 def _train_from_whole_checkpoint(
     trainer: Trainer, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -135,13 +153,13 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
     if args.per_device_train_batch_size != 1:
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
-        tell = log.info if args.per_device_train_batch_size == default else log.warning
-        tell(
+        report = log.info if args.per_device_train_batch_size == default else log.warning
+        report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
         )
-    attachment.set_while_training(average_tokens_across_devices=True, per_device_train_batch_size=1)
+    attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
     without_effect = arguments_without_effect(args)
     if without_effect:

@@ -207,6 +207,8 @@ def _train_on_padded(implementation: str) -> tuple[list[float], list[float], lis
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
         model.zero_grad()
         planned.append(watch is not None and watch.packs is not None and len(watch.packs.history) > seen)
+    if watch is not None and watch.packs is not None:
+        assert watch.packs.times.micro_batches == sum(planned), "metrics are those of planned micro-batches"
     return losses, norms, planned
 
 

@@ -189,7 +189,9 @@ def train_with_trainer(run: Run, folder: Path) -> Curve:
     return curve_of(trainer)
 
 
-def sft_trainer(model: Any, dataset: Dataset, callbacks: Iterable[Any] = (), **arguments: Any) -> Any:
+def sft_trainer(
+    model: Any, dataset: Dataset, callbacks: Iterable[Any] = (), eval_dataset: Dataset | None = None, **arguments: Any
+) -> Any:
     """TRL's trainer for tokens; imported here because that takes two seconds."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -200,6 +202,7 @@ def sft_trainer(model: Any, dataset: Dataset, callbacks: Iterable[Any] = (), **a
         model=model,
         args=SFTConfig(**arguments),
         train_dataset=dataset,
+        eval_dataset=eval_dataset,
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
         callbacks=list(callbacks),
     )

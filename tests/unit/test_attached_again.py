@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader, SequentialSampler
@@ -148,6 +149,26 @@ def test_trainer_that_changed_since_does_not_train(
     with pytest.raises(ConfigError, match=f"{named}.*attach.* again"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "distca"])
+def test_model_that_changed_since_does_not_train(implementation: str, make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    attach(trainer)
+    trainer.model = tiny_model(implementation=implementation, num_hidden_layers=1)
+
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not enabled.*plugin\.attach\(trainer\) again"):
+        trainer.train()
+
+
+def test_adapters_that_come_after_attaching_train(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    attach(trainer)
+    trainer.model = get_peft_model(trainer.model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    trainer.train()
+
+    assert watch_of(trainer.model.get_base_model()) is not None
+    assert trainer.state.global_step == 4
 
 
 def test_dataset_that_changed_trains_once_it_is_attached_again(make: Callable[..., Trainer]) -> None:

@@ -134,7 +134,7 @@ def test_a_window_as_long_as_the_documents_changes_nothing(limit: str) -> None:
 
     assert mask.refusal is None
     assert mask.window_tokens == 7
-    assert mask.documents(None).keys.tolist() == [0, 5, 12]
+    assert mask.documents(None).cu_seqlens_k.tolist() == [0, 5, 12]
 
 
 # --- windows that only the mask says
@@ -242,7 +242,7 @@ def test_documents_are_found_once_per_forward_pass(
 def test_offsets_count_the_tokens_that_are_there() -> None:
     mask = document_mask(2, TOKENS, TOKENS, 0, 0, masking_utils.causal_mask_function, padded_mask().bool())
     assert mask is not None
-    assert mask.documents().queries.tolist() == [0, TOKENS - 4, 2 * TOKENS - 4]
+    assert mask.documents().cu_seqlens_q.tolist() == [0, TOKENS - 4, 2 * TOKENS - 4]
 
 
 # --- a mask that does not fit

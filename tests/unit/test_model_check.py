@@ -536,7 +536,7 @@ def test_model_enabled_before_it_gets_adapters_can_be_enabled_with_them() -> Non
     model, batch = enabled(lora(enabled())), first_batch()
     output = model(**batch)
 
-    assert batch["distca_plan"].told["label_tokens"] == [int((batch["shift_labels"] != -100).sum())]
+    assert batch["distca_plan"].numbers["label_tokens"] == [int((batch["shift_labels"] != -100).sum())]
     assert output.past_key_values is None
 
 

@@ -1,12 +1,14 @@
 """Facts about a model: alike on ranks that run the same model, whatever wraps it, and different if it differs."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from distca_hf.integrations.model_check import attention_layers
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
+from distca_hf.integrations.model_parts import attention_layers
 from support.models import tiny_model
 
 
@@ -34,6 +36,17 @@ def test_attributes_of_modules_of_the_user_s_own_do_not_count() -> None:
         model.model.layers[0].self_attn.probe = Probe(rank)
 
     assert facts_of(models[0]) == facts_of(models[1])
+
+
+def test_where_a_model_was_loaded_from_does_not_count(tmp_path: Path) -> None:
+    """Nodes keep copies of a model in places of their own, or one rank alone reads its weights."""
+    made = tiny_model()
+    for folder in ("one", "other"):
+        made.save_pretrained(tmp_path / folder)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("one", "other")]
+    of_models = [facts_of(model) | ConfigFacts(model).now() for model in (made, *models)]
+
+    assert of_models[0] == of_models[1] == of_models[2]
 
 
 def test_other_settings_of_modules_count() -> None:

@@ -1,0 +1,84 @@
+"""`distca` as a newcomer meets it: version, completion, and help with examples that work."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from distca_hf import run
+from distca_hf.cli import app
+from distca_hf.integrations.launch import shipped_recipes
+from distca_hf.version import __version__
+from support.commands import SCRIPTS, run_command
+
+
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def help_of(*command: str) -> str:
+    shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert shown.exit_code == 0, shown.output
+    return shown.output
+
+
+def example_of(*command: str) -> str:
+    (example,) = re.findall(r"Example: (.*)", help_of(*command))
+    return example.strip()
+
+
+def test_version_is_shown_and_ends_with_0() -> None:
+    assert run_command([SCRIPTS / "distca", "--version"]) == f"distca_hf {__version__}\n"
+
+
+def test_shell_completes_commands() -> None:
+    asked = {"_DISTCA_COMPLETE": "complete_bash", "COMP_WORDS": "distca re", "COMP_CWORD": "1"}
+
+    assert run_command([SCRIPTS / "distca"], **asked).split() == ["recipes"]
+    assert "--install-completion" in help_of()
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=str)
+def test_every_help_has_an_example_that_works(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `distca` command of each example runs; what a shell does around it is cut off."""
+    (tmp_path / "lengths.json").write_text(json.dumps([3000, 12000, 90000, 500] * 40))
+    monkeypatch.chdir(tmp_path)
+    example = example_of(*command)
+    found = re.search(r"\bdistca ([^)>]*)", example)
+    assert found, example
+    ran = CliRunner().invoke(app, shlex.split(found[1]))
+
+    assert ran.exit_code == 0, ran.output
+    assert ran.output.strip()
+    assert not command or f"distca {command[0]}" in example
+
+
+def test_help_of_the_launcher_has_an_example_of_a_shipped_recipe() -> None:
+    (example,) = re.findall(r"^Example: (.*)", str(run.__doc__), re.MULTILINE)
+    _, _, arguments = example.partition("-m distca_hf.run ")
+    recipe, script, rest = run._parse(shlex.split(arguments))
+
+    assert f"train/{recipe}" in shipped_recipes()
+    assert (script, rest) == (Path("train.py"), ["--dataset", "DATASET"])
+
+
+def test_help_fits_a_terminal_of_80_columns() -> None:
+    """Examples are cut nowhere but between words."""
+    for command in COMMANDS:
+        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
+        assert max(map(len, shown.splitlines())) <= 80
+        assert " ".join(example_of(command).split()) in " ".join(shown.split())
+
+
+def test_option_after_the_command_is_refused_in_one_line() -> None:
+    done = subprocess.run([SCRIPTS / "distca", "env", "--version"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert "No such option" in done.stderr
+    assert done.stderr.count("\n") == 1
