@@ -15,6 +15,7 @@ from distca_hf.errors import (
     PlanError,
     PlanMismatchError,
     StepTimeoutError,
+    UnknownSettingError,
     UnsupportedAttentionError,
     VersionError,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "StepTimeoutError",
+    "UnknownSettingError",
     "UnsupportedAttentionError",
     "VersionError",
     "__version__",

@@ -9,7 +9,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, UnknownSettingError
+from distca_hf.setting_help import describe_settings, signature_of_settings
+from distca_hf.spelling import did_you_mean, nearest
 from distca_hf.topology import Topology
 
 
@@ -171,6 +173,11 @@ class DistCAConfig:
         "Plans kept alive after the training loop has dropped their batch: compiled graphs find them by number only.",
     )
 
+    def __new__(cls, *unnamed: object, **settings: object) -> Self:
+        if cls.__init__ is DistCAConfig.__init__:  # a subclass may take arguments of its own
+            _check_names(unnamed, settings, cls.__name__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(DistCAConfig):
             _check_type(setting.name, getattr(self, setting.name))
@@ -225,6 +232,10 @@ class DistCAConfig:
         }
 
 
+DistCAConfig.__doc__ = describe_settings(DistCAConfig)
+DistCAConfig.__signature__ = signature_of_settings(DistCAConfig)  # type: ignore[attr-defined]
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads the mapping in a YAML file.
 
@@ -244,14 +255,13 @@ def check_settings(values: object, where: str) -> dict[str, Any]:
     """Keys and values of `values`, all known settings with values of the right type.
 
     Raises:
-        ConfigError: unknown key, or a value of the wrong type.
+        UnknownSettingError: a key is no setting.
+        ConfigError: a value has the wrong type.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: the plugin settings must be a mapping, not {type(values).__name__}")
-    known = [setting.name for setting in dataclasses.fields(DistCAConfig)]
+    _check_names((), values, where)
     for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{where}: unknown setting {name!r}; known settings: {', '.join(known)}")
         try:
             _check_type(name, value)
         except ConfigError as error:
@@ -264,15 +274,39 @@ def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     return {ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in settings.items()}
 
 
-def unknown_environment_settings() -> list[str]:
-    """Variables that begin with `DISTCA_` and set nothing: most likely misspelt."""
-    known = {ENVIRONMENT_PREFIX + setting.name.upper() for setting in dataclasses.fields(DistCAConfig)}
-    return sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
+def unknown_environment_settings() -> dict[str, str | None]:
+    """Returns variables that begin with `DISTCA_` and set nothing, each with the one that is most likely meant."""
+    variables = {name.upper(): ENVIRONMENT_PREFIX + name.upper() for name in _names()}
+    unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values())
+    meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
+    return {name: near and variables[near] for name, near in meant.items()}
 
 
 def launched_world_size() -> int:
     """Returns the number of processes the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _names() -> list[str]:
+    return [setting.name for setting in dataclasses.fields(DistCAConfig)]
+
+
+def _check_names(unnamed: Sequence[object], settings: Iterable[object], where: str) -> None:
+    """Refuses settings that are given without a name, or with one that is not known.
+
+    Raises:
+        UnknownSettingError: there are such settings; names the first.
+    """
+    known = _names()
+    if unnamed:
+        raise UnknownSettingError(
+            f"{where}: {unnamed[0]!r} has no name; write which setting it is, for example {known[0]}={unnamed[0]!r}"
+        )
+    for name in settings:
+        if name not in known:
+            raise UnknownSettingError(
+                f"{where}: unknown setting {name!r}.{did_you_mean(name, known)} Known settings: {', '.join(known)}"
+            )
 
 
 @cache

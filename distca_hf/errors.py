@@ -13,6 +13,10 @@ class ConfigError(DistCAError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting without a name, or with one that is not known: most likely misspelt."""
+
+
 class VersionError(DistCAError, ImportError):
     """Another package is too old; raised by `import distca_hf`."""
 

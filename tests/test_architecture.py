@@ -14,7 +14,19 @@ PACKAGE = ROOT / "distca_hf"
 LARGEST_FILE_LINES = 400
 
 # What each part may import, besides itself. docs/design.md draws the same layers.
-BASE = {"errors", "config", "cost", "layout", "lazy", "requirements", "telemetry", "topology", "version"}
+BASE = {
+    "errors",
+    "config",
+    "cost",
+    "layout",
+    "lazy",
+    "requirements",
+    "setting_help",
+    "spelling",
+    "telemetry",
+    "topology",
+    "version",
+}
 LAYERS: list[set[str]] = [
     BASE,
     {"packing", "planning"},

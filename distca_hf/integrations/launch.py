@@ -20,6 +20,7 @@ from typing import Any
 
 from distca_hf.config import as_environment, check_settings, read_yaml
 from distca_hf.errors import ConfigError
+from distca_hf.spelling import did_you_mean
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -47,7 +48,10 @@ class Recipe:
             hint = (
                 " (of an Accelerate configuration: give that to --config_file)" if "num_processes" in unknown else ""
             )
-            raise ConfigError(f"{path}: unknown section {unknown[0]!r}{hint}; sections are {', '.join(known)}")
+            raise ConfigError(
+                f"{path}: unknown section {unknown[0]!r}{hint}.{did_you_mean(unknown[0], known)} Sections are "
+                f"{', '.join(known)}"
+            )
         for name, section in sections.items():
             if section is not None and not isinstance(section, Mapping):
                 raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")
@@ -91,7 +95,10 @@ def find_recipe(name: str) -> Path:
     if len(matches) > 1:
         raise ConfigError(f"{name!r} may be {' or '.join(matches)}; write the folder, too")
     if not matches:
-        raise ConfigError(f"{name!r} is no file and no shipped recipe; shipped are {', '.join(shipped)}")
+        known = [*shipped, *(recipe.split("/")[-1] for recipe in shipped)]
+        raise ConfigError(
+            f"{name!r} is no file and no shipped recipe.{did_you_mean(name, known)} Shipped are {', '.join(shipped)}"
+        )
     return recipes_folder() / f"{matches[0]}.yaml"
 
 

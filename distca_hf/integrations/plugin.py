@@ -11,6 +11,7 @@ from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.heads import head_groups_of
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.setting_help import describe_settings
 from distca_hf.telemetry import get_logger
 
 
@@ -33,8 +34,9 @@ class DistCAPlugin(DistCAConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._transports: dict[torch.device, Transport] = {}
-        for name in unknown_environment_settings():
-            log.warning("environment variable %s is no setting of distca_hf and has no effect", name)
+        for name, meant in unknown_environment_settings().items():
+            hint = f"; did you mean {meant}?" if meant else ""
+            log.warning("environment variable %s is no setting of distca_hf and has no effect%s", name, hint)
 
     def dataloader(
         self,
@@ -112,6 +114,9 @@ class DistCAPlugin(DistCAConfig):
         from distca_hf.integrations.trainer import attach
 
         attach(trainer, self)
+
+
+DistCAPlugin.__doc__ = describe_settings(DistCAPlugin)
 
 
 def _check_accelerate(transport: Transport) -> None:

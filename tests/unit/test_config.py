@@ -1,7 +1,11 @@
 """Settings: defaults, environment, YAML, which of them wins, and what is refused."""
 
+import copy
 import dataclasses
+import inspect
 import os
+import pydoc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from distca_hf.config import (
     unknown_environment_settings,
 )
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.plugin import DistCAPlugin
 
 
 NAMES = [field.name for field in dataclasses.fields(DistCAConfig)]
@@ -166,11 +171,74 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
     assert DistCAConfig(exchange_timeout_seconds=20).exchange_timeout_seconds == 20
 
 
-def test_settings_are_given_by_name() -> None:
-    with pytest.raises(TypeError):
-        DistCAConfig(8192)
-    with pytest.raises(TypeError):
-        DistCAConfig(tokens=8192)
+@pytest.mark.parametrize("error", [ConfigError, TypeError])
+def test_settings_are_given_by_name(error: type[Exception]) -> None:
+    with pytest.raises(error, match="8192 has no name; write which setting it is, for example tokens_per_rank=8192"):
+        DistCAConfig(8192)  # type: ignore[call-arg]
+    with pytest.raises(error, match="DistCAConfig: unknown setting 'tokens'"):
+        DistCAConfig(tokens=8192)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("written_name", "meant"),
+    [
+        ("tokens_per_rnak", "tokens_per_rank"),
+        ("token_per_rank", "tokens_per_rank"),
+        ("Kernel", "kernel"),
+        ("overlength", "overlong"),
+        ("evaluation", "evaluate"),
+    ],
+)
+def test_the_nearest_setting_is_named_for_a_misspelt_one(written_name: str, meant: str, tmp_path: Path) -> None:
+    assert f"unknown setting {written_name!r}. Did you mean {meant!r}? Known settings: " in refusal(
+        **{written_name: 1}
+    )
+    for text in (f"{written_name}: 1\n", f"plugin:\n  {written_name}: 1\n"):
+        with pytest.raises(ConfigError, match=f"settings.yaml: .* Did you mean {meant!r}"):
+            DistCAConfig.from_yaml(written(tmp_path, text))
+
+
+def test_a_name_that_is_near_to_none_gets_the_list_alone() -> None:
+    message = refusal(max_length=1)
+
+    assert "unknown setting 'max_length'. Known settings: tokens_per_rank, " in message
+
+
+def test_a_subclass_may_take_arguments_of_its_own() -> None:
+    class Mine(DistCAConfig):
+        def __init__(self, size: int, **settings: Any) -> None:
+            super().__init__(tokens_per_rank=size * 1024, **settings)
+
+    assert Mine(2, prefetch=3) == Mine(size=2, prefetch=3)
+    assert Mine(2).tokens_per_rank == 2048
+
+
+def test_settings_can_be_copied() -> None:
+    config = DistCAConfig(**OTHERS)
+
+    assert copy.deepcopy(config) == config
+    assert dataclasses.replace(config, prefetch=9).prefetch == 9
+
+
+# --- what help() shows
+
+
+@pytest.mark.parametrize("settings", [DistCAConfig, DistCAPlugin])
+def test_help_shows_every_setting_with_its_description_and_default(settings: type[DistCAConfig]) -> None:
+    shown = pydoc.plain(pydoc.render_doc(settings))
+    words = " ".join(shown.replace("|", " ").split())
+
+    for field in dataclasses.fields(DistCAConfig):
+        assert re.search(rf"\b{field.name} \(.*default {re.escape(repr(DEFAULTS[field.name]))}\):", shown), field.name
+        assert " ".join(field.metadata["help"].split()) in words
+        assert inspect.signature(settings).parameters[field.name].default == DEFAULTS[field.name]
+
+
+def test_help_of_the_plugin_begins_with_its_own_words() -> None:
+    assert str(DistCAPlugin.__doc__).startswith(
+        "Core attention disaggregation for a training run.\n\n```python\nplugin"
+    )
+    assert str(DistCAPlugin.__doc__).count("Settings:") == 1
 
 
 # --- refused values
@@ -389,14 +457,19 @@ def test_shared_settings_are_equal_for_whole_seconds_however_they_are_written(mo
 
 
 def test_unknown_environment_settings_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unknown_environment_settings() == []
+    assert unknown_environment_settings() == {}
     for name in NAMES:
         monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
-    assert unknown_environment_settings() == []
+    assert unknown_environment_settings() == {}
 
-    for name in ("DISTCA_TOKENS", "DISTCA_KERNEL_NAME", "DISTCA_prefetch", "DISTCA_", "OTHER_KERNEL"):
+    for name in ("DISTCA_HOME", "DISTCA_KERNAL", "DISTCA_prefetch", "DISTCA_", "OTHER_KERNEL"):
         monkeypatch.setenv(name, "1")
-    assert unknown_environment_settings() == ["DISTCA_", "DISTCA_KERNEL_NAME", "DISTCA_TOKENS", "DISTCA_prefetch"]
+    assert unknown_environment_settings() == {
+        "DISTCA_": None,
+        "DISTCA_HOME": None,
+        "DISTCA_KERNAL": "DISTCA_KERNEL",
+        "DISTCA_prefetch": "DISTCA_PREFETCH",
+    }
 
 
 def test_world_size_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,3 +477,13 @@ def test_world_size_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -
     assert launched_world_size() == 1
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert launched_world_size() == 16
+
+
+def test_the_plugin_warns_of_unknown_environment_settings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DISTCA_TOKEN_PER_RANK", "4")
+    DistCAPlugin()
+
+    assert "DISTCA_TOKEN_PER_RANK is no setting of distca_hf and has no effect" in caplog.text
+    assert "did you mean DISTCA_TOKENS_PER_RANK?" in caplog.text

@@ -62,8 +62,14 @@ def test_sections_may_be_empty_or_missing(tmp_path: Path, text: str) -> None:
 
 
 BROKEN: dict[str, tuple[str, list[str]]] = {
-    "unknown section": ("plugins: {}", ["unknown section 'plugins'", "environment, plugin, script"]),
-    "unknown setting": ("plugin: {token_per_rank: 5}", ["unknown setting 'token_per_rank'", "tokens_per_rank"]),
+    "unknown section": (
+        "plugins: {}",
+        ["unknown section 'plugins'. Did you mean 'plugin'?", "environment, plugin, script"],
+    ),
+    "unknown setting": (
+        "plugin: {token_per_rank: 5}",
+        ["unknown setting 'token_per_rank'. Did you mean 'tokens_per_rank'?", "prefetch"],
+    ),
     "wrong type": ("plugin: {tokens_per_rank: many}", ["tokens_per_rank='many'", "int"]),
     "wrong choice": ("plugin: {overlong: drop}", ["overlong='drop'", "error, split, truncate"]),
     "null setting": ("plugin: {tokens_per_rank: }", ["tokens_per_rank=None"]),
@@ -189,7 +195,9 @@ def test_recipe_is_found_by_path_by_name_and_by_short_name(write: Write, monkeyp
 
 
 def test_unknown_recipe_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="'quickstar' is no file and no shipped recipe") as caught:
+    with pytest.raises(
+        ConfigError, match=r"'quickstar' is no file and no shipped recipe\. Did you mean 'quickstart'"
+    ) as caught:
         find_recipe("quickstar")
 
     assert all(name in str(caught.value) for name in shipped_recipes())
