@@ -50,5 +50,5 @@ class StepTimeoutError(DistCAError, TimeoutError):
 
 
 def and_more(others: int) -> str:
-    """Behind the first of some things that are wrong: how many others there are; nothing if there are none."""
+    """Returns how many others there are, to say behind the first of some things that are wrong; nothing if none."""
     return f" (and {others} more like it)" if others else ""

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, Path, list[str]]:
-    """Recipe, script and the script's arguments."""
+    """Returns recipe, script and the script's arguments."""
     rest = list(arguments)
     recipes = []
     for at in reversed(range(len(rest))):

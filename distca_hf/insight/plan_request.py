@@ -21,7 +21,7 @@ MAX_MICRO_STEPS = 1024
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for.
+    """The world, the model and the way of planning.
 
     Attributes:
         num_ranks, tokens_per_rank: the world: every rank holds up to so many tokens in a micro-step.
@@ -75,7 +75,7 @@ class PlanRequest:
 
     @cached_property
     def planner(self) -> PlacedPlanner:
-        """What plans in a training with these numbers. The environment decides all other settings, as it does
+        """The planner of a training with these numbers. The environment decides all other settings, as it does
         there."""
         config = DistCAConfig(
             tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node

@@ -1,4 +1,4 @@
-"""Plan step: the plans of an optimizer step, made by what plans in training: `PlacedPlanner` for documents that are
+"""Plan step: the plans of an optimizer step, made by the planners of training: `PlacedPlanner` for documents that are
 placed, `plan_by_moving` for packs of others."""
 
 from collections.abc import Sequence

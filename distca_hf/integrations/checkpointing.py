@@ -82,8 +82,8 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 
 
 def keep_received(modules: Sequence[nn.Module]) -> bool:
-    """Lets checkpointed modules that recompute attention keep what came from other ranks in forward. What is compiled
-    together with its checkpointing exchanges again.
+    """Lets checkpointed modules that recompute attention keep what came from other ranks in forward. Modules that are
+    compiled together with their checkpointing exchange again.
 
     Returns:
         False if some of them are checkpointed in a way that cannot: reentrant.

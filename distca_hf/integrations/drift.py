@@ -84,7 +84,7 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A checksum of the bits, computed on the tensor's device: one changed element always changes it."""
+    """Returns a checksum of the bits, computed on the tensor's device: one changed element always changes it."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(-1).view(integers)
     if not len(bits):
@@ -95,7 +95,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def _combine(sums: list[int]) -> int:
-    """One signed 64-bit number of several, in their order."""
+    """Returns one signed 64-bit number of several, in their order."""
     total = 0
     for value in sums:
         total = (total * BASE + value) % (1 << 64)

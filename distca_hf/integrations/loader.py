@@ -97,7 +97,7 @@ class PlacedLoader:
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._position = Cursor()
-        self._warned_of_labels = False
+        self._warned_of_labels = self._is_left_early = False
         self._unused = UnusedBatches(self._prefetch)
 
     def __len__(self) -> int:
@@ -136,11 +136,11 @@ class PlacedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Begins this epoch with the next iteration; a position given to `load_state_dict` goes first, once."""
-        self._next = Cursor(epoch)
+        self._next, self._is_left_early = Cursor(epoch), False
 
     def restart(self) -> None:
         """Begins the first epoch with the next iteration."""
-        self._next, self._loaded, self._position = Cursor(), None, Cursor()
+        self._next, self._loaded, self._position, self._is_left_early = Cursor(), None, Cursor(), False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
@@ -201,6 +201,17 @@ class PlacedLoader:
         """Yields the micro-batches from the loader's position to the end of its epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
+        one_was_looked_at = self._position.micro_batch <= 1
+        if self._is_left_early and self._loaded is None and not one_was_looked_at:
+            log.warning(
+                "epoch %d was left after micro-batch %d of %d, and begins again: its first documents come twice. Call "
+                "loader.set_epoch(%d) for the next epoch",
+                begin.epoch,
+                self._position.micro_batch,
+                packed.num_micro_batches,
+                begin.epoch + 1,
+            )
+        self._is_left_early = True
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
         preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
         with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
@@ -215,6 +226,7 @@ class PlacedLoader:
                 self._position = replace(begin, micro_batch=micro_batch + 1)
                 if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
+                    self._is_left_early = False
                     log.info(
                         "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per "
                         "micro-batch",

@@ -5,9 +5,9 @@ A placed document is cut between ranks. That is exact for causal attention and f
 tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
 without a word. So everything that is not known to be right is refused before the first step.
 
-What a layer or a loss does is read from its source and its settings. Two checks at run time stand behind that: every
-argument of an attention call that is not known is refused there, and the first forward pass must come through
-distca's attention as often as the model has layers.
+The work of a layer or a loss is read from its source and its settings. Two checks at run time stand behind that: an
+attention call with an unknown argument is refused, and the first forward pass must come through distca's attention as
+often as the model has layers.
 """
 
 import inspect

@@ -40,7 +40,7 @@ class PlacedPlanner:
 
     @cached_property
     def kernel_times(self) -> KernelTimes | None:
-        """What placement predicts seconds with, if there is a table.
+        """Measured times with which placement predicts seconds; None without a table.
 
         Raises:
             PackingError: the table cannot be read.

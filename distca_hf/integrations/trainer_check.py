@@ -22,7 +22,7 @@ OF_A_DATALOADER = (
 
 
 def packed_by(trainer: Trainer) -> str | None:
-    """Returns who packs this trainer's documents already; None if nobody does."""
+    """Returns who packs this trainer's documents already; None if they are not packed."""
     if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
         return "the dataset is packed (it has a column 'seq_lengths')"
     if getattr(trainer.args, "packing", False):

@@ -16,7 +16,7 @@ PADDING_TOKEN = 0
 
 @dataclass(frozen=True)
 class RankRows:
-    """What one rank feeds its model: int64 arrays of `[rows]`.
+    """Inputs of one rank's model: int64 arrays of `[rows]`.
 
     Attributes:
         input_ids: tokens; `PADDING_TOKEN` in padding rows.

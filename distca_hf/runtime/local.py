@@ -1,7 +1,7 @@
 """Local attention: the same kernels on this rank's own rows, without a plan and without an exchange.
 
-What "distca" computes when a batch carries no plan: evaluation, generation with a KV cache, or packed batches of
-somebody else.
+"distca" computes it where a batch carries no plan: in evaluation, in generation with a KV cache, on one rank, and for
+padded batches.
 
 Shape legend in `kernels.interface`.
 """
@@ -34,7 +34,7 @@ def _flash_attn_local(
         kernel: name of one, or "auto".
         deterministic: gradients are bit-equal from run to run; so they are if torch is told to be deterministic.
     """
-    if not len(q_TNH):  # a batch of padding alone: kernels need not know of it
+    if not len(q_TNH):  # a batch of padding alone has no work for a kernel
         return empty_outputs(q_TNH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _kernel(kernel, q_TNH, k_SGH, v_SGV).forward(q_TNH, k_SGH, v_SGV, spans, scale)

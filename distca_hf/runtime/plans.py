@@ -1,7 +1,7 @@
 """Live plans: a micro-batch's plan bound to what runs it on this rank, and the register that finds it by number.
 
-The operator carries its plan as an integer, because that is what compiled graphs, checkpointing and autograd all pass
-on unharmed. The register is the one place in the package with shared state, and it is bounded.
+The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
+unharmed. The register is the one place in the package with shared state, and it is bounded.
 """
 
 import itertools
@@ -99,7 +99,7 @@ class PlanUse:
 
 
 class LivePlan:
-    """What a batch carries as `distca_plan`: opaque to users, everything to the operator.
+    """The plan of a micro-batch on this rank, which its batch carries as `distca_plan`: opaque to users.
 
     Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these,
     so that the very same object arrives in every layer.
@@ -161,7 +161,7 @@ class LivePlan:
 
     @property
     def label_tokens(self) -> int | None:
-        """Labels of the global micro-batch, all ranks together; None if nobody counted them."""
+        """Labels of the global micro-batch, all ranks together; None if they were not counted."""
         self.agree()
         return sum(self.numbers["label_tokens"]) if "label_tokens" in self.numbers else None
 

@@ -1,4 +1,4 @@
-"""Sizes of an operator's outputs that nobody can name while a graph is traced: how many rows came from other ranks.
+"""Unknown sizes: sizes of an operator's outputs that depend on data, such as how many rows came from other ranks.
 
 `new_dynamic_size` makes them, too, but only where the graph must be whole (`fullgraph=True`) or the process allows it
 (`torch._dynamo.config.capture_dynamic_output_shape_ops`). Anywhere else the graph breaks at the operator. Torch's own

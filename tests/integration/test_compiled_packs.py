@@ -52,6 +52,8 @@ def _train(
         plugin = distca_hf.DistCAPlugin(**settings, **({"tokens_per_rank": TOKENS} if placed else {}))
         distca_hf.enable(model, plugin)
         if attention:
+            if torch.__version__ < (2, 12):  # fails under DDP with every attention
+                torch._dynamo.config.optimize_ddp = False
             model.gradient_checkpointing_enable({"use_reentrant": False})
         compile_layers(model)
         numbers += _steps(model, plugin.dataloader(random_dataset()) if placed else None)

@@ -273,6 +273,23 @@ def test_peeking_at_a_batch_loses_none() -> None:
     assert all_same(list(loader), epoch_of(1))
 
 
+@pytest.mark.parametrize(
+    ("taken", "epochs", "told"), [(2, [], True), (1, [], False), (2, [1], False), (2, [0], False)]
+)
+def test_epoch_that_begins_again_is_told(
+    taken: int, epochs: list[int], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless one batch was looked at, or the program says which epoch it wants."""
+    loader = loader_of()
+    for _ in range(2):
+        for _ in islice(loader, taken):
+            pass
+        for epoch in epochs:
+            loader.set_epoch(epoch)
+
+    assert ("come twice" in caplog.text) == told
+
+
 def test_leaving_an_epoch_early_begins_it_again() -> None:
     loader = loader_of()
     for at, _ in enumerate(loader):
