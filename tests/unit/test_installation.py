@@ -5,6 +5,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.kernels.choose import KERNELS, choose_kernel
+from distca_hf.kernels.interface import Job
+from distca_hf.requirements import LOWEST
 
 
 ROOT = Path(__file__).parents[2]
@@ -46,3 +52,47 @@ def test_flash_attention_2_is_installed_after_torch_and_without_isolation() -> N
 
     assert lines
     assert all("flash-attn --no-build-isolation" in line for line in lines)
+
+
+def readme_row(begin: str) -> str:
+    (row,) = (line for line in PAGES[0].read_text().splitlines() if line.startswith(f"| {begin}"))
+    return row
+
+
+def job_on(device_type: str, compute_capability: int | None) -> Job:
+    return Job(device_type, compute_capability, torch.bfloat16, 8, 8, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("device", "device_type", "generations"),
+    [
+        ("Hopper", "cuda", (9,)),
+        ("Blackwell", "cuda", (10, 11, 12)),
+        ("Ampere, Ada", "cuda", (8,)),
+        ("older GPUs", "cuda", (7,)),
+        ("Apple", "mps", (None,)),
+        ("CPU", "cpu", (None,)),
+    ],
+)
+def test_readme_names_the_kernels_of_each_device(
+    device: str, device_type: str, generations: tuple[int | None, ...]
+) -> None:
+    """In the order in which they are chosen; the reference is not chosen where another one runs."""
+    _, head, kernels, _ = readme_row(device).split("|")
+    told = [name for name in re.findall(r"`(\w+)`", kernels) if name in KERNELS]
+    for generation in generations:
+        job = job_on(device_type, generation)
+        can = [name for name, entry in KERNELS.items() if entry.automatic and not entry.capabilities.refusal(job)]
+        assert told == can
+        assert generation is None or re.search(rf"\b{generation}\b", head)
+
+
+@pytest.mark.parametrize(("device_type", "generation"), [("cuda", 7), ("mps", None), ("xpu", None)])
+def test_devices_without_a_kernel_are_refused_by_name(device_type: str, generation: int | None) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=r"no attention kernel for .*reference is exact but slow"):
+        choose_kernel("auto", job_on(device_type, generation))
+
+
+def test_readme_names_the_lowest_versions() -> None:
+    assert f"{PROJECT['requires-python'].removeprefix('>=')} or newer" in readme_row("Python")
+    assert all(f"{name} {version}" in readme_row("packages") for name, version in LOWEST.items())
