@@ -1,16 +1,20 @@
-"""The wheel: two top-level folders are installed inside the package, and everything is found from there."""
+"""The wheel: two top-level folders are installed inside the package, and everything is found from there. The source
+distribution: it holds the whole project, and makes the same wheel."""
 
 import configparser
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from distca_hf.integrations.launch import shipped_recipes
+from distca_hf.version import __version__
 from support.commands import REPOSITORY, run_command
 
 
@@ -29,19 +33,39 @@ def shipped_files() -> dict[str, Path]:
     return files
 
 
+def project_files() -> list[str]:
+    """Files of the checkout that git holds, or would."""
+    listed = run_command(["git", "ls-files", "--cached", "--others", "--exclude-standard"]).splitlines()
+    return [name for name in listed if (REPOSITORY / name).is_file()]
+
+
+def copy_project(folder: Path) -> Path:
+    """Copies the project: building writes into the folder it builds from."""
+    for name in project_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
+
+
+def build_wheel(source: Path, wheels: Path) -> Path:
+    """The wheel of a folder or of a source distribution, built without a network."""
+    run_command([*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", wheels, source])
+    (built,) = wheels.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy: building writes into the folder it builds from."""
-    copy, wheels = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheels")
-    listed = run_command(["git", "ls-files", "--cached", "--others", "--exclude-standard"])
-    folders = {*INSTALLED.values(), "tests"}
-    for name in listed.splitlines():
-        path = REPOSITORY / name
-        if path.is_file() and (path.parent == REPOSITORY or Path(name).parts[0] in folders):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy / name)
-    run_command([*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, "."], cwd=copy)
-    (built,) = wheels.glob("*.whl")
+    return build_wheel(copy_project(tmp_path_factory.mktemp("checkout")), tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution."""
+    folder = tmp_path_factory.mktemp("sdists")
+    program = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    run_command([sys.executable, "-c", program, folder], cwd=copy_project(tmp_path_factory.mktemp("checkout")))
+    (built,) = folder.glob("*.tar.gz")
     return built
 
 
@@ -93,6 +117,52 @@ def test_wheel_says_what_the_project_says(wheel: Path) -> None:
         len(names) for names in (project["dependencies"], *project["optional-dependencies"].values())
     )
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
+
+
+def test_source_distribution_holds_the_whole_project(sdist: Path) -> None:
+    """Not in it: what only the repository needs, in files whose names begin with a dot."""
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()]
+        held = {name for name in names if ".egg-info/" not in name} - {"PKG-INFO"}
+        other = [
+            name
+            for name in held - {"setup.cfg"}  # setuptools adds a section
+            if archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/{name}").read()  # type: ignore[union-attr]
+            != (REPOSITORY / name).read_bytes()
+        ]
+
+    assert held == {name for name in project_files() if not name.startswith(".")}
+    assert {"CHANGELOG.md", "CITATION.cff", "docs/using.md", "examples/lora.py", "tests/conftest.py"} <= held
+    assert other == []
+
+
+def test_source_distribution_makes_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    ours, theirs = zipfile.ZipFile(wheel), zipfile.ZipFile(build_wheel(sdist, tmp_path))
+
+    assert sorted(theirs.namelist()) == sorted(ours.namelist())
+    assert [name for name in ours.namelist() if theirs.read(name) != ours.read(name)] == []
+
+
+def test_citation_says_what_the_project_says() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+    assert citation["version"] == __version__
+    assert citation["license"] == project["license"]
+    assert citation["authors"] == project["authors"]
+    assert [reference["url"] for reference in citation["references"]] == [project["urls"]["Paper"]]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*_*.yml")), ids=lambda p: p.name
+)
+def test_issue_form_asks_each_question_once(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    questions = [question["id"] for question in form["body"]]
+
+    assert {"name", "description", "body"} <= set(form)
+    assert len(set(questions)) == len(questions) > 0
+    assert all(question["type"] == "textarea" and question["attributes"]["label"] for question in form["body"])
 
 
 def test_list_of_packages_is_that_of_the_tree() -> None:
