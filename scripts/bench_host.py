@@ -93,7 +93,8 @@ def _attention(
         torch.randn(live.maps.num_rows, heads, options.head_dim, device=device, dtype=dtype)
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
-    return live.kernel(q, k, v), lambda: flash_attn(q, k, v, options.head_dim**-0.5, live.handle)
+    layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
+    return live.kernel(q, k, v), lambda: flash_attn(q, k, v, options.head_dim**-0.5, live.handle, layer, False)
 
 
 @contextmanager

@@ -42,12 +42,12 @@ def loss_over_all_labels(
     trainers (TRL's) counts nothing: the mean over ranks would be one of means over unequal numbers of labels."""
     plan = inputs.get("distca_plan")
     if model.training or plan is None or num_items_in_batch is not None:
-        return compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        return compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
     labels = torch.tensor(max(1, plan.label_tokens), device=inputs["input_ids"].device)
     steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
     trainer.current_gradient_accumulation_steps = 1  # TRL divides a loss of experts by it where labels are counted
     try:
-        return compute_loss(model, inputs, return_outputs, labels, **kwargs)
+        return compute_loss(model, inputs, return_outputs, num_items_in_batch=labels, **kwargs)
     finally:
         trainer.current_gradient_accumulation_steps = steps
 
