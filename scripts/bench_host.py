@@ -94,7 +94,7 @@ def _attention(
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
-    return live.kernel(q, k, v), lambda: flash_attn(q, k, v, options.head_dim**-0.5, live.handle, layer, False)
+    return live.kernel(q, k, v), lambda: flash_attn(q, k, v, options.head_dim**-0.5, live.handle, layer)
 
 
 @contextmanager

@@ -26,7 +26,6 @@ class ForwardPass:
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
-        layers: numbers of the layers that made them, recomputed ones left out.
         agreement: shown to all ranks and not yet waited for.
     """
 
@@ -39,20 +38,24 @@ class ForwardPass:
     ) -> None:
         self.num_calls = num_calls
         self.calls = self.backward_calls = 0
-        self.layers: list[int] = []
         self.agreement: Agreement | None = None
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
         self._ended = False
+        self._layers: list[torch.Tensor] = []
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
 
-    def note_call(self, layer: int | None, needs_gradients: bool) -> None:
-        """Notes the layer of the latest call, if known, and whether backward will follow it."""
+    def note_call(self, layer: torch.Tensor | None, needs_gradients: bool) -> None:
+        """Notes the layer of the latest call, if known, and whether backward will follow it.
+
+        Args:
+            layer: its number, on the host; read at the end of the pass, for all calls at once.
+        """
         if self._ended:
             return
         if layer is not None:
-            self.layers.append(layer)
+            self._layers.append(layer)
         if needs_gradients:
             self._with_gradients.append(self.calls)
 
@@ -101,9 +104,10 @@ class ForwardPass:
 
     def _agree_at_the_end(self) -> None:
         """Starts showing the other ranks which calls were made."""
+        layers = torch.stack(self._layers).tolist() if self._layers else []
         numbers = {
             "attention calls": self.calls,
-            "order of the layers that attend": _checksum(self.layers),
+            "order of the layers that attend": _checksum(layers),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
         }

@@ -44,7 +44,7 @@ def _flash_attn(
         raise
     if scope is not None and not scope.recomputes:
         scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
-    live.forward_pass.note_call(None if layer is None else int(layer), needs_gradients)
+    live.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.guests
 
 
