@@ -66,7 +66,7 @@ class RollCall:
         try:
             self._store.set(f"here/{self._rank}", f"{waited_seconds:.1f}")
             deadline = time.monotonic() + self._patience_seconds
-            while waiting and time.monotonic() < deadline:
+            while True:  # looks once at least: a busy machine may have slept through all its patience
                 for rank in sorted(waiting):
                     if self._store.check([f"left/{rank}"]):
                         found[rank] = "left: " + self._store.get(f"left/{rank}").decode(errors="replace")
@@ -76,6 +76,8 @@ class RollCall:
                         if late_seconds > self._patience_seconds:
                             found[rank] = f"came {late_seconds:.0f} s late"
                         waiting.discard(rank)
+                if not waiting or time.monotonic() >= deadline:
+                    break
                 time.sleep(POLL_SECONDS)
         except RuntimeError as error:
             words = str(error).partition("\n")[0] or type(error).__name__

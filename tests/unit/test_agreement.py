@@ -220,3 +220,12 @@ def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="4 processes were launched"):
         open_transport(torch.device("cpu"), 1.0)
+
+
+def test_rank_without_patience_looks_once() -> None:
+    """A busy machine may sleep through all of it."""
+    store = HashStore()
+    RollCall(store, 1, 3, patience_seconds=0.0).leave("ValueError: bad row")
+    RollCall(store, 2, 3, patience_seconds=0.0).missing()
+
+    assert RollCall(store, 0, 3, patience_seconds=0.0).missing() == {1: "left: ValueError: bad row"}
