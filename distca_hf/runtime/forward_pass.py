@@ -26,6 +26,7 @@ class ForwardPass:
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
+        layers: numbers of the layers that made them, on the host, recomputed ones left out.
         agreement: shown to all ranks and not yet waited for.
     """
 
@@ -41,7 +42,7 @@ class ForwardPass:
         self.agreement: Agreement | None = None
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
         self._ended = False
-        self._layers: list[torch.Tensor] = []
+        self.layers: list[torch.Tensor] = []
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
@@ -55,7 +56,7 @@ class ForwardPass:
         if self._ended:
             return
         if layer is not None:
-            self._layers.append(layer)
+            self.layers.append(layer)
         if needs_gradients:
             self._with_gradients.append(self.calls)
 
@@ -104,7 +105,7 @@ class ForwardPass:
 
     def _agree_at_the_end(self) -> None:
         """Starts showing the other ranks which calls were made."""
-        layers = torch.stack(self._layers).tolist() if self._layers else []
+        layers = torch.stack(self.layers).tolist() if self.layers else []
         numbers = {
             "attention calls": self.calls,
             "order of the layers that attend": _checksum(layers),
