@@ -53,7 +53,7 @@ class Shipped:
         Raises:
             ConfigError: there is neither, or there are several of that name.
         """
-        if Path(name).is_file():
+        if Path(name).exists() and not Path(name).is_dir():
             return Path(name)
         files = self.files()
         matches = [known for known in files if name in (known, known.split("/")[-1])]

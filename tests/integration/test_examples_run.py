@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 from pathlib import Path
 
 from peft import PeftConfig
@@ -22,11 +21,8 @@ MODULES = {"python_sources"}
 def check_launch_line(name: str) -> None:
     """The first launch line of an example's docstring is for two CPU processes and for this example."""
     (line, *_) = re.findall(r"^    (accelerate launch .*)$", (EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
-    *launch, config, example = shlex.split(line)
 
-    assert launch == ["accelerate", "launch", "--config_file"]
-    assert config == "recipes/accelerate/cpu_2proc.yaml"
-    assert example == f"examples/{name}.py"
+    assert line == f'accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples {name})"'
 
 
 def run_example(name: str, folder: Path, *before: str) -> str:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from distca_hf.integrations.launch import shipped_recipes
+from distca_hf.shipped import RECIPES
 from support.commands import REPOSITORY
 from support.models import tiny_model
 from support.scripts import run_script
@@ -90,5 +90,5 @@ def test_launch_lines_name_a_shipped_recipe_and_the_script() -> None:
     (recipe,) = re.findall(r"\$\(distca recipes (\w+)\)", lines[0])
 
     assert len(lines) == 2
-    assert f"accelerate/{recipe}" in shipped_recipes()
+    assert f"accelerate/{recipe}" in RECIPES.files()
     assert all(shlex.split(line, comments=True)[-3:] == ["train.py", "MODEL", "DOCUMENTS"] for line in lines)
