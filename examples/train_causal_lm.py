@@ -7,10 +7,9 @@ distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from tokenise_texts import load_documents, tokenise
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,9 +24,6 @@ from transformers import (
 import distca_hf
 
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-
-
 @dataclass
 class ScriptArguments:
     """What to train, and on what."""
@@ -35,8 +31,8 @@ class ScriptArguments:
     model: str = field(metadata={"help": "name or folder of a model; with from_scratch its configuration is enough"})
     dataset: str = field(
         metadata={
-            "help": "file (.jsonl, .parquet, .csv, .txt) or dataset of the Hub with a column text, or folder written "
-            "by datasets.Dataset.save_to_disk with input_ids"
+            "help": "texts (.jsonl, .parquet, .csv, .txt, or a dataset of the Hub with a column text), or a folder "
+            "written by datasets.Dataset.save_to_disk with input_ids"
         }
     )
     test_size: float = field(
@@ -47,33 +43,11 @@ class ScriptArguments:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none, which a tokenised dataset allows."""
+    """The model's tokenizer; None if it has none, which is enough for a tokenised dataset."""
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
         return None
-
-
-def load_documents(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Dataset:
-    """The dataset of this name, tokenised: whole documents, each with its end, without padding."""
-    path = Path(name)
-    if path.is_dir():
-        dataset = Dataset.load_from_disk(name)
-    elif path.is_file():
-        dataset = load_dataset(FORMATS[path.suffix], data_files=name, split="train")
-    else:
-        dataset = load_dataset(name, split="train")
-    if "text" not in dataset.column_names:
-        return dataset
-    if tokenizer is None:
-        raise SystemExit(f"{name} holds texts, and the model has no tokenizer that can be loaded: save one beside it")
-
-    def tokenise(rows):
-        end = tokenizer.eos_token_id
-        ids = tokenizer(rows["text"])["input_ids"]
-        return {"input_ids": [[*document, *([end] if document[-1:] != [end] else [])] for document in ids]}
-
-    return dataset.map(tokenise, batched=True, remove_columns=dataset.column_names)
 
 
 def main() -> None:
@@ -86,14 +60,19 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(script.model), **load)
     else:
         model = AutoModelForCausalLM.from_pretrained(script.model, **load)
-    tokenizer = load_tokenizer(script.model)
 
+    tokenizer = load_tokenizer(script.model)
     with args.main_process_first():  # the other ranks read what the first has written
-        documents = load_documents(script.dataset, tokenizer)
-    data = {"train": documents, "test": None}
-    if script.test_size:
-        data = documents.train_test_split(script.test_size, seed=args.seed)
-    trainer = Trainer(model, args, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer)
+        documents = load_documents(script.dataset)
+        if "input_ids" not in documents.column_names:
+            if tokenizer is None:
+                raise SystemExit(f"{script.dataset} holds texts, and {script.model} has no tokenizer for them")
+            documents = tokenise(documents, tokenizer)
+    data = documents.train_test_split(script.test_size, seed=args.seed) if script.test_size else {"train": documents}
+
+    trainer = Trainer(
+        model, args, train_dataset=data["train"], eval_dataset=data.get("test"), processing_class=tokenizer
+    )
     distca_hf.DistCAPlugin().attach(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded, the model is wanted whole

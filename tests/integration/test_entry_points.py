@@ -32,10 +32,9 @@ from support.scripts import run_script
 RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
 ACCELERATE_RECIPES = sorted(REPOSITORY.glob("recipes/accelerate/*.yaml"))
 EXAMPLES = sorted(REPOSITORY.glob("examples/*.py"))
-TWO_PROCESSES = ["accelerate", "launch", "--config_file", "recipes/accelerate/cpu_2proc.yaml"]
 LAUNCHERS = {
-    "accelerate launch": TWO_PROCESSES,
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
+    "distca train": ["distca", "train", "--accelerate", "cpu_2proc"],
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "distca_hf.run", "--recipe"],
 }
 
 
@@ -45,7 +44,7 @@ def launch(launcher: list[str], *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`examples/train_causal_lm.py` from a recipe on two processes, by each launcher; the folders it wrote to."""
+    """A recipe's script on two processes, by each launcher; the folders it wrote to."""
     folder = tmp_path_factory.mktemp("train")
     random_dataset(60).save_to_disk(str(folder / "dataset"))
     tiny_config("llama").save_pretrained(folder / "model")
@@ -54,6 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         output = folders[name] = folder / name.split()[0]
         recipe = folder / f"{output.name}.yaml"
         sections = {
+            "launch": {"script": "train_causal_lm"},
             "environment": {"ACCELERATE_USE_CPU": True, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1},
             "plugin": {"tokens_per_rank": 96},
             "script": {
@@ -70,8 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             },
         }
         recipe.write_text(yaml.safe_dump(sections))
-        arguments = ["--recipe", recipe, "examples/train_causal_lm.py", "--dataset", folder / "dataset"]
-        launch(launcher, "-m", "distca_hf.run", *arguments, "--max_steps", "3")
+        launch(launcher, recipe, "--dataset", folder / "dataset", "--max_steps", "3")
     return folders
 
 
