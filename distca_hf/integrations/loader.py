@@ -53,7 +53,8 @@ class PlacedLoader:
         config: settings.
         transport: between the ranks that share each micro-batch.
         device: where batches go.
-        seed, shuffle: order of documents, together with the epoch's number.
+        seed: decides the order of documents, with the epoch's number.
+        shuffle: False keeps the dataset's order.
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
         head_groups: groups that plans may divide the heads of the model in.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
