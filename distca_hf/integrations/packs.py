@@ -136,7 +136,11 @@ def _warn_of_labels(batch: Mapping[str, Any]) -> None:
     """Warns if a batch has labels and none of them is learnt: most likely all batches are like it."""
     labels = batch.get("labels")
     if isinstance(labels, torch.Tensor) and labels.numel() and bool((labels == IGNORED_LABEL).all()):
-        log.warning("the first batch holds no label to learn (all labels are %d): its loss is 0 or NaN", IGNORED_LABEL)
+        log.warning(
+            "the first batch holds no label to learn (all labels are %d): its loss is 0 or NaN. Look at the dataset's "
+            "labels and masks",
+            IGNORED_LABEL,
+        )
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:

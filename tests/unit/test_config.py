@@ -190,9 +190,7 @@ def test_settings_are_given_by_name(error: type[Exception]) -> None:
     ],
 )
 def test_the_nearest_setting_is_named_for_a_misspelt_one(written_name: str, meant: str, tmp_path: Path) -> None:
-    assert f"unknown setting {written_name!r}. Did you mean {meant!r}? Known settings: " in refusal(
-        **{written_name: 1}
-    )
+    assert refusal(**{written_name: 1}).endswith(f"unknown setting {written_name!r}. Did you mean {meant!r}?")
     for text in (f"{written_name}: 1\n", f"plugin:\n  {written_name}: 1\n"):
         with pytest.raises(ConfigError, match=f"settings.yaml: .* Did you mean {meant!r}"):
             DistCAConfig.from_yaml(written(tmp_path, text))
