@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         recipe = folder / f"{output.name}.yaml"
         sections = {
             "environment": {"ACCELERATE_USE_CPU": True, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1},
-            "plugin": {"tokens_per_rank": 96},
+            "plugin": {"tokens_per_rank": 96, "metrics": "all"},
             "script": {
                 "model": str(folder / "model"),
                 "from_scratch": True,
