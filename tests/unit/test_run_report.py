@@ -70,8 +70,8 @@ def test_last_line_sums_up(changes: dict[str, float | None], end: str) -> None:
     reading = Reading(**vars(READING) | changes)
 
     assert reading.in_words("trained 1,812 steps") == (
-        "trained 1,812 steps: 237,900,000 tokens in 65 min, 61,000 per second; attention work of the busiest rank 2.31 "
-        f"-> 1.00 times the mean; waited 0.1% of the time for data, {end}"
+        "trained 1,812 steps: 237,900,000 tokens in 65 min, 61,000 per second; attention work of the busiest rank "
+        f"2.31 -> 1.00 times the mean; waited 0.1% of the time for data, {end}"
     )
 
 
