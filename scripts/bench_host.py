@@ -26,7 +26,7 @@ from bench_step_rates import synchronize
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import Kernel
+from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.packing.placement import place
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.transfers import key_transfers
@@ -94,7 +94,12 @@ def _attention(
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
-    return live.kernel(q, k, v), lambda: flash_attn(q, k, v, options.head_dim**-0.5, live.handle, layer)
+    scale = options.head_dim**-0.5
+
+    def attend() -> object:
+        return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
+
+    return live.kernel(q, k, v, AttentionSpec(scale)), attend
 
 
 @contextmanager

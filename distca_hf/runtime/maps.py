@@ -36,6 +36,7 @@ class DeviceCall:
     stored_rows_per_token: int
     pairs: int
     adds: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -285,12 +286,11 @@ def _device_calls(
                 cu_seqlens_k=offsets[at + entries : at + 2 * entries],
                 max_seqlen_q=_longest(call.cu_seqlens_q),
                 max_seqlen_k=_longest(call.cu_seqlens_k),
-                causal=call.causal,
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
             rows, adds = call.stored_rows_per_token, call in adding
-            of_kind.append(DeviceCall(queries, keys, spans, call.heads, rows, call.pairs, adds))
+            of_kind.append(DeviceCall(queries, keys, spans, call.heads, rows, call.pairs, adds, call.causal))
         made.append(tuple(of_kind))
     return tuple(made)
 

@@ -20,7 +20,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Kernel
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import KeyTransfers
 from distca_hf.runtime.forward_pass import ForwardPass
@@ -206,21 +206,27 @@ class LivePlan:
         return self.forward_pass.backward_calls
 
     def kernel(
-        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, where: str = "no layer yet"
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        where: str = "no layer yet",
+        sinks_N: torch.Tensor | None = None,
     ) -> Kernel:
-        """Returns the kernel for these tensors, once they are known to fit the plan; all layers ask for the same.
+        """Returns the kernel for these tensors, once they are known to fit the plan; most layers ask for the same.
 
         Raises:
             PlanError: they do not fit.
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        job = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        job = spec, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, sinks_N is None
         kernel = self._kernels.get(job)
         if kernel is None:
             for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v))
+            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v, sinks_N), spec)
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:

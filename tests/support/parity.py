@@ -7,6 +7,7 @@ import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
@@ -19,6 +20,7 @@ from support.counting import CountingKernel
 
 
 SCALE = 0.4
+SPEC = AttentionSpec(SCALE)
 # (query heads, KV heads, head dimension, value dimension): MHA, GQA, MQA, and unequal dimensions.
 HEADS = ((4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 8, 8), (4, 2, 8, 4), (6, 3, 4, 4))
 
@@ -116,10 +118,10 @@ def compare(case: Case, transport: Transport) -> Difference:
         return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])
 
     local = [held(x, 1e9).requires_grad_() for x in (q, k, v)]
-    kernel = CountingKernel(live.kernel(*local))
-    live.kernel = lambda q, k, v, where: kernel  # type: ignore[method-assign]
+    kernel = CountingKernel(live.kernel(*local, SPEC))
+    live.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
-    out, *_ = flash_attn(*local, SCALE, live.handle)
+    out, *_ = flash_attn(*local, SPEC, live.handle)
     gradients = torch.autograd.grad(out, local, held(dout, 1e9))
 
     assert not out[len(rows) :].any(), "padding rows must be zero"
