@@ -33,7 +33,7 @@ def _flash_attn(
     layer: torch.Tensor | None = None,
     needs_gradients: bool = False,
     sinks_N: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Outputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
     call = live.forward_calls + 1

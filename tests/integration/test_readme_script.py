@@ -9,10 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distca_hf.integrations.launch import shipped_recipes
 from support.commands import REPOSITORY
+from support.models import tiny_model
 from support.scripts import run_script
 
 
@@ -28,16 +29,7 @@ def model(tmp_path: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(tmp_path / "model")
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
