@@ -29,10 +29,10 @@ from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.packing.placement import place
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 
 
 def main() -> None:
@@ -78,10 +78,9 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     """A placed plan in the middle of training: every rank has agreed to it."""
     transport = open_transport(device, 60.0)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
-    transfers = key_transfers(plan)
-    maps = HostPlanMaps.prepare(plan, transport.rank, 1, transfers).to(device)
-    facts = PlanFacts.of(plan, transfers, plan.layout.rank_work)
-    return LivePlan(0, maps, facts, transport, DistCAConfig(kernel=options.kernel))
+    mine = rank_plan(plan, transport.rank)
+    maps = HostPlanMaps.prepare(mine).to(device)
+    return LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
 
 
 def _attention(

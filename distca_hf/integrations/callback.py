@@ -17,7 +17,7 @@ from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.preemption import LeaveOnSignal
-from distca_hf.runtime.plans import PlanFacts
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.telemetry import LoaderTimes, get_logger
 
 

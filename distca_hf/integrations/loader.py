@@ -29,7 +29,8 @@ from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.resumed_epoch import ResumedEpoch
 from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 

@@ -11,10 +11,11 @@ from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.counting import CountingKernel
 
@@ -96,9 +97,9 @@ def live_plan(
 ) -> LivePlan:
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
-    facts = PlanFacts.of(plan, key_transfers(plan), layout.rank_work)
-    maps = HostPlanMaps.prepare(plan, transport.rank, num_legs).to(torch.device(device))
-    return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
+    mine = rank_plan(plan, transport.rank, num_legs)
+    maps = HostPlanMaps.prepare(mine).to(torch.device(device))
+    return LivePlan(micro_batch=0, maps=maps, facts=mine.facts, transport=transport, config=config)
 
 
 def compare(case: Case, transport: Transport) -> Difference:

@@ -12,9 +12,10 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.residency import keeps_received, kept_bytes, received_bytes, waits_for_recomputation
 from distca_hf.testing.loopback import run_ranks
 from support.checkpointing import checkpointing_arguments

@@ -12,6 +12,7 @@ from distca_hf.kernels.interface import accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.legs import Legs
 from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.planning.routing import Routing, route
 from distca_hf.runtime.core_attention import attend
 from distca_hf.runtime.maps import DeviceCall, HostMaps, HostPlanMaps, Maps
@@ -105,7 +106,9 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_legs:
         assert torch.equal(stored, expected)
 
     # Backward reads what was kept in one leg.
-    backward = HostPlanMaps.prepare(plan_in_place(SCATTERED), rank, num_legs).to(torch.device("cpu")).backward
+    backward = (
+        HostPlanMaps.prepare(rank_plan(plan_in_place(SCATTERED), rank, num_legs)).to(torch.device("cpu")).backward
+    )
     store = Store.of_kept(*told(tokens[rank]), came, backward)
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
         assert torch.equal(stored, expected)
