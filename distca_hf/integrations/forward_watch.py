@@ -115,7 +115,7 @@ class ForwardWatch:
             self._save_attention(module)
         elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if self._recomputes_attention(module) else len(self._layers)
+        layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
         if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
@@ -155,10 +155,6 @@ class ForwardWatch:
             transport = self.plugin.transport(tokens_of(batch).device)
             self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
-
-    def _recomputes_attention(self, module: nn.Module) -> bool:
-        """Returns whether backward computes attention again, one layer after the other."""
-        return recomputes_attention(self._checkpointed_modules(module))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
