@@ -186,8 +186,18 @@ class ForwardWatch:
 
 def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+
+    Raises:
+        PlanError: the model would shift labels of a placed batch itself.
+    """
     count, labels = batch.get("num_items_in_batch"), batch.get("labels")
+    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+        raise PlanError(
+            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
+            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
+            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:
