@@ -4,7 +4,6 @@ Batches of `plugin.dataloader` bring their plan along. Any other batch that an e
 right before its forward pass.
 """
 
-import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from distca_hf.integrations.forward_check import ForwardCheck
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
-from distca_hf.integrations.model_parts import attention_layers, forward_accepts, transformers_model
+from distca_hf.integrations.model_parts import attention_layers, forward_accepts, names_by_position, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
@@ -64,7 +63,7 @@ class ForwardWatch:
         self._config_facts = ConfigFacts(root)
         self._check = ForwardCheck(root, plugin, self._layers.values())
         self.position_limits = self._check.position_limits
-        self._parameters = list(inspect.signature(root.forward).parameters)
+        self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
         self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
@@ -88,13 +87,17 @@ class ForwardWatch:
                 handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = kwargs.get("distca_plan")
+        batch = dict(zip(self._names, args, strict=False)) | kwargs
+        plan = batch.get("distca_plan")
         if plan is None:
-            batch = dict(zip(self._parameters, args, strict=False)) | kwargs
-            plan = self._plan_packs(module, batch)
-            if plan is None:
+            if self._is_alone(module, batch):
+                check_mask_numbers(batch)
                 return None
-            args, kwargs = (), {**batch, **fill_empty(batch), "distca_plan": plan}
+            plan = self._plan_packs(module, batch)
+            batch |= fill_empty(batch)
+        args = args[len(self._names) :]
+        if plan is None:
+            return args, batch
         if not isinstance(plan, LivePlan):
             raise PlanError(
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
@@ -103,7 +106,7 @@ class ForwardWatch:
         self._check.check_model(module)
         self._check.check_plan(plan)
         self._begin(module, plan)
-        return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
+        return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -137,18 +140,16 @@ class ForwardWatch:
             log.info("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
-        """Returns the plan of a batch that brought none; None if every rank attends to its own batch.
-
-        All ranks decide alike. They attend locally if there is one rank, if some rank's batch is padded, or if the
-        model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca".
-        """
+    def _is_alone(self, module: nn.Module, batch: dict[str, Any]) -> bool:
+        """Returns whether this rank attends to a batch without a plan, whatever other ranks do: it is the only one, or
+        the model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca"."""
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.plugin.evaluate == "distca"
-        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        if alone or not (trains or evaluates) or batch.get("past_key_values") is not None:
-            check_mask_numbers(batch)
-            return None
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return not several or not (trains or evaluates) or batch.get("past_key_values") is not None
+
+    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
+        """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
         if self.packs is None:
             transport = self.plugin.transport(tokens_of(batch).device)

@@ -41,8 +41,8 @@ STATE_VERSION = 3
 class PlacedLoader:
     """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
 
-    `input_ids`, `position_ids`, `shift_labels`, `labels`: int64 `[1, rows]` on the device; `attention_mask`: the same,
-    0 in padding rows, if there are any; `distca_plan`: the plan, opaque.
+    `input_ids`, `position_ids`, `shift_labels`, `labels`, `attention_mask` (0 in padding rows): int64 `[1, rows]` on
+    the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
     next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded

@@ -152,7 +152,11 @@ def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
     for name, values in batch.items():
-        if isinstance(values, torch.Tensor) and values.ndim >= 2 and values.shape[1] == 0:
+        if not isinstance(values, torch.Tensor):
+            continue
+        if name.startswith("cu_seq_lens"):
+            filled[name] = values.new_tensor([0, 1])
+        elif 0 in values.shape[:2]:
             number = -100 if name.endswith("labels") else int(name == "attention_mask")  # a mean over no token is NaN
             filled[name] = values.new_full((1, 1, *values.shape[2:]), number)
     return filled

@@ -391,6 +391,18 @@ def test_metrics_are_in_the_history_and_reach_the_reporters(make: Callable[..., 
     assert sum(2 * log["distca/plan_ms"] for log in steps) == pytest.approx(1e3 * loader.times.plan_seconds)
 
 
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_tokens_that_are_not_padding_are_counted(multiple: int, make: Callable[..., Trainer]) -> None:
+    """The pad token ends documents, too; rows of three documents have padding only with the larger multiple."""
+    rows = Dataset.from_dict({"input_ids": [[*range(3, 22), tokenizer().pad_token_id]] * 3})
+    arguments = {"max_steps": 2, "include_num_input_tokens_seen": "non_padding"}
+    trainer = make(rows, trainer={"processing_class": tokenizer()}, **arguments)
+    attach(trainer, pad_to_multiple_of=multiple)
+    trainer.train()
+
+    assert trainer.state.num_input_tokens_seen == 2 * 60
+
+
 def test_metrics_report_truncated_documents(make: Callable[..., Trainer]) -> None:
     trainer = make(Dataset.from_dict({"input_ids": [[1] * 300, [2] * 20, [3] * 200]}), max_steps=1)
     attach(trainer, overlong="truncate")
