@@ -287,6 +287,11 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_launched() -> bool:
+    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks."""
+    return {"RANK", "WORLD_SIZE"} <= set(os.environ)
+
+
 def _names() -> list[str]:
     return [setting.name for setting in dataclasses.fields(DistCAConfig)]
 
