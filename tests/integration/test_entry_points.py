@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         sections = {
             "launch": {"script": "train_causal_lm"},
             "environment": {"ACCELERATE_USE_CPU": True, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1},
-            "plugin": {"tokens_per_rank": 96},
+            "plugin": {"tokens_per_rank": 96, "metrics": "all"},
             "script": {
                 "model": str(folder / "model"),
                 "from_scratch": True,

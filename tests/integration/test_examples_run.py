@@ -37,7 +37,7 @@ def run_example(name: str, folder: Path, *before: str) -> str:
         before: a script that runs the example.
     """
     check_launch_line(name)
-    return run_script(2, folder, [*before, f"examples/{name}.py"])
+    return run_script(2, folder, [*before, f"examples/{name}.py"], DISTCA_METRICS="all")
 
 
 def losses_of(printed: str) -> list[float]:
