@@ -1,6 +1,6 @@
 """Trains an epoch on documents of given lengths, and compares what training logs of it with what `distca plan` says.
 
-    torchrun --nproc-per-node 8 scripts/bench_plan_log.py tests/data/lengths/prolong.json.gz --shorter 64
+    torchrun --nproc-per-node 8 scripts/bench_plan_log.py examples/lengths/prolong.json.gz --shorter 64
 
 Rank 0 calls the command with the same documents, ranks, tokens per rank and seed. The model is tiny and runs on CPUs:
 imbalance depends on lengths alone. `--shorter` divides all lengths, so that an epoch of hundreds of millions of tokens

@@ -8,6 +8,7 @@
 | `.txt` | whole numbers, one a line |
 | `.parquet` | a column of lengths |
 | a folder | what `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
+| `pretrain`, `prolong` | samples that come with distca_hf, where there is no file of that name |
 
 All but the last two may be compressed (`.gz`). A column of lengths is called `length`, `lengths` or `num_tokens` and
 has whole numbers, or is called `input_ids` and has lists, whose lengths count. There must be one of them.
@@ -27,6 +28,7 @@ from distca_hf.insight.length_columns import SEQUENCES_COLUMN, TOKENS_COLUMN, ch
 from distca_hf.insight.length_texts import read_csv, read_json, read_jsonl, read_txt
 from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.packing.source import DocumentSource
+from distca_hf.shipped import LENGTHS
 
 
 TEXTS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "txt": read_txt}
@@ -41,13 +43,14 @@ class DocumentLengths:
 
 
 def read_lengths(path: Path) -> DocumentLengths:
-    """Reads document lengths from a file or folder.
+    """Reads document lengths from a file or folder, or from a shipped sample of this name.
 
     Raises:
         PackingError: it cannot be read, has no lengths, more than one column of them, or a length is out of range.
     """
+    sample = None if path.exists() else LENGTHS.files().get(str(path))
     try:
-        lengths = _read(path)
+        lengths = _read(path) if sample is None else DocumentLengths(_read(sample).tokens, str(path))
     except PackingError:
         raise
     except Exception as error:  # readers of files raise whatever they like: all of it means the file is not readable

@@ -4,7 +4,6 @@ Batches of `plugin.dataloader` bring their plan along. Any other batch that an e
 right before its forward pass.
 """
 
-import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ from distca_hf.integrations.forward_check import ForwardCheck
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
-from distca_hf.integrations.model_parts import attention_layers, forward_accepts, transformers_model
+from distca_hf.integrations.model_flops import step_flops
+from distca_hf.integrations.model_parts import attention_layers, forward_accepts, names_by_position, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
@@ -52,19 +52,23 @@ class ForwardWatch:
         plugin: settings and transports that its passes follow.
         packs: plans batches without a plan; None before the first one.
         position_limits: longest documents that the model can take.
+        flops: operations of the model; None if they are not known.
+        attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
     def __init__(self, root: nn.Module, plugin: "DistCAPlugin") -> None:
         self.root, self.plugin = root, plugin
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
+        self.flops = step_flops(root)
+        self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
         self._config_facts = ConfigFacts(root)
         self._check = ForwardCheck(root, plugin, self._layers.values())
         self.position_limits = self._check.position_limits
-        self._parameters = list(inspect.signature(root.forward).parameters)
+        self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
         self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
@@ -88,13 +92,17 @@ class ForwardWatch:
                 handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = kwargs.get("distca_plan")
+        batch = dict(zip(self._names, args, strict=False)) | kwargs
+        plan = batch.get("distca_plan")
         if plan is None:
-            batch = dict(zip(self._parameters, args, strict=False)) | kwargs
-            plan = self._plan_packs(module, batch)
-            if plan is None:
+            if self._is_alone(module, batch):
+                check_mask_numbers(batch)
                 return None
-            args, kwargs = (), {**batch, **fill_empty(batch), "distca_plan": plan}
+            plan = self._plan_packs(module, batch)
+            batch |= fill_empty(batch)
+        args = args[len(self._names) :]
+        if plan is None:
+            return args, batch
         if not isinstance(plan, LivePlan):
             raise PlanError(
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
@@ -103,7 +111,7 @@ class ForwardWatch:
         self._check.check_model(module)
         self._check.check_plan(plan)
         self._begin(module, plan)
-        return args, {**kwargs, **_label_count(kwargs, plan), **self._no_cache(kwargs)}
+        return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -112,7 +120,7 @@ class ForwardWatch:
             self._save_attention(module)
         elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if self._recomputes_attention(module) else len(self._layers)
+        layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
         if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
@@ -134,30 +142,24 @@ class ForwardWatch:
             return {}
         if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
             self._logged_cache = True
-            log.info("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
+            log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
-        """Returns the plan of a batch that brought none; None if every rank attends to its own batch.
-
-        All ranks decide alike. They attend locally if there is one rank, if some rank's batch is padded, or if the
-        model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca".
-        """
+    def _is_alone(self, module: nn.Module, batch: dict[str, Any]) -> bool:
+        """Returns whether this rank attends to a batch without a plan, whatever other ranks do: it is the only one, or
+        the model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca"."""
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.plugin.evaluate == "distca"
-        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        if alone or not (trains or evaluates) or batch.get("past_key_values") is not None:
-            check_mask_numbers(batch)
-            return None
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return not several or not (trains or evaluates) or batch.get("past_key_values") is not None
+
+    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
+        """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
         if self.packs is None:
             transport = self.plugin.transport(tokens_of(batch).device)
             self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
-
-    def _recomputes_attention(self, module: nn.Module) -> bool:
-        """Returns whether backward computes attention again, one layer after the other."""
-        return recomputes_attention(self._checkpointed_modules(module))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
@@ -184,13 +186,24 @@ class ForwardWatch:
         plan = kwargs.get("distca_plan")
         if plan is not None:
             self._check.check_calls(plan)
+            self.attention_dtype = plan.attention_dtype
             plan.end_forward_pass(backward_follows=torch.is_grad_enabled())
 
 
 def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+
+    Raises:
+        PlanError: the model would shift labels of a placed batch itself.
+    """
     count, labels = batch.get("num_items_in_batch"), batch.get("labels")
+    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+        raise PlanError(
+            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
+            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
+            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:

@@ -30,6 +30,7 @@ from distca_hf.packing.resumed_epoch import ResumedEpoch
 from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -41,8 +42,8 @@ STATE_VERSION = 3
 class PlacedLoader:
     """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
 
-    `input_ids`, `position_ids`, `shift_labels`, `labels`: int64 `[1, rows]` on the device; `attention_mask`: the same,
-    0 in padding rows, if there are any; `distca_plan`: the plan, opaque.
+    `input_ids`, `position_ids`, `shift_labels`, `labels`, `attention_mask` (0 in padding rows): int64 `[1, rows]` on
+    the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
     next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
@@ -53,7 +54,8 @@ class PlacedLoader:
         config: settings.
         transport: between the ranks that share each micro-batch.
         device: where batches go.
-        seed, shuffle: order of documents, together with the epoch's number.
+        seed: decides the order of documents, with the epoch's number.
+        shuffle: False keeps the dataset's order.
         prefetch: micro-batches to prepare ahead, if not as many as the settings say.
         head_groups: groups that plans may divide the heads of the model in.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
@@ -80,6 +82,7 @@ class PlacedLoader:
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
+        self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
         self._transport = transport
@@ -201,8 +204,8 @@ class PlacedLoader:
         """Yields the micro-batches from the loader's position to the end of its epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
-        one_was_looked_at = self._position.micro_batch <= 1
-        if self._is_left_early and self._loaded is None and not one_was_looked_at:
+        is_begun_again = self._is_left_early and self._loaded is None
+        if is_begun_again and self._position.micro_batch > 1:  # a first batch is often only looked at
             log.warning(
                 "epoch %d was left after micro-batch %d of %d, and begins again: its first documents come twice. Call "
                 "loader.set_epoch(%d) for the next epoch",
@@ -240,6 +243,7 @@ class PlacedLoader:
         """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
+        self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())

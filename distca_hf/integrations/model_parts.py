@@ -37,6 +37,15 @@ def forward_accepts(model: nn.Module, keyword: str) -> bool:
     return keyword in inspect.signature(model.forward).parameters
 
 
+def names_by_position(model: nn.Module) -> list[str]:
+    """Returns names of the arguments that `model.forward` takes by position. A PEFT model without a task passes them
+    all on: then they are those of the model inside."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        parameters = inspect.signature(transformers_model(model).forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
 @lru_cache(maxsize=1024)
 def _uses_interface(module_class: Hashable) -> bool:
     """Returns whether the class's own forward calls the attention interface."""

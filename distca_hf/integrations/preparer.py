@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.cost import IntArray
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.collate import RankRows, collate
 from distca_hf.packing.contents import Cut, cuts_of
@@ -101,7 +100,6 @@ class Preparer:
 
 
 def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
-    """Returns the arrays as `[1, rows]` tensors by name, without the mask if there is none."""
-    arrays: dict[str, IntArray | None] = vars(rows)
-    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items() if array is not None}
+    """Returns the arrays as `[1, rows]` tensors by name."""
+    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in vars(rows).items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors

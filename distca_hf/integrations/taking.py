@@ -1,6 +1,6 @@
 """Taking: before a placed micro-batch is handed out, all ranks show each other that they hold the same one."""
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from distca_hf.comm.agreement import Agreement, Occasion
@@ -52,11 +52,10 @@ def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: M
     where = f"rank {transport.rank}, micro-batch {number}"
     mine = [value for cut in prepared.cuts for value in (cut.document, cut.position, cut.checksum)]
     rows = transport.gather(mine + [0] * (3 * max(numbers["cuts"]) - len(mine)), f"{where}, cuts").wait()
-    sides: dict[tuple[int, int], dict[int, int]] = {}
+    sides: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
         for document, position, checksum in zip(row[::3], row[1::3], row[2::3], strict=True):
-            if checksum:
-                sides.setdefault((document, position), {})[rank] = checksum
+            sides[document, position][rank] += checksum  # a rank may hold both sides
     different = {cut: of_ranks for cut, of_ranks in sides.items() if sum(of_ranks.values())}
     (document, position), of_ranks = next(iter(different.items()))
     raise PlanMismatchError(

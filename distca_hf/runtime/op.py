@@ -32,11 +32,13 @@ def _flash_attn(
     plan: int,
     layer: torch.Tensor | None = None,
     needs_gradients: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Outputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
     call = live.forward_calls + 1
     try:
+        if layer is not None:
+            live.forward_pass.check_open()
         received = scope.take() if scope is not None and scope.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, received)
     except Exception as error:

@@ -221,3 +221,63 @@ def test_padded_batch_of_one_rank_is_attended_by_every_rank_alone(tmp_path: Path
         assert planned == [True, False, True]
         assert losses == pytest.approx(losses_of_sdpa, abs=1e-5)
         assert norms == pytest.approx(norms_of_sdpa, rel=1e-4)
+
+
+def _nothing() -> list[dict[str, Any]]:
+    """Batches without a token, in every form."""
+    batches = []
+    for shape in ((1, 0), (2, 0), (0, 5)):
+        names = "input_ids", "attention_mask", "labels"
+        batches.append({name: torch.zeros(shape, dtype=torch.int64) for name in names})
+    offsets = torch.tensor([0, 0], dtype=torch.int32)
+    return [*batches, as_batch([], "positions") | {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets.clone()}]
+
+
+def _train_on_nothing_or_padding() -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients; rank 0 has a padded batch beside batches of nothing."""
+    rank, losses, gradients = torch.distributed.get_rank(), [], []
+    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin()).train()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    for nothing in _nothing():
+        loss = wrapped(**(nothing if rank == 1 else _padded(0, 1))).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    return losses, gradients
+
+
+def test_rank_without_tokens_trains_beside_a_padded_one(tmp_path: Path) -> None:
+    model = tiny_model(implementation="sdpa").train()
+    expected = model(**_padded(0, 1), use_cache=False).loss
+    expected.backward()
+
+    (losses, gradients), (nothing, _) = run_ranks(2, _train_on_nothing_or_padding, tmp_path)
+    assert nothing == [0.0] * 4
+    assert losses == pytest.approx([expected.item()] * 4, abs=1e-5)
+    for of_batch in gradients:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(of_batch[name], parameter.grad / 2, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def _positional_calls_of_adapters() -> list[tuple[float, float]]:
+    """Losses by position and by name, of a PEFT model whose `forward` names none of its arguments."""
+    from peft import LoraConfig, get_peft_model
+
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    distca_hf.enable(model, plugin).train()
+    names = "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels"
+    packed = as_batch(packs_of(2)[torch.distributed.get_rank()], "positions")
+    losses = []
+    for batch in (packed, next(iter(plugin.dataloader(random_dataset())))):
+        others = {name: value for name, value in batch.items() if name not in names}
+        by_position = model(*[batch.get(name) for name in names], **others).loss.item()
+        losses.append((by_position, model(**batch).loss.item()))
+    return losses
+
+
+def test_adapters_without_a_task_take_arguments_by_position(tmp_path: Path) -> None:
+    for losses in run_ranks(2, _positional_calls_of_adapters, tmp_path):
+        for by_position, by_name in losses:
+            assert by_position == by_name

@@ -1,6 +1,7 @@
 """Ranks that hold other tokens or labels of equal lengths: checksums of the dataset, and of tokens around cuts."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import distca_hf
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanMismatchError
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.taking import check_cuts
 from distca_hf.layout import Layout
 from distca_hf.packing import contents
 from distca_hf.packing.contents import AROUND_A_CUT_TOKENS, cuts_of, dataset_checksum, sum_of
@@ -159,6 +161,23 @@ def test_every_rank_names_the_ranks_and_the_token(monkeypatch: pytest.MonkeyPatc
         )
         assert "of document 1, where it is cut" in words
         assert "shuffle it with a seed" in words
+
+
+def test_cut_inside_of_one_rank_is_not_named() -> None:
+    rows = [list(range(60)), list(range(100, 160))]
+    others = [rows[0], rows[1][::-1]]
+    layout = Layout.from_segments([60, 60], [[(0, 30, 60), (0, 0, 30), (1, 0, 30)], [(1, 30, 60)]])
+
+    def run(transport: Transport) -> str:
+        cuts = cuts_of(layout, transport.rank, np.arange(2), source_of(others if transport.rank else rows))
+        of_ranks = transport.gather([len(cuts), sum_of(cuts)], "cuts").wait()
+        numbers = {"cuts": [row[0] for row in of_ranks], "around_cuts": [row[1] for row in of_ranks]}
+        with pytest.raises(PlanMismatchError) as refused:
+            check_cuts(transport, SimpleNamespace(cuts=cuts), 0, numbers)  # type: ignore[arg-type]
+        return str(refused.value)
+
+    for words in run_ranks(2, run):
+        assert "rank 0 and rank 1 hold other tokens or labels around token 30 of document 1, where" in words
 
 
 def test_other_contents_are_named_before_the_first_batch() -> None:

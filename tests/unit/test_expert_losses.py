@@ -1,5 +1,6 @@
 """Mixtures of experts: rows of padding count in no load-balancing loss."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,30 +10,20 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import distca_hf
 from distca_hf.integrations.packs import fill_empty
-from support.models import VOCABULARY
+from support.data import random_documents
+from support.models import SIZES
 
 
-LENGTHS = (30, 41, 29)
-
-
-def documents() -> Dataset:
-    generator = torch.Generator().manual_seed(1)
-    return Dataset.from_dict(
-        {"input_ids": [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]}
-    )
+DOCUMENTS = random_documents(3, lengths=(30, 41, 29))
+DATASET = Dataset.from_dict({"input_ids": DOCUMENTS})
 
 
 def expert_model(attention: str = "distca") -> Any:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
+        **SIZES,
+        head_dim=16,
         moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         num_experts=8,
         num_experts_per_tok=2,
         initializer_range=0.2,
@@ -50,16 +41,16 @@ def router_gradient(model: Any, aux_loss: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("multiple", [1, 128, 512])
 def test_padding_of_placed_batches_is_not_balanced(multiple: int) -> None:
     expected_model = expert_model("sdpa")
-    tokens = torch.cat([torch.tensor(row) for row in documents()["input_ids"]])[None]
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    tokens = torch.tensor([*itertools.chain(*DOCUMENTS)])[None]
+    positions = torch.cat([torch.arange(len(row)) for row in DOCUMENTS])[None]
     expected = expected_model(input_ids=tokens, position_ids=positions, use_cache=False).aux_loss
 
     model, plugin = expert_model(), distca_hf.DistCAPlugin(tokens_per_rank=512, pad_to_multiple_of=multiple)
     distca_hf.enable(model, plugin)
-    batch = next(iter(plugin.dataloader(documents(), shuffle=False)))
+    batch = next(iter(plugin.dataloader(DATASET, shuffle=False)))
     output = model(**batch)
 
-    assert output.logits.shape[1] == -(-sum(LENGTHS) // multiple) * multiple
+    assert output.logits.shape[1] == -(-tokens.numel() // multiple) * multiple
     torch.testing.assert_close(output.aux_loss, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(
         router_gradient(model, output.aux_loss), router_gradient(expected_model, expected), rtol=1e-8, atol=1e-12

@@ -27,7 +27,7 @@ from distca_hf.planning.baselines.result import Baseline
 from distca_hf.topology import Topology
 
 
-PRETRAIN = Path(__file__).parents[1] / "data" / "lengths" / "pretrain.json.gz"
+PRETRAIN = Path(__file__).parents[2] / "examples" / "lengths" / "pretrain.json.gz"
 # As many of its lengths as fill a hundred micro-batches of 8 x 16,384 tokens.
 SOME = 3500
 KEYS = {

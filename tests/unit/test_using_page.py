@@ -1,24 +1,25 @@
-"""`docs/using.md` says what the code says: settings, metrics, errors, examples."""
+"""Pages for users say what the code says: settings, metrics, errors, messages, examples."""
 
 import ast
 import dataclasses
 import inspect
 import re
-
-import pytest
+from collections.abc import Iterator
 
 from distca_hf import errors
 from distca_hf.config import DistCAConfig
-from distca_hf.integrations import callback
+from distca_hf.integrations import meter
 from support.commands import REPOSITORY
 
 
-PAGE = REPOSITORY / "docs" / "using.md"
-TEXT = PAGE.read_text()
+DOCS = REPOSITORY / "docs"
+TEXT = (DOCS / "using.md").read_text()
+ERRORS = (DOCS / "errors.md").read_text()
+PARTS_OF_MESSAGES = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
 
 
 def section(title: str) -> str:
-    (found,) = (part for part in TEXT.split("\n## ") if part.startswith(f"{title}\n"))
+    (found,) = (part for part in (TEXT + ERRORS).split("\n## ") if part.startswith(f"{title}\n"))
     return found
 
 
@@ -45,7 +46,7 @@ def test_choices_of_a_setting_are_named() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    logged = re.findall(r'"(distca/\w+)":', inspect.getsource(callback))
+    logged = re.findall(r'"(distca/\w+)":', inspect.getsource(meter))
 
     assert [name.strip("`") for name, _ in table("Metrics")] == logged
 
@@ -53,20 +54,32 @@ def test_every_metric_is_explained() -> None:
 def test_every_error_is_explained() -> None:
     raised = {name for name, kind in inspect.getmembers(errors, inspect.isclass) if kind is not errors.DistCAError}
 
-    assert {name.strip("`") for name, _ in table("Faults")} == raised
+    assert {name.strip("`") for name, _ in table("By class")} == raised
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL), ids=lambda code: code[:20])
-def test_code_can_be_parsed(code: str) -> None:
-    ast.parse(code)
+def messages() -> Iterator[str]:
+    """All texts in the code, with … where a value is filled in."""
+    for path in (REPOSITORY / "distca_hf").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant | ast.JoinedStr):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+                yield re.sub(r"%[sd]|\{\}", "…", text)
 
 
-def test_every_example_is_linked_and_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+def test_quoted_messages_are_those_of_the_code() -> None:
+    ours = ERRORS.partition("\n## Loading")[2].partition("\n## By class")[0]
+    said = "\n".join(messages())
 
-    assert [link for link in links if not (PAGE.parent / link).is_file()] == []
+    quoted = PARTS_OF_MESSAGES.findall(ours)
+    assert len(quoted) > 40
+    assert [part for part in quoted if part not in said] == []
+
+
+def test_every_example_is_linked() -> None:
     examples = {path.name for path in (REPOSITORY / "examples").glob("*.py")} - {"python_sources.py"}
-    assert {link.removeprefix("../examples/") for link in links if link.startswith("../examples/")} == examples
+
+    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", TEXT)) == examples
 
 
 def test_readme_leads_here() -> None:

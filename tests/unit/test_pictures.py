@@ -1,0 +1,95 @@
+"""Pictures in the documentation: figures are those of their pages; there are files for light and dark, and words."""
+
+import importlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import REPOSITORY
+
+
+PICTURES = REPOSITORY / "docs" / "pictures"
+BENCHMARKS = REPOSITORY / "docs" / "benchmarks"
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+STEPS = json.loads((BENCHMARKS / "steps.json").read_text())
+ROWS = [(table["page"], row) for table in STEPS.values() for row in table["rows"]]
+
+
+class Images(HTMLParser):
+    """Sources of the pictures of a page, and their text alternatives."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.dark: list[str] = []
+        self.light: list[str] = []
+        self.alternatives: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "source":
+            assert values["media"] == "(prefers-color-scheme: dark)"
+            self.dark.append(str(values["srcset"]))
+        if tag == "img":
+            self.light.append(str(values["src"]))
+            self.alternatives.append(str(values["alt"]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pictures_are_there_for_light_and_dark_pages_and_in_words(page: Path) -> None:
+    images = Images(page)
+
+    assert [name.replace("-light.", "-dark.") for name in images.light] == images.dark
+    assert [name for name in images.light + images.dark if not (page.parent / name).is_file()] == []
+    assert all(len(words) > 80 for words in images.alternatives)
+    assert not re.search(r"!\[", page.read_text()), "a picture with one colour of page"
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {Path(name).name for page in PAGES for name in (*Images(page).light, *Images(page).dark)}
+
+    assert shown == {path.name for path in PICTURES.iterdir()}
+
+
+@pytest.mark.parametrize(("page", "row"), ROWS, ids=lambda part: part if isinstance(part, str) else part["row"])
+def test_figures_of_steps_are_those_of_their_page(page: str, row: dict[str, Any]) -> None:
+    def has_them(line: str) -> bool:
+        numbers = re.findall(r"\d+", line)
+        return row["row"] in line and all(str(ms) in numbers for ms in row["ms"].values())
+
+    lines = [line for line in (BENCHMARKS / page).read_text().splitlines() if has_them(line)]
+
+    assert len(lines) == 1
+    assert row["links"] in lines[0] or "(NVLink)" in lines[0] or row["row"].startswith("³")
+
+
+def numbers_of(svg: Path) -> set[str]:
+    """Numbers in texts of a picture, which are outlines with the text in a comment."""
+    return {
+        number for text in re.findall(r"<!-- (.*?) -->", svg.read_text()) for number in re.findall(r"[\d.,]+", text)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "unit"), [("steps-four-gpus", "four_gpus", "ideal"), ("steps-two-gpus", "two_gpus", "distca")]
+)
+def test_bars_show_these_figures(name: str, table: str, unit: str) -> None:
+    for style in ("light", "dark"):
+        numbers = numbers_of(PICTURES / f"{name}-{style}.svg")
+        for row in STEPS[table]["rows"]:
+            assert {f"{ms:,}" for ms in row["ms"].values()} <= numbers
+            assert {f"{ms / row['ms'][unit]:.2f}" for ms in row["ms"].values()} <= numbers
+
+
+def test_waiting_shows_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    words = importlib.import_module("draw_waiting").described()
+
+    for style in ("light", "dark"):
+        assert words in (PICTURES / f"waiting-{style}.svg").read_text(), "run scripts/draw_waiting.py again"
+    shares = re.findall(r"\d\.\d\d", words)
+    assert f"{max(map(float, shares)):.2f} times the mean" in " ".join(PAGES[0].read_text().split())
