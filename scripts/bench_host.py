@@ -80,7 +80,9 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
     mine = rank_plan(plan, transport.rank)
     maps = HostPlanMaps.prepare(mine).to(device)
-    return LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
+    live = LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
+    live.begin_forward_pass(None, {})
+    return live
 
 
 def _attention(

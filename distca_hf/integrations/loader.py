@@ -31,6 +31,7 @@ from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -82,6 +83,7 @@ class PlacedLoader:
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
+        self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
         self._transport = transport
@@ -203,8 +205,8 @@ class PlacedLoader:
         """Yields the micro-batches from the loader's position to the end of its epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
-        one_was_looked_at = self._position.micro_batch <= 1
-        if self._is_left_early and self._loaded is None and not one_was_looked_at:
+        is_begun_again = self._is_left_early and self._loaded is None
+        if is_begun_again and self._position.micro_batch > 1:  # a first batch is often only looked at
             log.warning(
                 "epoch %d was left after micro-batch %d of %d, and begins again: its first documents come twice. Call "
                 "loader.set_epoch(%d) for the next epoch",
@@ -242,6 +244,7 @@ class PlacedLoader:
         """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
+        self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())

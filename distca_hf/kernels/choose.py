@@ -133,7 +133,7 @@ def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
             if kernel is not None:
                 if better:
                     log.warning("attention kernel %s replaces a faster one: %s", candidate, "; ".join(better))
-                log.info("attention kernel %s for %s", candidate, job)
+                log.debug("attention kernel %s for %s", candidate, job)
                 return kernel
             better.append(f"{candidate} {reason}")
         reasons.append(f"{candidate} {reason}")

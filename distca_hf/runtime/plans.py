@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ class LivePlan:
         self.config = config
         self.agreement = agreement
         self.fingerprint = fingerprint
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
@@ -142,6 +143,11 @@ class LivePlan:
         """Backward calls of the operator in the latest pass."""
         return self.forward_pass.backward_calls
 
+    @property
+    def attention_dtype(self) -> torch.dtype | None:
+        """In which attention computes; None before the first call."""
+        return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
+
     def kernel(
         self,
         q_TNH: torch.Tensor,
@@ -158,7 +164,8 @@ class LivePlan:
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        job = spec, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, sinks_N is None
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        job = *like, spec, sinks_N is None
         kernel = self._kernels.get(job)
         if kernel is None:
             for x in (q, k, v):
