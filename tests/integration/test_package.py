@@ -194,14 +194,14 @@ from distca_hf.integrations.launch import Recipe, find_recipe, recipes_folder, s
 print(distca_hf.__file__)
 print(recipes_folder())
 print(*shipped_recipes())
-print(Recipe.read(find_recipe("quickstart")).plugin["overlong"])
+print(Recipe.read(find_recipe("quickstart")).plugin["tokens_per_rank"])
 """
-    where, recipes, names, overlong = run_installed(site, tmp_path, program).splitlines()
+    where, recipes, names, tokens_per_rank = run_installed(site, tmp_path, program).splitlines()
 
     assert where == str(site / "distca_hf" / "__init__.py")
     assert recipes == str(site / "distca_hf" / "recipes")
     assert names.split() == shipped_recipes()
-    assert overlong == "split"
+    assert tokens_per_rank == "4096"
 
 
 def test_installed_command_prints_the_path_of_a_recipe(site: Path, tmp_path: Path) -> None:
