@@ -2,22 +2,27 @@
 
 import importlib.metadata
 import platform
+import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
-from distca_hf.errors import ConfigError, DistCAError
-from distca_hf.integrations.launch import find_recipe, shipped_recipes
+from distca_hf.config import is_launched
+from distca_hf.errors import DistCAError
+from distca_hf.shipped import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
 
 
 app = typer.Typer(
     help="Core attention disaggregation for Hugging Face.",
-    epilog="Example: distca plan lengths.json --ranks 8 --tokens-per-rank 16384",
+    epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384",
     no_args_is_help=True,
 )
 
@@ -32,6 +37,16 @@ PACKAGES = (
     "flash-attn-4",
     "flash-attn",
 )
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Ends the command with status 2 and one line on stderr where bad input is refused."""
+    try:
+        yield
+    except DistCAError as error:
+        typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -49,27 +64,83 @@ def options(
     """Options of the command itself."""
 
 
-@app.command(epilog='Example: accelerate launch --config_file "$(distca recipes fsdp2_8gpu)" train.py')
+@app.command(epilog='Example: sbatch "$(distca recipes two_nodes)" llama3_8b_128k --dataset DATASET')
 def recipes(name: str = typer.Argument(None, help="recipe whose path to print; without it all names")) -> None:
-    """Lists the shipped recipes, or prints the path of one."""
-    if name is None:
-        for recipe in shipped_recipes():
-            typer.echo(recipe)
+    """Lists recipes, configurations of Accelerate and Slurm scripts that come with distca_hf; or prints the path of
+    one."""
+    _print_shipped(RECIPES, name)
+
+
+@app.command(epilog='Example: cp "$(distca examples train_causal_lm)" train.py')
+def examples(name: str = typer.Argument(None, help="example whose path to print; without it all names")) -> None:
+    """Lists the examples that come with distca_hf, or prints the path of one."""
+    _print_shipped(EXAMPLES, name)
+
+
+def _print_shipped(shipped: Shipped, name: str | None) -> None:
+    with _one_line_errors():
+        typer.echo("\n".join(sorted(shipped.files())) if name is None else shipped.find(name))
+
+
+class LauncherBehindDashes(TyperCommand):
+    """A command whose arguments behind `--` are a launcher's; they are the context's object."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
+
+
+@app.command(
+    cls=LauncherBehindDashes,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: distca train llama3_8b_128k --dataset documents.jsonl --dry-run",
+)
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="a YAML file, or the name of a shipped recipe (distca recipes)",
+        ),
+    ],
+    script: Annotated[
+        str | None,
+        typer.Option(help="file, or name of a shipped example (distca examples), instead of the recipe's script"),
+    ] = None,
+    accelerate: Annotated[
+        str | None,
+        typer.Option(help="configuration of Accelerate, a file or a shipped one, instead of the recipe's"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
+) -> None:
+    """Trains from a recipe: starts its script with accelerate launch, one process for each GPU.
+
+    Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Those behind -- go to accelerate
+    launch (-- --num_processes 4). The whole line is printed first.
+    """
+    from distca_hf import train as command
+
+    if is_launched():
+        command.train_here(recipe, script, context.args)
         return
-    try:
-        typer.echo(find_recipe(name))
-    except ConfigError as error:
-        typer.echo(f"distca: {error}", err=True)
-        raise typer.Exit(2) from error
+    with _one_line_errors():
+        line = command.launch_line(recipe, script, accelerate, context.args, context.obj)
+        if not dry_run:
+            command.check_gpus(line)
+    typer.echo(shlex.join(line))
+    if not dry_run:
+        command.launch(line)
 
 
-@app.command(epilog="Example: distca plan lengths.json --ranks 64 --tokens-per-rank 16384 --compare")
+@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384 --compare")
 def plan(
     lengths: Annotated[
         Path,
         typer.Argument(
             help="document lengths, in the dataset's order: a flat JSON list, .jsonl or .parquet with a column "
-            "length, lengths, num_tokens or input_ids, or a saved datasets folder"
+            "length, lengths, num_tokens or input_ids, a saved datasets folder, or a shipped sample: pretrain, prolong"
         ),
     ],
     ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
@@ -115,7 +186,7 @@ def plan(
     """
     from distca_hf.insight.plan_command import run_plan
 
-    try:
+    with _one_line_errors():
         run_plan(
             lengths,
             ranks=ranks,
@@ -133,9 +204,6 @@ def plan(
             as_json=as_json,
             plot=plot,
         )
-    except DistCAError as error:
-        typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command(epilog="Example: distca env > environment.txt")

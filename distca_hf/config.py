@@ -29,13 +29,14 @@ NO = ("0", "false", "no", "off")
 
 LEGS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
-SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times"})
+SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "offload", "recompute"]
+Metrics = Literal["basic", "all"]
 
 
 def _setting(name: str, default: Any, help: str) -> Any:
@@ -140,6 +141,12 @@ class DistCAConfig:
         True,
         "Trainer, on SIGTERM (preemption) or Ctrl-C: end the step, save a checkpoint on all ranks at the same step, "
         "and leave with status 143 or 130. A handler that is there already stays.",
+    )
+    metrics: Metrics = _setting(
+        "metrics",
+        "basic",
+        "What a Trainer's logs have in addition: imbalance, tokens per second and GPU, utilisation and memory "
+        "(basic), or also what helps to find out why a training is slow (all). May differ between ranks.",
     )
     check_weights_every_steps: int = _setting(
         "check_weights_every_steps",
@@ -282,9 +289,19 @@ def unknown_environment_settings() -> dict[str, str | None]:
     return {name: near and variables[near] for name, near in meant.items()}
 
 
+def launched_rank() -> int:
+    """Returns the rank that the launcher gave to this process (0 without a launcher)."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def launched_world_size() -> int:
     """Returns the number of processes the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_launched() -> bool:
+    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks."""
+    return {"RANK", "WORLD_SIZE"} <= set(os.environ)
 
 
 def _names() -> list[str]:

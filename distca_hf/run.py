@@ -1,8 +1,9 @@
-"""`python -m distca_hf.run --recipe RECIPE SCRIPT [ARGUMENTS]`: prepares the process from a recipe and runs a script.
+"""`python -m distca_hf.run --recipe RECIPE [SCRIPT] [ARGUMENTS]`: runs a script in a process prepared from a recipe.
 
-Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`. RECIPE is a YAML file or the
-name of a shipped recipe (`distca recipes` lists them). `--recipe` may also come after the script; all other arguments
-after the script are the script's.
+Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`; `distca train` starts both.
+RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them), SCRIPT a file or the name of a
+shipped example (`distca examples`); without it the recipe's own script runs. `--recipe` may also come after the
+script; all other arguments are the script's.
 
 Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k train.py --dataset DATASET
 """
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.launch import Recipe, find_recipe, run_script
+from distca_hf.integrations.launch import Recipe, run_script
+from distca_hf.shipped import EXAMPLES, RECIPES
 
 
-USAGE = "usage: python -m distca_hf.run --recipe RECIPE SCRIPT [ARGUMENTS]"
+USAGE = "usage: python -m distca_hf.run --recipe RECIPE [SCRIPT] [ARGUMENTS]"
 OPTION = "--recipe"
 
 
@@ -26,17 +28,31 @@ def main(arguments: Sequence[str]) -> None:
         return
     try:
         name, script, rest = _parse(arguments)
-        recipe = Recipe.read(find_recipe(name))
-        if not script.is_file():
-            raise ConfigError(f"no script at {script}")
+        recipe = Recipe.read(RECIPES.find(name))
+        path = find_script(recipe, script, name)
     except ConfigError as error:
         sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
         sys.exit(2)
-    run_script(recipe, script, rest)
+    run_script(recipe, path, rest)
 
 
-def _parse(arguments: Sequence[str]) -> tuple[str, Path, list[str]]:
-    """Returns recipe, script and the script's arguments."""
+def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
+    """Returns the script to run: the given one, or the recipe's own.
+
+    Args:
+        name: of the recipe, as it was given.
+
+    Raises:
+        ConfigError: there is neither, or no such file.
+    """
+    wanted = script or recipe.launch.get("script")
+    if wanted is None:
+        raise ConfigError(f"expected a script: {name} names none in its section launch; write one behind the recipe")
+    return EXAMPLES.find(wanted)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """Returns recipe, script if one is given, and the script's arguments."""
     rest = list(arguments)
     recipes = []
     for at in reversed(range(len(rest))):
@@ -48,8 +64,8 @@ def _parse(arguments: Sequence[str]) -> tuple[str, Path, list[str]]:
     if len(recipes) != 1:
         raise ConfigError(f"expected one {OPTION}, got {len(recipes)}")
     if not rest or rest[0].startswith("-"):
-        raise ConfigError(f"expected a script, got {rest[0] if rest else 'nothing'}")
-    return recipes[0], Path(rest[0]), rest[1:]
+        return recipes[0], None, rest
+    return recipes[0], rest[0], rest[1:]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A plain Accelerate loop on placed micro-batches, with gradient accumulation.
 
-    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml examples/accelerate_loop.py
+    accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples accelerate_loop)"
 
 Self-contained: random documents, a tiny Llama, a few steps. Every label of the accumulation window counts once,
 whichever rank holds it.

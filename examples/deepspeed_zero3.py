@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-3 with Trainer: parameters, gradients and optimizer states divided among ranks.
 
-    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml examples/deepspeed_zero3.py
+    accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples deepspeed_zero3)"
 
 Self-contained: random documents, a tiny Llama. Prints which distributed type it got: DEEPSPEED on GPUs, MULTI_CPU
 (plain DDP) on CPUs. On GPUs launch it with `torchrun --nproc-per-node 8 examples/deepspeed_zero3.py`.

@@ -1,6 +1,6 @@
 """LoRA adapters from PEFT, trained with Trainer on placed documents; saves the adapter alone.
 
-    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml examples/lora.py
+    accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples lora)"
 
 Self-contained: random documents, a tiny Llama. On GPUs take another accelerate recipe, `from_pretrained` and a
 tokenised dataset. The argument is the folder to write to.

@@ -124,7 +124,7 @@ def print_summary(console: Console, steps: Sequence[Step], lengths: Sequence[int
     following = (
         f"Look at {output / 'balance.png'}: work and waiting in every batch. Figures: {output / 'steps.json'}.",
         f"Open {model}: an ordinary Llama and its tokenizer, for from_pretrained.",
-        f"Ask what distca would do for documents, without a GPU. For these: .venv/bin/distca plan {dataset} --ranks 2 "
+        f"Ask what distca would do for documents, without a GPU. For these: distca plan {dataset} --ranks 2 "
         "--tokens-per-rank 4096. For yours: give your own saved dataset, ranks and tokens.",
         "Train a model of yours: README.md has a script, docs/using.md every other way.",
     )

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with packing: its packs stay as they are, attention tasks move between ranks.
 
-    accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml examples/sft_packing.py
+    accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples sft_packing)"
 
 Self-contained: generated texts, a tokenizer of their words, a tiny Llama. On GPUs take another accelerate recipe.
 Without `packing=True` documents are placed instead, and with `max_length=None` may be longer than one rank holds.

@@ -1,7 +1,6 @@
-"""Trains a causal language model on a tokenised dataset with Trainer; distca is three lines of it.
+"""Trains a causal language model with Trainer on texts or on a tokenised dataset; distca is three lines of it.
 
-    accelerate launch --config_file recipes/accelerate/fsdp2_8gpu.yaml -m distca_hf.run \
-        --recipe recipes/train/llama3_8b_128k.yaml examples/train_causal_lm.py --dataset DATASET
+    distca train llama3_8b_128k --dataset documents.jsonl
 
 Without a recipe every argument of `TrainingArguments` and below can be given on the command line, and settings of
 distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
@@ -10,8 +9,17 @@ distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
 from dataclasses import dataclass, field
 
 import torch
-from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
+from tokenise_texts import load_documents, tokenise
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import distca_hf
 
@@ -21,14 +29,30 @@ class ScriptArguments:
     """What to train, and on what."""
 
     model: str = field(metadata={"help": "name or folder of a model; with from_scratch its configuration is enough"})
-    dataset: str = field(metadata={"help": "folder written by datasets.Dataset.save_to_disk, with input_ids"})
+    dataset: str = field(
+        metadata={
+            "help": "texts (.jsonl, .parquet, .csv, .txt, or a dataset of the Hub with a column text), or a folder "
+            "written by datasets.Dataset.save_to_disk with input_ids"
+        }
+    )
+    test_size: float = field(
+        default=0.0, metadata={"help": "share of the documents to evaluate on (with the setting evaluate=distca)"}
+    )
     from_scratch: bool = field(default=False, metadata={"help": "begin with random weights"})
     dtype: str = field(default="float32", metadata={"help": "dtype of the weights; bf16=true computes in bf16 anyway"})
 
 
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None if it has none, which is enough for a tokenised dataset."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+
+
 def main() -> None:
-    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
-    script, args = parser.parse_args_into_dataclasses()
+    usage = "%(prog)s --model MODEL --dataset DATASET --output_dir FOLDER [--ARGUMENT VALUE ...]"
+    script, args = HfArgumentParser((ScriptArguments, TrainingArguments), usage=usage).parse_args_into_dataclasses()
 
     set_seed(args.seed)  # random weights must be the same on every rank
     load = {"attn_implementation": "distca", "dtype": getattr(torch, script.dtype)}
@@ -37,12 +61,25 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(script.model, **load)
 
-    trainer = Trainer(model=model, args=args, train_dataset=Dataset.load_from_disk(script.dataset))
+    tokenizer = load_tokenizer(script.model)
+    with args.main_process_first():  # the other ranks read what the first has written
+        documents = load_documents(script.dataset)
+        if "input_ids" not in documents.column_names:
+            if tokenizer is None:
+                raise SystemExit(f"{script.dataset} holds texts, and {script.model} has no tokenizer for them")
+            documents = tokenise(documents, tokenizer)
+    data = documents.train_test_split(script.test_size, seed=args.seed) if script.test_size else {"train": documents}
+
+    trainer = Trainer(
+        model, args, train_dataset=data["train"], eval_dataset=data.get("test"), processing_class=tokenizer
+    )
     distca_hf.DistCAPlugin().attach(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded, the model is wanted whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
+    if script.test_size:
+        trainer.log_metrics("eval", trainer.evaluate())
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 

@@ -30,7 +30,7 @@ from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
 
-SHIPPED = sorted((Path(__file__).parents[1] / "tests" / "data" / "lengths").glob("*.json.gz"))
+SHIPPED = sorted((Path(__file__).parents[1] / "examples" / "lengths").glob("*.json.gz"))
 RANKS = (2, 8, 64)
 TOKENS_PER_RANK = (32_768, 65_536, 131_072)
 MICRO_BATCHES = 8

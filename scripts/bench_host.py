@@ -81,7 +81,9 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     transfers = key_transfers(plan)
     maps = HostPlanMaps.prepare(plan, transport.rank, 1, transfers).to(device)
     facts = PlanFacts.of(plan, transfers, plan.layout.rank_work)
-    return LivePlan(0, maps, facts, transport, DistCAConfig(kernel=options.kernel))
+    live = LivePlan(0, maps, facts, transport, DistCAConfig(kernel=options.kernel))
+    live.begin_forward_pass(None, {})
+    return live
 
 
 def _attention(

@@ -1,6 +1,6 @@
 """Length mixes: the documents that planning is measured on.
 
-Files are the shipped ones (tests/data/lengths). Documents of a file mix are drawn with the seed until the ranks are
+Files are the shipped ones (examples/lengths). Documents of a file mix are drawn with the seed until the ranks are
 full; the last is cut, and so is whatever is longer than `longest_tokens`. `pretrain_256k` and `prolong_256k` are drawn
 from distributions of the same shape, for layouts whose tokens stay where they are.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-FOLDER = Path(__file__).parents[1] / "tests" / "data" / "lengths"
+FOLDER = Path(__file__).parents[1] / "examples" / "lengths"
 LONG_TOKENS = 10_000  # longer ones count twice in up-sampled mixes
 SHORTEST_TOKENS = 64
 

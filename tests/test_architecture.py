@@ -18,10 +18,12 @@ BASE = {
     "errors",
     "config",
     "cost",
+    "flops",
     "layout",
     "lazy",
     "requirements",
     "setting_help",
+    "shipped",
     "spelling",
     "telemetry",
     "topology",
@@ -33,7 +35,7 @@ LAYERS: list[set[str]] = [
     {"comm", "kernels"},
     {"runtime"},
     {"integrations", "patches", "insight"},
-    {"__init__", "cli", "run"},
+    {"__init__", "cli", "run", "train"},
 ]
 # Parts of one layer that know nothing of each other.
 STRANGERS = [{"packing", "planning"}, {"comm", "kernels"}]
@@ -141,8 +143,13 @@ def test_every_package_is_listed_in_setup_cfg() -> None:
     listed = set(setup["options"]["packages"].split())
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     expected = {".".join(("distca_hf", *folder.relative_to(PACKAGE).parts)) for folder in folders}
-    recipes = {f"distca_hf.recipes.{folder.name}" for folder in (ROOT / "recipes").iterdir()}
-    assert listed == expected | recipes | {"distca_hf.patches", "distca_hf.recipes"}
+    of_files = {
+        f"distca_hf.{kind}.{folder.name}"
+        for kind in ("examples", "recipes")
+        for folder in (ROOT / kind).iterdir()
+        if folder.is_dir() and folder.name != "__pycache__"
+    }
+    assert listed == expected | of_files | {"distca_hf.examples", "distca_hf.patches", "distca_hf.recipes"}
 
 
 def test_public_functions_and_classes_are_documented() -> None:

@@ -6,6 +6,7 @@
 | `.jsonl`, `.jsonl.gz` | objects, one a line, with a column of lengths |
 | `.parquet` | a column of lengths |
 | a folder | what `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
+| `pretrain`, `prolong` | samples that come with distca_hf, where there is no file of that name |
 
 A column of lengths is called `length`, `lengths` or `num_tokens` and has whole numbers, or is called `input_ids` and
 has lists, whose lengths count. There must be one of them.
@@ -28,6 +29,7 @@ from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.packing.source import DocumentSource
+from distca_hf.shipped import LENGTHS
 
 
 NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
@@ -46,13 +48,14 @@ class DocumentLengths:
 
 
 def read_lengths(path: Path) -> DocumentLengths:
-    """Reads document lengths from a file or folder.
+    """Reads document lengths from a file or folder, or from a shipped sample of this name.
 
     Raises:
         PackingError: it cannot be read, has no lengths, more than one column of them, or a length is out of range.
     """
+    sample = None if path.exists() else LENGTHS.files().get(str(path))
     try:
-        lengths = _read(path)
+        lengths = _read(path) if sample is None else DocumentLengths(_read(sample).tokens, str(path))
     except PackingError:
         raise
     except Exception as error:  # readers of files raise whatever they like: all of it means the file is not readable

@@ -19,6 +19,7 @@ from distca_hf.integrations.refusals import check_call, check_mask
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
+from distca_hf.telemetry import this_rank
 
 
 # Attribute of attention layers whose model was enabled.
@@ -92,7 +93,7 @@ def distca_attention(
     documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
     if not torch.compiler.is_compiling():
         check_window(window_tokens, documents.max_seqlen_k, module)
-        if settings is None and module.training and torch.is_grad_enabled():
+        if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
             _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     return _attend_locally(query, key, value, documents, scale, settings or LayerSettings()), None
 

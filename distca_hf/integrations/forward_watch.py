@@ -23,6 +23,7 @@ from distca_hf.integrations.forward_check import ForwardCheck
 from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.integrations.model_facts import ConfigFacts, module_facts
+from distca_hf.integrations.model_flops import step_flops
 from distca_hf.integrations.model_parts import attention_layers, forward_accepts, names_by_position, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.runtime.plans import LivePlan
@@ -51,12 +52,16 @@ class ForwardWatch:
         plugin: settings and transports that its passes follow.
         packs: plans batches without a plan; None before the first one.
         position_limits: longest documents that the model can take.
+        flops: operations of the model; None if they are not known.
+        attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
     def __init__(self, root: nn.Module, plugin: "DistCAPlugin") -> None:
         self.root, self.plugin = root, plugin
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
+        self.flops = step_flops(root)
+        self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
@@ -137,7 +142,7 @@ class ForwardWatch:
             return {}
         if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
             self._logged_cache = True
-            log.info("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
+            log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
     def _is_alone(self, module: nn.Module, batch: dict[str, Any]) -> bool:
@@ -185,6 +190,7 @@ class ForwardWatch:
         plan = kwargs.get("distca_plan")
         if plan is not None:
             self._check.check_calls(plan)
+            self.attention_dtype = plan.attention_dtype
             plan.end_forward_pass(backward_follows=torch.is_grad_enabled())
 
 

@@ -1,7 +1,8 @@
 """Launch: a recipe prepares the process, then the user's script runs unchanged.
 
-A recipe is a YAML file with up to three sections:
+A recipe is a YAML file with up to four sections:
 
+    launch:       `script` and `accelerate`, the configuration that starts it: files, or names of shipped ones
     environment:  variables to set before torch and Transformers are imported
     plugin:       settings of `DistCAPlugin`; the script's `DistCAPlugin()` finds them
     script:       arguments of the script; those on the command line go first
@@ -23,13 +24,16 @@ from distca_hf.errors import ConfigError
 from distca_hf.spelling import did_you_mean
 
 
-PACKAGE = Path(__file__).parents[1]
+SECTIONS = ("launch", "environment", "plugin", "script")
+# Keys of the section `launch`.
+LAUNCHED = ("script", "accelerate")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Sections of a recipe, checked."""
 
+    launch: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     plugin: dict[str, Any] = field(default_factory=dict)
     script: list[str] = field(default_factory=list)
@@ -42,64 +46,33 @@ class Recipe:
             ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
         """
         sections = read_yaml(path)
-        known = ("environment", "plugin", "script")
-        unknown = sorted(set(sections) - set(known))
-        if unknown:
-            hint = (
-                " (of an Accelerate configuration: give that to --config_file)" if "num_processes" in unknown else ""
-            )
+        unknown = sorted(set(sections) - set(SECTIONS))
+        if "num_processes" in unknown:
             raise ConfigError(
-                f"{path}: unknown section {unknown[0]!r}{hint}.{did_you_mean(unknown[0], known)} Sections are "
-                f"{', '.join(known)}"
+                f"{path} is a configuration of Accelerate, no recipe: give that to accelerate launch --config_file, "
+                "or to distca train --accelerate"
+            )
+        if unknown:
+            raise ConfigError(
+                f"{path}: unknown section {unknown[0]!r}.{did_you_mean(unknown[0], SECTIONS)} Sections are "
+                f"{', '.join(SECTIONS)}"
             )
         for name, section in sections.items():
             if section is not None and not isinstance(section, Mapping):
                 raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")
-        for name in ("environment", "script"):
+        for name in ("launch", "environment", "script"):
             _check_values(sections.get(name) or {}, f"{path}: {name}")
         environment = {name: _text(value) for name, value in (sections.get("environment") or {}).items()}
         plugin = check_settings(sections.get("plugin") or {}, str(path))
-        return cls(environment, plugin, _arguments(sections.get("script") or {}))
+        return cls(
+            _launch(sections.get("launch") or {}, path), environment, plugin, _arguments(sections.get("script") or {})
+        )
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
         """Sets the recipe's variables. Variables that are set already keep their value, the plugin's do not."""
         for name, value in self.environment.items():
             environment.setdefault(name, value)
         environment.update(as_environment(self.plugin))
-
-
-def recipes_folder() -> Path:
-    """Where the recipes are: inside the installed package, or beside it in a checkout."""
-    for folder in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"no recipes at {PACKAGE / 'recipes'}; install the package again")
-
-
-def shipped_recipes() -> list[str]:
-    """Names of all recipes that come with the package, such as `train/quickstart`."""
-    folder = recipes_folder()
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-
-
-def find_recipe(name: str) -> Path:
-    """The file called `name`, or the shipped recipe of that name.
-
-    Raises:
-        ConfigError: there is neither, or there are several of that name.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    shipped = shipped_recipes()
-    matches = [recipe for recipe in shipped if name in (recipe, recipe.split("/")[-1])]
-    if len(matches) > 1:
-        raise ConfigError(f"{name!r} may be {' or '.join(matches)}; write the folder, too")
-    if not matches:
-        known = [*shipped, *(recipe.split("/")[-1] for recipe in shipped)]
-        raise ConfigError(
-            f"{name!r} is no file and no shipped recipe.{did_you_mean(name, known)} Shipped are {', '.join(shipped)}"
-        )
-    return recipes_folder() / f"{matches[0]}.yaml"
 
 
 def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
@@ -114,6 +87,16 @@ def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *recipe.script, *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _launch(section: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Returns the section `launch`, checked."""
+    for name in section:
+        if name not in LAUNCHED:
+            raise ConfigError(
+                f"{path}: unknown key {name!r} in launch.{did_you_mean(name, LAUNCHED)} Keys are {', '.join(LAUNCHED)}"
+            )
+    return {name: str(value) for name, value in section.items()}
 
 
 def _check_values(section: Mapping[str, Any], where: str) -> None:

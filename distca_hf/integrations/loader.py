@@ -30,6 +30,7 @@ from distca_hf.packing.resumed_epoch import ResumedEpoch
 from distca_hf.packing.source import DocumentSource, Tokens
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -41,8 +42,8 @@ STATE_VERSION = 3
 class PlacedLoader:
     """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
 
-    `input_ids`, `position_ids`, `shift_labels`, `labels`: int64 `[1, rows]` on the device; `attention_mask`: the same,
-    0 in padding rows, if there are any; `distca_plan`: the plan, opaque.
+    `input_ids`, `position_ids`, `shift_labels`, `labels`, `attention_mask` (0 in padding rows): int64 `[1, rows]` on
+    the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
     next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
@@ -81,6 +82,7 @@ class PlacedLoader:
     ) -> None:
         self.dataset = dataset
         self.times = LoaderTimes()
+        self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
         self._transport = transport
@@ -241,6 +243,7 @@ class PlacedLoader:
         """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
+        self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())

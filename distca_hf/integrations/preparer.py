@@ -101,7 +101,7 @@ class Preparer:
 
 
 def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
-    """Returns the arrays as `[1, rows]` tensors by name, without the mask if there is none."""
-    arrays: dict[str, IntArray | None] = vars(rows)
-    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items() if array is not None}
+    """Returns the arrays as `[1, rows]` tensors by name."""
+    arrays: dict[str, IntArray] = vars(rows)
+    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors

@@ -119,7 +119,7 @@ def choose_kernel(name: KernelName, job: Job) -> Kernel:
             if kernel is not None:
                 if better:
                     log.warning("attention kernel %s replaces a faster one: %s", candidate, "; ".join(better))
-                log.info("attention kernel %s for %s", candidate, job)
+                log.debug("attention kernel %s for %s", candidate, job)
                 return kernel
             better.append(f"{candidate} {reason}")
         reasons.append(f"{candidate} {reason}")

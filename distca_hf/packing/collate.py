@@ -24,14 +24,14 @@ class RankRows:
         labels: not shifted; -100 at the first token of each document and in padding rows.
         shift_labels: label of the next token of the same document; -100 at document ends and in padding rows.
         attention_mask: 1 for tokens, 0 in padding rows: load-balancing losses and token metrics leave these out. The
-            first row of a rank without tokens is 1, because a mean over no tokens is NaN. None if no rank has padding.
+            first row of a rank without tokens is 1, because a mean over no tokens is NaN.
     """
 
     input_ids: IntArray
     position_ids: IntArray
     labels: IntArray
     shift_labels: IntArray
-    attention_mask: IntArray | None
+    attention_mask: IntArray
 
     @property
     def num_labels(self) -> int:
@@ -59,9 +59,7 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
         position_ids[at] = np.arange(start, stop)
         labels[at] = tokens.labels
         shift_labels[at] = tokens.shift_labels
-    attention_mask = None
-    if layout.padding_rows.any():
-        attention_mask = (np.arange(rows) < max(row, 1)).astype(np.int64)
+    attention_mask = (np.arange(rows) < max(row, 1)).astype(np.int64)
     return RankRows(input_ids, position_ids, labels, shift_labels, attention_mask)
 
 

@@ -37,6 +37,8 @@ def _flash_attn(
     live, scope = find_plan(plan), current_scope()
     call = live.forward_calls + 1
     try:
+        if layer is not None:
+            live.forward_pass.check_open()
         received = scope.take() if scope is not None and scope.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, received)
     except Exception as error:

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,7 +139,7 @@ class LivePlan:
         self.config = config
         self.agreement = agreement
         self.fingerprint = fingerprint
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
@@ -204,6 +205,11 @@ class LivePlan:
     def backward_calls(self) -> int:
         """Backward calls of the operator in the latest pass."""
         return self.forward_pass.backward_calls
+
+    @property
+    def attention_dtype(self) -> torch.dtype | None:
+        """In which attention computes; None before the first call."""
+        return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
 
     def kernel(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, where: str = "no layer yet"

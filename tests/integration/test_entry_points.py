@@ -18,9 +18,11 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments
+from typer.testing import CliRunner
 
 from distca_hf import run
-from distca_hf.integrations.launch import Recipe, find_recipe
+from distca_hf.cli import app
+from distca_hf.integrations.launch import Recipe
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.data import random_dataset
 from support.models import tiny_config
@@ -30,10 +32,9 @@ from support.scripts import run_script
 RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
 ACCELERATE_RECIPES = sorted(REPOSITORY.glob("recipes/accelerate/*.yaml"))
 EXAMPLES = sorted(REPOSITORY.glob("examples/*.py"))
-TWO_PROCESSES = ["accelerate", "launch", "--config_file", "recipes/accelerate/cpu_2proc.yaml"]
 LAUNCHERS = {
-    "accelerate launch": TWO_PROCESSES,
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
+    "distca train": ["distca", "train", "--accelerate", "cpu_2proc"],
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "distca_hf.run", "--recipe"],
 }
 
 
@@ -43,7 +44,7 @@ def launch(launcher: list[str], *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`examples/train_causal_lm.py` from a recipe on two processes, by each launcher; the folders it wrote to."""
+    """A recipe's script on two processes, by each launcher; the folders it wrote to."""
     folder = tmp_path_factory.mktemp("train")
     random_dataset(60).save_to_disk(str(folder / "dataset"))
     tiny_config("llama").save_pretrained(folder / "model")
@@ -52,8 +53,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         output = folders[name] = folder / name.split()[0]
         recipe = folder / f"{output.name}.yaml"
         sections = {
+            "launch": {"script": "train_causal_lm"},
             "environment": {"ACCELERATE_USE_CPU": True, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1},
-            "plugin": {"tokens_per_rank": 96},
+            "plugin": {"tokens_per_rank": 96, "metrics": "all"},
             "script": {
                 "model": str(folder / "model"),
                 "from_scratch": True,
@@ -68,8 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             },
         }
         recipe.write_text(yaml.safe_dump(sections))
-        arguments = ["--recipe", recipe, "examples/train_causal_lm.py", "--dataset", folder / "dataset"]
-        launch(launcher, "-m", "distca_hf.run", *arguments, "--max_steps", "3")
+        launch(launcher, recipe, "--dataset", folder / "dataset", "--max_steps", "3")
     return folders
 
 
@@ -176,10 +177,10 @@ def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = Recipe.read(path)
-    _, script, rest = run._parse(launch_command_of(path).training_script_args)
+    name, script, rest = run._parse(launch_command_of(path).training_script_args)
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
-    module = importlib.import_module(script.stem)
-    if script.stem == "train_causal_lm":
+    module = importlib.import_module(run.find_script(recipe, script, name).stem)
+    if module.__name__ == "train_causal_lm":
         kinds: Any = (module.ScriptArguments, TrainingArguments)
         rest += ["--use_cpu", "True", "--output_dir", str(tmp_path)]
     else:
@@ -190,17 +191,21 @@ def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
 
 
 def launch_line(path: Path) -> str:
-    """The launch command in the first paragraph of a recipe's comment."""
-    comment = path.read_text().split("\n#\n")[0]
-    (line,) = (line for line in comment.splitlines() if "accelerate launch" in line)
-    return line.removeprefix("# ")
+    """The launch command in the first line of a recipe's comment."""
+    return path.read_text().splitlines()[0].removeprefix("# ")
 
 
 def launch_command_of(path: Path) -> Any:
-    """The launch line as Accelerate's own command line reads it; variables of the shell count as 0."""
+    """The line that a recipe's launch line becomes, as Accelerate's own command line reads it; variables of the shell
+    count as 0."""
     words = shlex.split(re.sub(r"\$\w+", "0", launch_line(path)))
-    assert words[:2] == ["accelerate", "launch"]
-    return launch_command_parser().parse_args(words[2:])
+    assert words[:2] == ["distca", "train"]
+    dashes = words.index("--") if "--" in words else len(words)
+    shown = CliRunner().invoke(app, [*words[1:dashes], "--dry-run", *words[dashes:]])
+    assert shown.exit_code == 0, shown.output
+    became = shlex.split(shown.output)
+    assert became[:2] == ["accelerate", "launch"]
+    return launch_command_parser().parse_args(became[2:])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -210,10 +215,8 @@ def test_first_comment_of_a_recipe_is_its_launch_line(path: Path) -> None:
 
     assert command.module
     assert command.training_script == "distca_hf.run"
-    assert (REPOSITORY / script).is_file()
-    assert find_recipe(str(REPOSITORY / recipe)).is_file()
-    assert (REPOSITORY / command.config_file).is_file()
-    assert path in (REPOSITORY / command.config_file, REPOSITORY / recipe), "the line must use the recipe"
+    assert Path(str(script)).is_file()
+    assert path in (Path(command.config_file), Path(recipe)), "the line must use the recipe"
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES, *sorted(REPOSITORY.glob("scripts/*"))], ids=lambda p: p.name)
@@ -223,7 +226,11 @@ def test_files_that_are_named_are_there(path: Path) -> None:
     assert [name for name in named if not (REPOSITORY / name).is_file()] == []
 
 
-SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.s*")), REPOSITORY / ".ci" / "run"]
+SHELL_SCRIPTS = [
+    *sorted(REPOSITORY.glob("scripts/*.s*")),
+    *sorted(REPOSITORY.glob("recipes/slurm/*")),
+    REPOSITORY / ".ci" / "run",
+]
 
 
 @pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)

@@ -2,19 +2,23 @@
 
 import math
 import re
-import shlex
 from pathlib import Path
 
+from datasets import Dataset
 from peft import PeftConfig
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from distca_hf.cli import app
 from support.commands import REPOSITORY
 from support.scripts import run_script
+from support.texts import END, save_word_model, write_documents
 
 
 EXAMPLES = REPOSITORY / "examples"
 SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
-RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3"}
+RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts"}
 RUN_IN_TEST_ENTRY_POINTS = {"accelerate_loop", "train_causal_lm", "quickstart"}
 MODULES = {"python_sources", "quickstart_report"}
 
@@ -22,11 +26,8 @@ MODULES = {"python_sources", "quickstart_report"}
 def check_launch_line(name: str) -> None:
     """The first launch line of an example's docstring is for two CPU processes and for this example."""
     (line, *_) = re.findall(r"^    (accelerate launch .*)$", (EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
-    *launch, config, example = shlex.split(line)
 
-    assert launch == ["accelerate", "launch", "--config_file"]
-    assert config == "recipes/accelerate/cpu_2proc.yaml"
-    assert example == f"examples/{name}.py"
+    assert line == f'accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples {name})"'
 
 
 def run_example(name: str, folder: Path, *before: str) -> str:
@@ -36,7 +37,7 @@ def run_example(name: str, folder: Path, *before: str) -> str:
         before: a script that runs the example.
     """
     check_launch_line(name)
-    return run_script(2, folder, [*before, f"examples/{name}.py"])
+    return run_script(2, folder, [*before, f"examples/{name}.py"], DISTCA_METRICS="all")
 
 
 def losses_of(printed: str) -> list[float]:
@@ -94,3 +95,22 @@ def test_deepspeed_shards_where_accelerate_lets_it(tmp_path: Path) -> None:
 
     assert "distributed type: DEEPSPEED" in printed
     check_training(printed)
+
+
+def test_texts_are_tokenised_then_planned_trained_and_evaluated(tmp_path: Path) -> None:
+    model = save_word_model(tmp_path / "model")
+    texts = write_documents(tmp_path / "documents.jsonl", [*range(3, 62), 2500])
+    said = run_script(1, tmp_path, ["examples/tokenise_texts.py", model, texts, "tokenised"])
+    planned = CliRunner().invoke(app, ["plan", f"{tmp_path}/tokenised", "--ranks=2", "--tokens-per-rank=2048"])
+    recipe = ["-m", "distca_hf.run", "--recipe", "llama3_8b_128k", "--model", model, "--dataset", texts]
+    options = ["--max_steps", "2", "--test_size", "0.1", "--use_cpu", "true", "--report_to", "none"]
+    printed = run_script(2, tmp_path, [*recipe, *options, "--output_dir", "out"])
+    tokenised = Dataset.load_from_disk(str(tmp_path / "tokenised"))["input_ids"]
+
+    assert f"60 documents, {sum(range(4, 63)) + 2501:,} tokens, the longest has 2,501" in said
+    assert [row[-1] for row in tokenised] == [0] * 60
+    assert tokenised[0] == [2, 5, 8, 0], "the words 0, 3 and 6"
+    assert planned.exit_code == 0, planned.output
+    assert len(losses_of(printed)) == 2
+    assert len(re.findall(r"eval_loss += +([\d.]+)", printed)) == 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END

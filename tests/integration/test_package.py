@@ -2,6 +2,7 @@
 distribution: it holds the whole project, and makes the same wheel."""
 
 import configparser
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,13 +14,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distca_hf.integrations.launch import shipped_recipes
+from distca_hf.shipped import RECIPES
 from distca_hf.version import __version__
 from support.commands import REPOSITORY, run_command
 
 
 # Folders of the checkout, by the place they are installed to.
-INSTALLED = {"distca_hf": "distca_hf", "distca_hf/patches": "patches", "distca_hf/recipes": "recipes"}
+INSTALLED = {
+    "distca_hf": "distca_hf",
+    "distca_hf/examples": "examples",
+    "distca_hf/patches": "patches",
+    "distca_hf/recipes": "recipes",
+}
+ENDINGS = (".py", ".yaml", ".typed", ".sbatch", ".gz", ".md")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
@@ -28,7 +35,7 @@ def shipped_files() -> dict[str, Path]:
     files = {}
     for place, folder in INSTALLED.items():
         for path in (REPOSITORY / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".typed") and "__pycache__" not in path.parts:
+            if path.suffix in ENDINGS and "__pycache__" not in path.parts and "output" not in str(path):
                 files[f"{place}/{path.relative_to(REPOSITORY / folder).as_posix()}"] = path
     return files
 
@@ -91,6 +98,9 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
         "distca_hf/py.typed",
         "distca_hf/patches/attention.py",
         "distca_hf/recipes/train/quickstart.yaml",
+        "distca_hf/recipes/slurm/two_nodes.sbatch",
+        "distca_hf/examples/train_causal_lm.py",
+        "distca_hf/examples/lengths/pretrain.json.gz",
     } <= contents
     assert {name.split("/")[0] for name in names} == {"distca_hf", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}
 
@@ -190,24 +200,48 @@ def test_patches_are_no_top_level_package() -> None:
 def test_installed_package_finds_its_recipes(site: Path, tmp_path: Path) -> None:
     program = """
 import distca_hf
-from distca_hf.integrations.launch import Recipe, find_recipe, recipes_folder, shipped_recipes
+from distca_hf.integrations.launch import Recipe
+from distca_hf.shipped import EXAMPLES, LENGTHS, RECIPES
 print(distca_hf.__file__)
-print(recipes_folder())
-print(*shipped_recipes())
-print(Recipe.read(find_recipe("quickstart")).plugin["tokens_per_rank"])
+print(RECIPES.folder())
+print(*RECIPES.files())
+print(Recipe.read(RECIPES.find("quickstart")).plugin["tokens_per_rank"])
+print(EXAMPLES.find("lora"))
+print(LENGTHS.find("pretrain"))
 """
-    where, recipes, names, tokens_per_rank = run_installed(site, tmp_path, program).splitlines()
+    where, recipes, names, tokens_per_rank, lora, lengths = run_installed(site, tmp_path, program).splitlines()
 
     assert where == str(site / "distca_hf" / "__init__.py")
     assert recipes == str(site / "distca_hf" / "recipes")
-    assert names.split() == shipped_recipes()
+    assert names.split() == list(RECIPES.files())
     assert tokens_per_rank == "4096"
+    assert lora == str(site / "distca_hf" / "examples" / "lora.py")
+    assert lengths == str(site / "distca_hf" / "examples" / "lengths" / "pretrain.json.gz")
 
 
 def test_installed_command_prints_the_path_of_a_recipe(site: Path, tmp_path: Path) -> None:
     printed = run_installed(site, tmp_path, "from distca_hf.cli import main; main()", "recipes", "cpu_2proc")
 
     assert printed.strip() == str(site / "distca_hf" / "recipes" / "accelerate" / "cpu_2proc.yaml")
+
+
+def test_installed_command_trains_and_plans_without_a_checkout(site: Path, tmp_path: Path) -> None:
+    """Every file on the line is one that was installed; the first recipe has its own script and configuration."""
+    line = run_installed(
+        site, tmp_path, "from distca_hf.cli import main; main()", "train", "quickstart", "--steps", "3", "--dry-run"
+    )
+    planned = run_installed(
+        site,
+        tmp_path,
+        "from distca_hf.cli import main; main()",
+        *("plan", "prolong", "--ranks", "4", "--tokens-per-rank", "65536", "--overlong", "truncate", "--json"),
+    )
+    files = [Path(word) for word in shlex.split(line) if "/" in word]
+
+    assert [file.name for file in files] == ["cpu_2proc.yaml", "quickstart.yaml", "quickstart.py"]
+    assert all(file.is_relative_to(site) and file.is_file() for file in files)
+    assert line.split()[-2:] == ["--steps", "3"]
+    assert "fingerprint" in planned
 
 
 def test_installed_package_registers_with_its_own_patches(site: Path, tmp_path: Path) -> None:

@@ -8,39 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distca_hf.integrations.launch import shipped_recipes
+from distca_hf.shipped import RECIPES
 from support.commands import REPOSITORY
-from support.models import tiny_model
 from support.scripts import run_script
+from support.texts import END, WORDS, save_word_model, write_documents
 
 
 TEXT = (REPOSITORY / "README.md").read_text()
-WORDS = ["the", "rank", "holds", "rows", "of", "one", "long", "document", "and", "sends", "keys"]
-END = "<end>"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with a model of random weights and a tokenizer of a few words."""
-    vocabulary = {word: number for number, word in enumerate([END, "<unknown>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(tmp_path / "model")
-    tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_word_model(tmp_path / "model")
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
     """Sixty documents of other lengths, one of them longer than all others together."""
-    lengths = [*range(3, 62), 2500]
-    texts = [" ".join(WORDS[(place * length) % len(WORDS)] for place in range(length)) for length in lengths]
-    path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_documents(tmp_path / "documents.jsonl", [*range(3, 62), 2500])
 
 
 def script() -> str:
@@ -69,7 +56,7 @@ def test_script_trains_evaluates_and_saves(model: Path, documents: Path, tmp_pat
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "output", attn_implementation="sdpa")
     before = AutoModelForCausalLM.from_pretrained(model)
 
-    imbalances = [float(number) for number in re.findall(r"'distca/imbalance': '([^']+)'", printed)]
+    imbalances = [float(number) for number in re.findall(r"'distca': 'imbalance ([\d.]+), ", printed)]
     (evaluated,) = (float(number) for number in re.findall(r"eval_loss += +([\d.]+)", printed))
     assert imbalances == pytest.approx([1.0] * 3, abs=0.01), "three epochs of one step"
     assert evaluated == pytest.approx(evaluate_alone(saved, documents), abs=2e-3), "bfloat16"
@@ -90,5 +77,5 @@ def test_launch_lines_name_a_shipped_recipe_and_the_script() -> None:
     (recipe,) = re.findall(r"\$\(distca recipes (\w+)\)", lines[0])
 
     assert len(lines) == 2
-    assert f"accelerate/{recipe}" in shipped_recipes()
+    assert f"accelerate/{recipe}" in RECIPES.files()
     assert all(shlex.split(line, comments=True)[-3:] == ["train.py", "MODEL", "DOCUMENTS"] for line in lines)

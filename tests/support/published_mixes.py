@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 
-FOLDER = Path(__file__).parents[1] / "data" / "lengths"
+FOLDER = Path(__file__).parents[2] / "examples" / "lengths"
 LONG_TOKENS = 64 * 1024
 SHORT_KEPT = 0.9
 ALL_TOKENS = 128 * 1024  # lengths grow with the tokens of a rank, which are a multiple of this

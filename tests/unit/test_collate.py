@@ -54,20 +54,14 @@ def test_attention_mask_is_one_for_tokens_and_zero_for_padding() -> None:
     source = source_of(DOCUMENTS)
     masks = [collate(example(), rank, np.arange(3), source).attention_mask for rank in (0, 1)]
 
-    assert [mask.tolist() for mask in masks if mask is not None] == [[1] * 5 + [0] * 2, [1] * 7 + [0]]
-
-
-def test_there_is_no_attention_mask_without_padding() -> None:
-    layout = Layout.from_segments([8, 3], [[(1, 0, 3)], [(0, 0, 8)]])
-
-    assert [collate(layout, rank, np.arange(2), source_of(DOCUMENTS)).attention_mask for rank in (0, 1)] == [None] * 2
+    assert [mask.tolist() for mask in masks] == [[1] * 5 + [0] * 2, [1] * 7 + [0]]
 
 
 def test_rank_without_tokens_leaves_one_row_to_average_over() -> None:
     layout = Layout.from_segments([3], [[(0, 0, 3)], []], [4, 4])
     masks = [collate(layout, rank, np.array([1]), source_of(DOCUMENTS)).attention_mask for rank in (0, 1)]
 
-    assert [mask.tolist() for mask in masks if mask is not None] == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert [mask.tolist() for mask in masks] == [[1, 1, 1, 0], [1, 0, 0, 0]]
 
 
 def test_padding_is_token_zero_without_label() -> None:

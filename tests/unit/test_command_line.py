@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from distca_hf import run
 from distca_hf.cli import app
-from distca_hf.integrations.launch import shipped_recipes
+from distca_hf.shipped import RECIPES
 from distca_hf.version import __version__
 from support.commands import SCRIPTS, run_command
 
@@ -64,8 +64,8 @@ def test_help_of_the_launcher_has_an_example_of_a_shipped_recipe() -> None:
     _, _, arguments = example.partition("-m distca_hf.run ")
     recipe, script, rest = run._parse(shlex.split(arguments))
 
-    assert f"train/{recipe}" in shipped_recipes()
-    assert (script, rest) == (Path("train.py"), ["--dataset", "DATASET"])
+    assert f"train/{recipe}" in RECIPES.files()
+    assert (script, rest) == ("train.py", ["--dataset", "DATASET"])
 
 
 def test_help_fits_a_terminal_of_80_columns() -> None:

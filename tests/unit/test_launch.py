@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from typer.testing import CliRunner
 from distca_hf import run
 from distca_hf.cli import app
 from distca_hf.errors import ConfigError
-from distca_hf.integrations import launch
-from distca_hf.integrations.launch import Recipe, find_recipe, recipes_folder, shipped_recipes
+from distca_hf.integrations.launch import Recipe
 from distca_hf.kernels.choose import KERNELS
+from distca_hf.shipped import RECIPES
 
 
 Write = Callable[..., Path]
@@ -64,7 +65,7 @@ def test_sections_may_be_empty_or_missing(tmp_path: Path, text: str) -> None:
 BROKEN: dict[str, tuple[str, list[str]]] = {
     "unknown section": (
         "plugins: {}",
-        ["unknown section 'plugins'. Did you mean 'plugin'?", "environment, plugin, script"],
+        ["unknown section 'plugins'. Did you mean 'plugin'?", "launch, environment, plugin, script"],
     ),
     "unknown setting": (
         "plugin: {token_per_rank: 5}",
@@ -73,6 +74,11 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "wrong type": ("plugin: {tokens_per_rank: many}", ["tokens_per_rank='many'", "int"]),
     "wrong choice": ("plugin: {overlong: drop}", ["overlong='drop'", "error, split, truncate"]),
     "null setting": ("plugin: {tokens_per_rank: }", ["tokens_per_rank=None"]),
+    "unknown key of launch": (
+        "launch: {scripts: a.py}",
+        ["'scripts' in launch. Did you mean 'script'?", "accelerate"],
+    ),
+    "null key of launch": ("launch: {script: }", ["'script' has no value"]),
     "null argument": ("script: {steps: }", ["'steps' has no value"]),
     "null variable": ("environment: {CUDA_VISIBLE_DEVICES: }", ["'CUDA_VISIBLE_DEVICES' has no value"]),
     "section that is a list": ("script: [--steps, 5]", ["section 'script' must map names to values, not list"]),
@@ -82,7 +88,7 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "no YAML": ("plugin: {", ["cannot read"]),
     "configuration of Accelerate": (
         "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nuse_cpu: true\n",
-        ["unknown section 'compute_environment'", "of an Accelerate configuration: give that to --config_file"],
+        ["is a configuration of Accelerate, no recipe", "--config_file", "distca train --accelerate"],
     ),
 }
 
@@ -98,13 +104,13 @@ def test_broken_recipe_is_refused_with_file_and_key(tmp_path: Path, name: str) -
     assert [part for part in (str(path), *told) if part not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.startswith("accelerate/")])
+@pytest.mark.parametrize("name", [name for name in RECIPES.files() if name.startswith("accelerate/")])
 def test_shipped_configuration_of_accelerate_is_no_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run.main(["--recipe", name, "script.py"])
 
     assert caught.value.code == 2
-    assert "give that to --config_file" in capsys.readouterr().err
+    assert "give that to accelerate launch --config_file" in capsys.readouterr().err
 
 
 def test_section_of_nobody_gets_no_hint_about_accelerate(write: Write) -> None:
@@ -183,41 +189,6 @@ def test_variables_that_are_set_keep_their_value_but_settings_of_the_recipe_win(
     }
 
 
-def test_recipe_is_found_by_path_by_name_and_by_short_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write()
-    monkeypatch.chdir(path.parent)
-
-    assert find_recipe(str(path)) == path
-    assert find_recipe("recipe.yaml") == Path("recipe.yaml")
-    for name in shipped_recipes():
-        assert find_recipe(name) == find_recipe(name.split("/")[-1]) == recipes_folder() / f"{name}.yaml"
-        assert find_recipe(name).is_file()
-
-
-def test_unknown_recipe_is_refused_with_those_there_are() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'quickstar' is no file and no shipped recipe\. Did you mean 'quickstart'"
-    ) as caught:
-        find_recipe("quickstar")
-
-    assert all(name in str(caught.value) for name in shipped_recipes())
-
-
-def test_short_name_of_two_recipes_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("accelerate/small", "train/small", "train/large"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.yaml").write_text("{}")
-    monkeypatch.setattr(launch, "recipes_folder", lambda: tmp_path)
-
-    assert find_recipe("large") == tmp_path / "train" / "large.yaml"
-    assert find_recipe("train/small") == tmp_path / "train" / "small.yaml"
-    with pytest.raises(ConfigError) as caught:
-        find_recipe("small")
-    assert "accelerate/small" in str(caught.value)
-    assert "train/small" in str(caught.value)
-    assert "no shipped recipe" not in str(caught.value), "there are two"
-
-
 FAILING_SCRIPT = """
 import sys
 from distca_hf import ConfigError
@@ -280,10 +251,10 @@ def test_script_runs_as_if_python_ran_it_with_everything_prepared(write: Write, 
 )
 def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(run, "find_recipe", lambda name: seen.append(name))
+    monkeypatch.setattr(run, "RECIPES", SimpleNamespace(find=seen.append))
     monkeypatch.setattr(run.Recipe, "read", lambda path: Recipe())
     monkeypatch.setattr(run, "run_script", lambda recipe, script, rest: seen.extend([script, rest]))
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.setattr(run, "EXAMPLES", SimpleNamespace(find=Path))
     run.main(arguments)
 
     assert seen == ["R", Path("S"), ["--a", "1"]]
@@ -296,9 +267,8 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
         (["script.py"], "expected one --recipe, got 0"),
         (["script.py", "--recipe"], "expected one --recipe, got 0"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
-        (["--recipe", "quickstart"], "expected a script, got nothing"),
-        (["--recipe", "quickstart", "--steps", "3"], "expected a script, got --steps"),
-        (["--recipe", "quickstart", "no_such_script.py"], "no script at no_such_script.py"),
+        (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
+        (["--recipe", "quickstart", "quickstar"], "'quickstar' is no file and no shipped example. Did you mean"),
         (["--recipe", "no_such_recipe", "script.py"], "'no_such_recipe' is no file and no shipped recipe"),
     ],
 )
@@ -311,7 +281,7 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
-    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE SCRIPT")
+    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [SCRIPT]")
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -347,26 +317,6 @@ def test_error_of_the_script_is_its_own(write: Write, script: Path) -> None:
     assert "Traceback" in failed.stderr
     assert "ConfigError: mine" in failed.stderr
     assert left.returncode == 7
-
-
-def test_distca_recipes_lists_names_and_prints_paths() -> None:
-    listed = CliRunner().invoke(app, ["recipes"])
-    assert listed.exit_code == 0
-    assert listed.output.split() == shipped_recipes()
-    assert "train/quickstart" in listed.output
-    assert "accelerate/cpu_2proc" in listed.output
-
-    one = CliRunner().invoke(app, ["recipes", "cpu_2proc"])
-    assert one.exit_code == 0
-    assert Path(one.output.strip()) == find_recipe("cpu_2proc")
-
-
-def test_distca_recipes_ends_with_status_2_for_an_unknown_name() -> None:
-    failed = CliRunner().invoke(app, ["recipes", "nothing"])
-
-    assert failed.exit_code == 2
-    assert "distca: 'nothing' is no file and no shipped recipe" in failed.output
-    assert isinstance(failed.exception, SystemExit)
 
 
 def test_distca_env_shows_versions_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
 
-FOLDER = Path(__file__).parents[1] / "data" / "lengths"
+FOLDER = Path(__file__).parents[2] / "examples" / "lengths"
 NAMES = ("pretrain", "prolong")
 # Micro-batches looked at per case, spread over an epoch: as many as take about half a second.
 LOOKED_AT = {2: 100, 8: 60, 64: 12}

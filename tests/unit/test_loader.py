@@ -28,7 +28,7 @@ from support.data import random_dataset
 
 CAPACITY_TOKENS = 192
 IGNORED = -100
-KEYS = ["input_ids", "position_ids", "labels", "shift_labels", "distca_plan"]
+KEYS = ["input_ids", "position_ids", "labels", "shift_labels", "attention_mask", "distca_plan"]
 Batch = dict[str, Any]
 
 
@@ -65,9 +65,9 @@ def rows_of(dataset: Dataset) -> list[tuple[int, ...]]:
 def test_batch_has_its_keys_in_order_as_int64_rows_on_the_device() -> None:
     """`input_ids` first: Accelerate takes the batch's size from the first key."""
     for batch in loader_of():
-        assert [name for name in batch if name != "attention_mask"] == KEYS
+        assert list(batch) == KEYS
         rows = batch["input_ids"].shape[1]
-        assert [(batch[name].dtype, batch[name].shape) for name in KEYS[:-1]] == [(torch.int64, (1, rows))] * 4
+        assert [(batch[name].dtype, batch[name].shape) for name in KEYS[:-1]] == [(torch.int64, (1, rows))] * 5
         assert {batch[name].device.type for name in KEYS[:-1]} == {"cpu"}
         assert isinstance(batch["distca_plan"], LivePlan)
 

@@ -18,7 +18,7 @@ from distca_hf.topology import Topology
 
 
 K = 1024
-FOLDER = Path(__file__).parents[1] / "data" / "lengths"
+FOLDER = Path(__file__).parents[2] / "examples" / "lengths"
 
 
 @cache

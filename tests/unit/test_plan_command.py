@@ -25,7 +25,7 @@ from distca_hf.planning.baselines.result import Baseline
 from distca_hf.topology import Topology
 
 
-PRETRAIN = Path(__file__).parents[1] / "data" / "lengths" / "pretrain.json.gz"
+PRETRAIN = Path(__file__).parents[2] / "examples" / "lengths" / "pretrain.json.gz"
 KEYS = {
     "ranks",
     "tokens_per_rank",
