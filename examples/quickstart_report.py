@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 
@@ -122,7 +123,7 @@ def print_summary(console: Console, steps: Sequence[Step], lengths: Sequence[int
     )
     dataset, model = output / "data" / "dataset", output / "model"
     following = (
-        f"Look at {output / 'balance.png'}: work and waiting in every batch. Figures: {output / 'steps.json'}.",
+        f"Look at {output}: balance.png shows work and waiting in every batch, steps.json has all figures.",
         f"Open {model}: an ordinary Llama and its tokenizer, for from_pretrained.",
         f"Ask what distca would do for documents, without a GPU. For these: distca plan {dataset} --ranks 2 "
         "--tokens-per-rank 4096. For yours: give your own saved dataset, ranks and tokens.",
@@ -139,9 +140,11 @@ def report(steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
     """Prints everything, and writes the picture and the figures of all steps."""
     console = Console()
     print_steps(console, steps)
-    draw_balance(
-        [step.facts.work_before for step in steps], [step.facts.work for step in steps], output / "balance.png"
-    )
+    if find_spec("matplotlib"):
+        work = [step.facts.work for step in steps]
+        draw_balance([step.facts.work_before for step in steps], work, output / "balance.png")
+    else:
+        print("no picture, because matplotlib is not installed: pip install matplotlib\n")
     figures = [
         {
             "losses": step.losses,

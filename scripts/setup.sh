@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 
 # Prints, of what pip says, large packages as their download begins, and the end, which takes long.
 show_progress() {
-    local line file version packages
+    local line file version size from packages
     while IFS= read -r line; do
         case $line in
         *Downloading*[MG]B\) | *"Using cached"*[MG]B\))
@@ -21,7 +21,8 @@ show_progress() {
             file=${file##*[ /]}
             version=${file#*-}
             [[ $line == *cached* ]] && from=", from the cache" || from=""
-            echo "      ${file%%-*} ${version%%-*} (${line##*(}$from"
+            size=${line##*(}
+            echo "      ${file%%-*} ${version%%-*} (${size%)}$from)"
             ;;
         "Installing collected packages: "*)
             packages=${line//[^,]/}
