@@ -15,7 +15,7 @@ from distca_hf.integrations.preview import COUNTED, PLACED, PlacedData, Preview
 from distca_hf.integrations.run_report import count, what_it_brings
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.placement import fill_in_order
-from distca_hf.runtime.plans import PlanFacts
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.totals import PlanTotals
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
