@@ -29,7 +29,7 @@ NO = ("0", "false", "no", "off")
 
 LEGS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
-SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times"})
+SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
@@ -38,6 +38,7 @@ OF_TRANSFORMERS = {f"flash_attention_{version}": f"flash{version}" for version i
 Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "offload", "recompute"]
+Metrics = Literal["basic", "all"]
 
 
 def _setting(name: str, default: Any, help: str) -> Any:
@@ -142,6 +143,12 @@ class DistCAConfig:
         True,
         "Trainer, on SIGTERM (preemption) or Ctrl-C: end the step, save a checkpoint on all ranks at the same step, "
         "and leave with status 143 or 130. A handler that is there already stays.",
+    )
+    metrics: Metrics = _setting(
+        "metrics",
+        "basic",
+        "What a Trainer's logs have in addition: imbalance, tokens per second and GPU, utilisation and memory "
+        "(basic), or also what helps to find out why a training is slow (all). May differ between ranks.",
     )
     check_weights_every_steps: int = _setting(
         "check_weights_every_steps",
@@ -282,6 +289,11 @@ def unknown_environment_settings() -> dict[str, str | None]:
     unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values())
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
+
+
+def launched_rank() -> int:
+    """Returns the rank that the launcher gave to this process (0 without a launcher)."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def launched_world_size() -> int:

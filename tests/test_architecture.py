@@ -18,6 +18,7 @@ BASE = {
     "errors",
     "config",
     "cost",
+    "flops",
     "layout",
     "lazy",
     "requirements",

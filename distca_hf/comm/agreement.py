@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from distca_hf.comm.text import integers_of, text_of
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 log = get_logger(__name__)
@@ -93,7 +93,7 @@ class Agreement:
         try:
             cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}).gather.wait()
         except DistCAError as error:
-            log.warning("the other ranks could not be reached: %s", error)
+            log.warning("the other ranks could not be reached: %s", error, extra=OF_THIS_RANK)
 
     def wait(self) -> dict[str, list[int]]:
         """Returns the numbers of every rank, by name.

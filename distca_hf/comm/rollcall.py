@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.errors import DistCAError
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 log = get_logger(__name__)
@@ -53,7 +53,7 @@ class RollCall:
         try:
             self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
         except RuntimeError as error:
-            log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error)
+            log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error, extra=OF_THIS_RANK)
 
     def missing(self, waited_seconds: float = 0.0) -> dict[int, str]:
         """Ranks that left, do not answer or came late, and what is known about each.

@@ -1,37 +1,30 @@
 """Callback: checks the model, and logs what balancing brought."""
 
 import sys
-import time
-from collections import deque
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import has_length
 
-from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.console import print_in_short
 from distca_hf.integrations.drift import WeightsCheck
 from distca_hf.integrations.enabling import enable
-from distca_hf.integrations.forward_watch import watch_of
+from distca_hf.integrations.forward_watch import ForwardWatch, watch_of
 from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.meter import Meter, PlanSource, Reading
 from distca_hf.integrations.preemption import LeaveOnSignal
-from distca_hf.runtime.plans import PlanFacts
-from distca_hf.telemetry import LoaderTimes, get_logger
+from distca_hf.integrations.run_report import count
+from distca_hf.telemetry import get_logger
+from distca_hf.version import __version__
 
 
 if TYPE_CHECKING:
     from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
-
-
-class PlanSource(Protocol):
-    """Where plans come from: the placed loader, or the planner of packs."""
-
-    history: deque[PlanFacts]
-    times: LoaderTimes
 
 
 class DistCACallback(TrainerCallback):  # type: ignore[misc]
@@ -41,12 +34,9 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     Trainer(model=model, args=args, train_dataset=packed, callbacks=[distca_hf.DistCACallback(plugin)])
     ```
 
-    It adds to every log, over the micro-batches since the last one and all ranks: `distca/imbalance_before` and
-    `distca/imbalance` (mean of max/mean work), `distca/mbytes_sent_max` (by the rank that sends most, per
-    micro-batch), `distca/plan_ms`, `distca/loader_wait_ms` (of the slowest rank, per micro-batch),
-    `distca/wait_ms_max` (of the rank that waited longest for others, per micro-batch), `distca/slowest_rank` (the one
-    that waited least), `distca/tokens_per_second` and `distca/documents_truncated`. It comes before the callbacks that
-    report logs to trackers.
+    It adds metrics to every log, over the micro-batches since the last one and all ranks: the basic ones, or with the
+    setting `metrics="all"` all of them (`integrations.meter` has both). It comes before the callbacks that report logs
+    to trackers.
 
     It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
     compares weights every `check_weights_every_steps`.
@@ -60,10 +50,9 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         self._plugin = plugin
         self._loader = loader
         self._model: Any = None
-        self._began = time.perf_counter()
-        self._seen = LoaderTimes()
-        self._seen_bytes = 0
-        self._seen_waiting = 0.0
+        self._since_log: Meter | None = None
+        self._since_begin: Meter | None = None
+        self._first_step = 0
         self._weights: WeightsCheck | None = None
         self._leave: LeaveOnSignal | None = None
 
@@ -90,6 +79,8 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             return
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
+        if self._plugin.metrics == "basic":
+            print_in_short(handler.callbacks, setattr)
         if leave is not None:
             handler.add_callback(leave)
 
@@ -98,20 +89,36 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         self._model = model
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Begins to measure.
 
         Raises:
             ConfigError: the model does not follow this callback's plugin.
         """
-        self._check_model()
-        self._began = time.perf_counter()
+        watch = self._check_model()
+        source, transport = self._source(watch), self._plugin.transport(args.device)
+        self._since_log, self._since_begin = (Meter(transport, args.device, watch.flops) for _ in range(2))
+        for meter in (self._since_log, self._since_begin):
+            meter.begin(source)
+        self._first_step = state.global_step
+        watch.report.restart(_steps_per_epoch(args, train_dataloader))
+        if source is None and transport.world_size == 1:
+            log.info("%s: one rank and packs of its own: there is nothing to balance", __version__)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control)
 
-    def _check_model(self) -> None:
-        """Raises ConfigError unless the model follows this callback's plugin."""
+    def _check_model(self) -> ForwardWatch:
+        """Returns the watch of the model.
+
+        Raises:
+            ConfigError: the model does not follow this callback's plugin.
+        """
         watch = watch_of(self._model)
         if watch is None:
             raise ConfigError(
@@ -123,6 +130,11 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
                 "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
                 "batches would go separate ways. Use one plugin, or call plugin.attach(trainer) again"
             )
+        return watch
+
+    def _source(self, watch: ForwardWatch) -> PlanSource | None:
+        """Returns where plans come from; None if nothing is planned, or not yet."""
+        return watch.packs if self._loader is None else self._loader
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -149,6 +161,10 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        reading = self._read(self._since_begin, state.global_step)
+        if reading is not None:
+            steps = state.global_step - self._first_step
+            log.info("%s", reading.in_words(f"trained {count(steps, 'step')}"))
         if self._leave is not None:
             self._leave.on_train_end(args, state, control)
 
@@ -162,54 +178,32 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        metrics = self._since_last_log(args, state.global_step)
+        reading = self._read(self._since_log, state.global_step)
+        if reading is None:
+            return
+        if self._plugin.metrics == "basic":
+            metrics = reading.basic()
+        else:
+            metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)
         logs.update(metrics)
         if state.log_history:  # already holds a copy of this log
             state.log_history[-1].update(metrics)
 
-    def _since_last_log(self, args: TrainingArguments, step: int) -> dict[str, float]:
-        """Returns metrics of the micro-batches since the last log. A collective call: every rank logs the same
+    def _read(self, meter: Meter | None, step: int) -> Reading | None:
+        """Reads what was trained; None if nothing was planned. A collective call: every rank reads after the same
         steps."""
         watch = watch_of(self._model)
-        source: PlanSource | None = self._loader
-        if source is None and watch is not None:
-            source = watch.packs
-        if source is None:  # one rank, nothing planned
-            return {}
-        now, times = time.perf_counter(), source.times
-        new = LoaderTimes(
-            wait_seconds=times.wait_seconds - self._seen.wait_seconds,
-            plan_seconds=times.plan_seconds - self._seen.plan_seconds,
-            micro_batches=times.micro_batches - self._seen.micro_batches,
-        )
-        transport = self._plugin.transport(args.device)
-        traffic = transport.traffic
-        sent_bytes, waited = traffic.bytes_sent - self._seen_bytes, traffic.waited_seconds - self._seen_waiting
-        seconds = now - self._began
-        self._seen, self._began = LoaderTimes(**vars(times)), now
-        self._seen_bytes, self._seen_waiting = traffic.bytes_sent, traffic.waited_seconds
-        facts = list(source.history)[-new.micro_batches :] if new.micro_batches else []
-        if not facts:
-            return {}
-        measured = {
-            "wait_ns": round(1e9 * new.wait_seconds),
-            "plan_ns": round(1e9 * new.plan_seconds),
-            "sent_bytes": sent_bytes,
-            "waited_ns": round(1e9 * waited),
-        }
-        by_rank = Agreement.start(transport, Occasion.REPORT, step, {}, measured).wait()
-        wait_ns, plan_ns, sent, waited_ns = (max(values) / new.micro_batches for values in by_rank.values())
-        return {
-            "distca/imbalance_before": sum(fact.imbalance_before for fact in facts) / len(facts),
-            "distca/imbalance": sum(fact.imbalance for fact in facts) / len(facts),
-            "distca/mbytes_sent_max": sent / 1e6,
-            "distca/plan_ms": plan_ns / 1e6,
-            "distca/loader_wait_ms": wait_ns / 1e6,
-            "distca/wait_ms_max": waited_ns / 1e6,
-            "distca/slowest_rank": float(np.argmin(by_rank["waited_ns"])),
-            "distca/tokens_per_second": sum(fact.num_tokens for fact in facts) / seconds,
-            "distca/documents_truncated": float(self._loader.documents_truncated if self._loader is not None else 0),
-        }
+        source = None if watch is None else self._source(watch)
+        if meter is None or watch is None or source is None:
+            return None
+        return meter.read(source, step, watch.attention_dtype)
+
+
+def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
+    """Returns the optimizer steps of an epoch; None if its batches are not counted."""
+    if not has_length(train_dataloader):
+        return None
+    return -(-len(train_dataloader) // args.gradient_accumulation_steps)
 
 
 def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:

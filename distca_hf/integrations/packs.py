@@ -23,9 +23,11 @@ from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
 from distca_hf.planning.moving import plan_by_moving
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.runtime.maps import HostPlanMaps
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -36,7 +38,8 @@ class PackPlanner:
     """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Attributes:
-        history, times: facts of the latest micro-batches and how long planning took, for whoever reports them.
+        history, totals, times: facts of the latest micro-batches, sums over all, and how long planning took, for
+            whoever reports them.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class PackPlanner:
         head_groups: int = 1,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
     ) -> None:
+        self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
         self._config = config
@@ -69,25 +73,23 @@ class PackPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
-        if number == 0:
-            _warn_of_labels(batch)
-        lengths_of_ranks = self._all_lengths(lengths, number)
+        lengths_of_ranks = self._all_lengths(lengths, number, number == 0 and _learns_nothing(batch))
         if lengths_of_ranks is None:
             return None
         layout = Layout.from_packs(lengths_of_ranks)
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
-        transfers, num_legs = key_transfers(plan), self._config.num_legs(self._transport.world_size)
-        maps = HostPlanMaps.prepare(plan, self._transport.rank, num_legs, transfers, tokens.is_cuda)
-        facts = PlanFacts.of(plan, transfers, layout.rank_work)
-        self.history.append(facts)
-        self.times.micro_batches += 1  # reported with the latest of the history: padded ones are in neither
+        mine = rank_plan(plan, self._transport.rank, self._config.num_legs(self._transport.world_size))
+        maps = HostPlanMaps.prepare(mine, pin=tokens.is_cuda)
+        self.history.append(mine.facts)
+        self.totals = self.totals.plus(mine.facts)
+        self.times.micro_batches += 1  # padded micro-batches are in none of these
         self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
             maps=maps.to(tokens.device),
-            facts=facts,
+            facts=mine.facts,
             transport=self._transport,
             config=self._config,
             fingerprint=plan.fingerprint,
@@ -101,17 +103,29 @@ class PackPlanner:
             Agreement.announce_unable(self._transport, number)
             raise
 
-    def _all_lengths(self, lengths: IntArray | None, number: int) -> list[IntArray] | None:
-        """Returns document lengths of every rank; None if some rank's batch is padded."""
+    def _all_lengths(self, lengths: IntArray | None, number: int, learns_nothing: bool) -> list[IntArray] | None:
+        """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
+        batch holds no label to learn: most likely all their batches are like it."""
         numbers = Agreement.start(
             self._transport,
             Occasion.PLAN,
             number,
             shared_facts(self._config),
-            {"documents": 0 if lengths is None else len(lengths), "padded": int(lengths is None)},
+            {
+                "documents": 0 if lengths is None else len(lengths),
+                "padded": int(lengths is None),
+                "learns nothing": int(learns_nothing),
+            },
         ).wait()
+        if any(numbers["learns nothing"]):
+            log.warning(
+                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
+                "Look at the dataset's labels and masks",
+                _ranks(numbers["learns nothing"]),
+                IGNORED_LABEL,
+            )
         if any(numbers["padded"]):
-            self._warn_of_padding([rank for rank, padded in enumerate(numbers["padded"]) if padded], number)
+            self._warn_of_padding(_ranks(numbers["padded"]), number)
             return None
         assert lengths is not None
         most = max(numbers["documents"])
@@ -120,7 +134,7 @@ class PackPlanner:
         rows = self._transport.gather(padded, where).wait()
         return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
 
-    def _warn_of_padding(self, ranks: Sequence[int], number: int) -> None:
+    def _warn_of_padding(self, ranks: str, number: int) -> None:
         """Says once that padded batches are not balanced."""
         if not self._warned_of_padding:
             self._warned_of_padding = True
@@ -128,19 +142,19 @@ class PackPlanner:
                 "micro-batch %d is padded on rank %s: every rank attends to such batches alone, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
-                ", ".join(map(str, ranks)),
+                ranks,
             )
 
 
-def _warn_of_labels(batch: Mapping[str, Any]) -> None:
-    """Warns if a batch has labels and none of them is learnt: most likely all batches are like it."""
+def _learns_nothing(batch: Mapping[str, Any]) -> bool:
+    """Returns whether a batch has labels and none of them is learnt; waits for the device."""
     labels = batch.get("labels")
-    if isinstance(labels, torch.Tensor) and labels.numel() and bool((labels == IGNORED_LABEL).all()):
-        log.warning(
-            "the first batch holds no label to learn (all labels are %d): its loss is 0 or NaN. Look at the dataset's "
-            "labels and masks",
-            IGNORED_LABEL,
-        )
+    return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
+
+
+def _ranks(flags: Sequence[int]) -> str:
+    """Names the ranks that have shown 1."""
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.layer_window import name_of
 from distca_hf.integrations.mask import RowMask
+from distca_hf.telemetry import this_rank
 
 
 # Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
@@ -73,7 +74,7 @@ def check_call(
             f"{name_of(module)}: is not causal (is_causal={is_causal}, module.is_causal="
             f"{getattr(module, 'is_causal', None)}); distca computes causal attention only"
         )
-    if keywords.get("output_attentions") and not torch.compiler.is_compiling():
+    if keywords.get("output_attentions") and not torch.compiler.is_compiling() and this_rank() == 0:
         # Shown once per process by default, as all warnings of one text.
         warnings.warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
     return mask

@@ -15,6 +15,7 @@ from distca_hf.integrations.attachment import Attachment
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.integrations.checkpoints import check_checkpoint
 from distca_hf.integrations.collators import unlearnt_token
+from distca_hf.integrations.console import print_in_short
 from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.evaluating import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.forward_watch import watch_of
@@ -85,6 +86,7 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     args = trainer.args
     _set_arguments(trainer, plugin, attachment)
     loader = _training_loader(trainer, plugin)
+    loader.writes_epochs = False  # the callback writes a line when training ends
     enable(trainer.model, plugin, loader.longest_document_tokens)
     watch = watch_of(trainer.model)
     assert watch is not None
@@ -115,13 +117,6 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     callback.watch(trainer.model)
     _add_callbacks(plugin, attachment, callback)
     Resuming(loader).install(attachment)
-    log.info(
-        "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
-        loader.num_documents,
-        loader.num_tokens,
-        len(loader),
-        plugin.tokens_per_rank,
-    )
 
 
 def _check_model(trainer: Trainer) -> None:
@@ -153,7 +148,7 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
     if args.per_device_train_batch_size != 1:
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
-        report = log.info if args.per_device_train_batch_size == default else log.warning
+        report = log.debug if args.per_device_train_batch_size == default else log.warning
         report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
@@ -211,6 +206,8 @@ def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -
 
 def _add_callbacks(plugin: "DistCAPlugin", attachment: Attachment, callback: DistCACallback) -> None:
     """Adds metrics before the callbacks that report them, and leaving behind all others."""
+    if plugin.metrics == "basic":
+        print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)
     attachment.add_callback(callback, first=True)
     if plugin.save_on_signal:
         attachment.add_callback(LeaveOnSignal(plugin.transport), first=False)

@@ -14,7 +14,7 @@ import torch
 
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.transport import Transport
-from distca_hf.errors import PlanMismatchError
+from distca_hf.errors import PlanError, PlanMismatchError
 
 
 class ForwardPass:
@@ -46,6 +46,21 @@ class ForwardPass:
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
+
+    def check_open(self) -> None:
+        """Checks, for a layer of an enabled model, that its model has begun this pass and did not end it, or that
+        backward computes the layer again.
+
+        Raises:
+            PlanError: part of the model was called, and nothing around it is checked.
+        """
+        if self._facts is not None and (not self._ended or torch._C._current_graph_task_id() >= 0):
+            return
+        raise PlanError(
+            f"rank {self._transport.rank}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "
+            "forward pass of its model, so that ranks could not agree on it; call the model that was enabled, as "
+            "model(**batch), and neither a module inside of it (model.model) nor model.forward"
+        )
 
     def note_call(self, layer: torch.Tensor | None, needs_gradients: bool) -> None:
         """Notes the layer of the latest call, if known, and whether backward will follow it.

@@ -33,7 +33,7 @@ def _train(folder: Path, slow: int | None, stall_seconds: float = 0.0) -> list[d
     )
     dataset = random_dataset(lengths=(150, 30))
     trainer = Trainer(model=tiny_model(num_hidden_layers=NUM_LAYERS), args=args, train_dataset=dataset)
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, metrics="all")
     transport = plugin.transport(CPU)
     if transport.rank == slow:
         faults = [Fault(at, stall(stall_seconds)) for at in range(STEPS * EXCHANGES)]

@@ -56,7 +56,7 @@ def test_script_trains_evaluates_and_saves(model: Path, documents: Path, tmp_pat
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "output", attn_implementation="sdpa")
     before = AutoModelForCausalLM.from_pretrained(model)
 
-    imbalances = [float(number) for number in re.findall(r"'distca/imbalance': '([^']+)'", printed)]
+    imbalances = [float(number) for number in re.findall(r"'distca': 'imbalance ([\d.]+), ", printed)]
     (evaluated,) = (float(number) for number in re.findall(r"eval_loss += +([\d.]+)", printed))
     assert imbalances == pytest.approx([1.0] * 3, abs=0.01), "three epochs of one step"
     assert evaluated == pytest.approx(evaluate_alone(saved, documents), abs=2e-3), "bfloat16"

@@ -242,6 +242,7 @@ def _plugin(run: Run) -> Any:
         tokens_per_rank=CAPACITY_TOKENS // run.world_size,
         kv_residency=run.kv_residency,
         checkpointed_attention=checkpointed_attention(run.checkpointing),
+        metrics="all",
     )
 
 

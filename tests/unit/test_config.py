@@ -41,6 +41,7 @@ DEFAULTS = {
     "kernel_times": "",
     "deterministic": False,
     "save_on_signal": True,
+    "metrics": "basic",
     "check_weights_every_steps": 0,
     "check_exchanges": False,
     "check_finite": False,
@@ -65,6 +66,7 @@ OTHERS = {
     "kernel_times": "times.json",
     "deterministic": True,
     "save_on_signal": False,
+    "metrics": "all",
     "check_weights_every_steps": 100,
     "check_exchanges": True,
     "check_finite": True,
@@ -78,6 +80,7 @@ CHOICES = {
     "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
     "kv_residency": ("auto", "keep", "refetch"),
     "checkpointed_attention": ("save", "offload", "recompute"),
+    "metrics": ("basic", "all"),
     "evaluate": ("local", "distca"),
 }
 
@@ -374,7 +377,7 @@ def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "tokens_per_rank", "plans_in_flight"]),
+        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "Did you mean 'tokens_per_rank'?"]),
         ("plugin:\n  prefetch: 2\n  Kernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
         ("5: 6\n", ["settings.yaml", "unknown setting 5"]),
         ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),
@@ -425,7 +428,7 @@ def test_checked_settings_are_a_copy() -> None:
 def test_shared_settings_differ_when_a_setting_differs_that_ranks_must_share(name: str) -> None:
     same = DistCAConfig(**{name: OTHERS[name]}).shared_settings() == DistCAConfig().shared_settings()
 
-    assert same == (name in ("prefetch", "plans_in_flight", "kernel_times"))
+    assert same == (name in ("prefetch", "plans_in_flight", "kernel_times", "metrics"))
 
 
 def test_shared_settings_tell_apart_values_that_change_places() -> None:

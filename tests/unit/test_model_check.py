@@ -605,7 +605,7 @@ def test_document_longer_than_rotary_embeddings_allow_is_refused_when_it_comes()
     short, long = (Dataset.from_dict({"input_ids": [list(range(3, 13)) * tens]}) for tens in (10, 11))
 
     assert model(**next(iter(loader_of(short, LocalTransport())))).loss.isfinite()
-    told = "micro-batch 0: .* beyond 100 tokens, and documents have up to 110"
+    told = "micro-batch 0: .* more than 100 tokens, and they have up to 110"
     with pytest.raises(UnsupportedAttentionError, match=told):
         model(**next(iter(loader_of(long, LocalTransport()))))
 

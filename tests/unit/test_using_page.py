@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from distca_hf import errors
 from distca_hf.config import DistCAConfig
-from distca_hf.integrations import callback
+from distca_hf.integrations import meter
 from support.commands import REPOSITORY
 
 
@@ -46,7 +46,7 @@ def test_choices_of_a_setting_are_named() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    logged = re.findall(r'"(distca/\w+)":', inspect.getsource(callback))
+    logged = re.findall(r'"(distca/\w+)":', inspect.getsource(meter))
 
     assert [name.strip("`") for name, _ in table("Metrics")] == logged
 
@@ -77,7 +77,10 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 
 
 def test_every_example_is_linked() -> None:
-    examples = {path.name for path in (REPOSITORY / "examples").glob("*.py")} - {"python_sources.py"}
+    examples = {path.name for path in (REPOSITORY / "examples").glob("*.py")} - {
+        "python_sources.py",
+        "quickstart_report.py",
+    }
 
     assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", TEXT)) == examples
 

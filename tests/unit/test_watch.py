@@ -139,6 +139,40 @@ def test_layer_that_attends_otherwise_later_is_noticed_in_that_pass() -> None:
         _train_once(model, plugin)
 
 
+# --- parts of a model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: bool) -> None:
+    """Neither before the enabled model nor after it; backward may compute layers again."""
+    from peft import LoraConfig, get_peft_model
+
+    plugin, inner = plugin_of(checkpointed_attention="recompute"), tiny_model()
+    model = get_peft_model(inner, LoraConfig(target_modules=["q_proj"])) if adapters else inner
+    distca_hf.enable(model, plugin).train()
+    if checkpointing:
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, backbone = batch_of(plugin), inner.model
+    parts = [backbone, inner.forward, *([inner] if adapters else [])]
+    for when in ("before", "behind"):
+        for part in parts:
+            with pytest.raises(PlanError, match=r"rank 0, micro-batch 0: .* call the model that was enabled"):
+                part(**batch)
+        if when == "before":
+            model(**batch).loss.backward()
+
+
+def test_labels_that_the_model_would_shift_across_cuts_are_refused() -> None:
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    del batch["shift_labels"]
+    with pytest.raises(PlanError, match="micro-batch 0: a placed batch has labels, but no shift_labels"):
+        model(**batch)
+    del batch["labels"]
+    assert model(**batch).loss is None
+
+
 # --- positions
 
 

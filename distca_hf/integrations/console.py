@@ -1,0 +1,50 @@
+"""Console: the form in which a Trainer prints our metrics. History and trackers get them as numbers, by name."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+
+PREFIX = "distca/"
+
+
+def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, Any], None]) -> None:
+    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long.
+
+    Args:
+        callbacks: of a Trainer.
+        replace: sets an attribute of an object.
+    """
+    for callback in callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback):
+            replace(callback, "on_log", partial(_print_log, callback.on_log))
+
+
+def _print_log(
+    print_log: Callable[..., Any],
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    return print_log(args, state, control, logs=None if logs is None else in_short(logs), **kwargs)
+
+
+def in_short(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns a log with the basic metrics as one entry of at most 52 characters."""
+    metrics = {name.removeprefix(PREFIX): value for name, value in logs.items() if name.startswith(PREFIX)}
+    if not metrics:
+        return logs
+    unit = "GPU" if "memory_gib" in metrics else "rank"
+    words = [
+        f"imbalance {metrics['imbalance']:.2f}",
+        f"{metrics['tokens_per_second_per_rank']:.0f} tok/s/{unit}",
+    ]
+    if "utilisation" in metrics:
+        words.append(f"{100 * metrics['utilisation']:.0f}% MFU")
+    if "memory_gib" in metrics:
+        words.append(f"{metrics['memory_gib']:.0f} GiB")
+    return {name: value for name, value in logs.items() if not name.startswith(PREFIX)} | {"distca": ", ".join(words)}

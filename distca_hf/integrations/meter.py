@@ -1,0 +1,184 @@
+"""Meter: what all ranks together did between two readings. A reading is one gather of a few integers."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.transport import Transport
+from distca_hf.flops import StepFlops, peak_flops
+from distca_hf.runtime.totals import PlanTotals
+from distca_hf.telemetry import LoaderTimes
+
+
+# Waiting that is too little to name the rank that others wait for.
+LITTLE_WAITING = 0.01
+HALF = (torch.bfloat16, torch.float16)
+
+
+class PlanSource(Protocol):
+    """Where plans come from: the placed loader, or the planner of packs."""
+
+    totals: PlanTotals
+    times: LoaderTimes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What all ranks did since the reading before; the same on all of them.
+
+    Attributes:
+        num_ranks: how many there are.
+        seconds: that passed on this rank.
+        totals: of the micro-batches.
+        sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
+        slowest_rank: the one that waited least for others; None if only one was asked.
+        utilisation: the part of what the GPUs could do at best; None if that is not known.
+        memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
+    """
+
+    num_ranks: int
+    seconds: float
+    totals: PlanTotals
+    sent_bytes: int
+    plan_seconds: float
+    loader_wait_seconds: float
+    waited_seconds: float
+    slowest_rank: int | None
+    utilisation: float | None
+    memory_bytes: int | None
+
+    def basic(self) -> dict[str, float]:
+        """Returns the metrics that everybody watches, those that are known."""
+        metrics = {
+            "distca/imbalance": self.totals.imbalance / self.totals.micro_batches,
+            "distca/tokens_per_second_per_rank": self.totals.tokens / self.seconds / self.num_ranks,
+        }
+        if self.utilisation is not None:
+            metrics |= {"distca/utilisation": self.utilisation}
+        if self.memory_bytes is not None:
+            metrics |= {"distca/memory_gib": self.memory_bytes / 2**30}
+        return metrics
+
+    def all(self, documents_truncated: int) -> dict[str, float]:
+        """Returns these, and those that help to find out what slows a training down."""
+        count = self.totals.micro_batches
+        return self.basic() | {
+            "distca/imbalance_before": self.totals.imbalance_before / count,
+            "distca/mbytes_sent_max": self.sent_bytes / count / 1e6,
+            "distca/plan_ms": 1e3 * self.plan_seconds / count,
+            "distca/loader_wait_ms": 1e3 * self.loader_wait_seconds / count,
+            "distca/wait_ms_max": 1e3 * self.waited_seconds / count,
+            "distca/slowest_rank": float(self.slowest_rank or 0),
+            "distca/tokens_per_second": self.totals.tokens / self.seconds,
+            "distca/documents_truncated": float(documents_truncated),
+        }
+
+    def in_words(self, done: str) -> str:
+        """Returns one line about what has ended."""
+        totals, seconds = self.totals, self.seconds
+        before, after = totals.imbalance_before / totals.micro_batches, totals.imbalance / totals.micro_batches
+        slow = (
+            ""
+            if self.slowest_rank is None or self.waited_seconds < LITTLE_WAITING * seconds
+            else (f", mostly for rank {self.slowest_rank}")
+        )
+        return (
+            f"{done}: {totals.tokens:,} tokens in {duration(seconds)}, {totals.tokens / seconds:,.0f} per second; "
+            f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean; waited "
+            f"{self.loader_wait_seconds / seconds:.1%} of the time for data, {self.waited_seconds / seconds:.1%} for "
+            f"other ranks{slow}"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds, minutes or hours, whichever is read most easily."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+class Meter:
+    """Reads what a training does.
+
+    Args:
+        transport: between the ranks, whose traffic is measured.
+        device: on which the model trains.
+        flops: operations of the model; None if they are not known.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, flops: StepFlops | None) -> None:
+        self._transport, self._device, self._flops = transport, device, flops
+        self.begin(None)
+
+    def begin(self, source: PlanSource | None) -> None:
+        """Counts from here on; there may be no source before the first batch."""
+        self._began = time.perf_counter()
+        self._sent_bytes = self._transport.traffic.bytes_sent
+        self._waited_seconds = self._transport.traffic.waited_seconds
+        self._totals = PlanTotals() if source is None else source.totals
+        self._times = LoaderTimes() if source is None else replace(source.times)
+
+    def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> Reading | None:
+        """Reads, and begins anew; None if nothing was planned. A collective call: every rank reads at the same steps.
+
+        Args:
+            step: number of the optimizer step.
+            dtype: that attention computes in.
+        """
+        totals, seconds, mine = (
+            source.totals.since(self._totals),
+            time.perf_counter() - self._began,
+            self._mine(source),
+        )
+        self.begin(source)
+        if not totals.micro_batches:
+            return None
+        by_rank = Agreement.start(self._transport, Occasion.REPORT, step, {}, mine).wait()
+        return self._reading(totals, seconds, by_rank, dtype)
+
+    def read_alone(self, source: PlanSource) -> Reading:
+        """Reads without the other ranks: times and bytes are of this one."""
+        totals, seconds = source.totals.since(self._totals), time.perf_counter() - self._began
+        return self._reading(totals, seconds, {name: [value] for name, value in self._mine(source).items()}, None)
+
+    def _mine(self, source: PlanSource) -> dict[str, int]:
+        """Returns what this rank has to show."""
+        times, traffic = source.times, self._transport.traffic
+        return {
+            "wait_ns": round(1e9 * (times.wait_seconds - self._times.wait_seconds)),
+            "plan_ns": round(1e9 * (times.plan_seconds - self._times.plan_seconds)),
+            "sent_bytes": traffic.bytes_sent - self._sent_bytes,
+            "waited_ns": round(1e9 * (traffic.waited_seconds - self._waited_seconds)),
+            "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0,
+        }
+
+    def _reading(
+        self, totals: PlanTotals, seconds: float, by_rank: Mapping[str, Sequence[int]], dtype: torch.dtype | None
+    ) -> Reading:
+        """Returns a reading of what ranks have shown."""
+        num_ranks = self._transport.world_size
+        most = {name: max(values) for name, values in by_rank.items()}
+        return Reading(
+            num_ranks=num_ranks,
+            seconds=seconds,
+            totals=totals,
+            sent_bytes=most["sent_bytes"],
+            plan_seconds=most["plan_ns"] / 1e9,
+            loader_wait_seconds=most["wait_ns"] / 1e9,
+            waited_seconds=most["waited_ns"] / 1e9,
+            slowest_rank=int(np.argmin(by_rank["waited_ns"])) if len(by_rank["waited_ns"]) == num_ranks else None,
+            utilisation=self._utilisation(totals, num_ranks * seconds, dtype),
+            memory_bytes=most["memory_bytes"] or None,
+        )
+
+    def _utilisation(self, totals: PlanTotals, seconds: float, dtype: torch.dtype | None) -> float | None:
+        """Returns the part of all GPUs' operations that the model needed; None where one of both is not known."""
+        if self._flops is None or self._device.type != "cuda" or dtype not in HALF:
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(self._device))
+        return None if peak is None else self._flops.useful(totals.tokens, totals.pairs) / (seconds * peak)

@@ -1,0 +1,146 @@
+"""Operations of a step: as torch counts them, and what they say about measured steps."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from distca_hf.cost import causal_pairs
+from distca_hf.flops import StepFlops, peak_flops
+from distca_hf.integrations.model_flops import step_flops
+from support.models import SIZES, VOCABULARY, tiny_model
+
+
+TOKENS = 16
+# Of one layer of an 8B Llama: weights in matrices, and heads x dimension.
+WEIGHTS_8B, WIDTH_8B = 218_103_808, 4096
+
+
+def counted(model: torch.nn.Module) -> int:
+    """Operations of a forward and backward pass, as torch counts them; sdpa computes a whole square."""
+    ids = torch.randint(3, VOCABULARY, (1, TOKENS))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counter.get_total_flops()
+
+
+def flops_of(model: torch.nn.Module) -> StepFlops:
+    flops = step_flops(model)
+    assert flops is not None
+    return flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", {})],
+    ids=["llama", "tied", "qwen3"],
+)
+def test_operations_are_those_that_torch_counts(kind: str, changes: dict[str, Any]) -> None:
+    model = tiny_model(kind, "eager", **changes)
+
+    assert flops_of(model).useful(TOKENS, TOKENS * TOKENS) == pytest.approx(counted(model), rel=0.001)
+
+
+def mixture() -> Any:
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def test_operations_of_a_mixture_are_those_of_the_experts_that_a_token_takes() -> None:
+    model = mixture()
+
+    assert flops_of(model).useful(TOKENS, TOKENS * TOKENS) == pytest.approx(counted(model), rel=0.001)
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    whole = flops_of(tiny_model())
+    adapted = flops_of(get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])))
+
+    assert whole.token_backward == 2 * whole.token_forward
+    assert whole.token_forward < adapted.token_forward < 1.1 * whole.token_forward
+    assert adapted.token_forward < adapted.token_backward < 1.1 * adapted.token_forward
+
+
+def test_head_is_not_recomputed() -> None:
+    flops = flops_of(tiny_model())
+    once, twice = (flops.done(recomputes_layers=again, recomputes_attention=False) for again in (False, True))
+
+    assert flops.head_forward == 2 * VOCABULARY * SIZES["hidden_size"]
+    assert twice.per_token - once.per_token == flops.token_forward - flops.head_forward
+
+
+def test_quantised_weights_are_not_counted() -> None:
+    model = tiny_model()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+
+    assert step_flops(model) is None
+
+
+def test_experts_of_unknown_number_are_not_counted() -> None:
+    model = mixture()
+    model.config.num_experts_per_tok = 0
+
+    assert step_flops(model) is None
+
+
+@pytest.mark.parametrize(
+    ("documents", "measured"),
+    [
+        ([131072] + [4096] * 96, 2.01),
+        ([65536] + [4096] * 48, 1.57),
+        ([65536] + [32768] * 2 + [16384] * 4 + [2048] * 32, 1.40),
+        ([4096] * 64, 0.996),
+    ],
+    ids=["128K", "64K", "mixed", "uniform"],
+)
+def test_expected_speed_up_is_that_of_measured_steps(documents: list[int], measured: float) -> None:
+    """Rows of docs/performance.md: layers of an 8B Llama on four GPUs, checkpointed, attention outputs saved."""
+    flops = StepFlops.of(WEIGHTS_8B, WEIGHTS_8B, 4 * WIDTH_8B)
+    done = flops.done(recomputes_layers=True, recomputes_attention=False)
+    work = np.array([causal_pairs(0, tokens) for tokens in documents])
+    whole_on_a_rank = max(work.max(), work.sum() / 4)
+    before = np.array([4 * whole_on_a_rank / work.sum()])
+
+    speed_up = done.speed_up(np.array([sum(documents)]), np.array([work.sum()]), before, np.ones(1))
+
+    assert speed_up == pytest.approx(measured, rel=0.015)
+
+
+def test_share_of_attention_grows_with_length() -> None:
+    done = StepFlops.of(WEIGHTS_8B, WEIGHTS_8B, 4 * WIDTH_8B).done(recomputes_layers=False, recomputes_attention=False)
+    shares = [done.attention_share(tokens, causal_pairs(0, tokens)) for tokens in (4096, 131072)]
+
+    assert shares == pytest.approx([0.08, 0.74], abs=0.01)
+
+
+def test_attention_that_is_recomputed_counts_again() -> None:
+    flops = StepFlops.of(1, 1, 2.0)
+
+    assert flops.done(recomputes_layers=True, recomputes_attention=False).per_pair == 7.0
+    assert flops.done(recomputes_layers=True, recomputes_attention=True).per_pair == 9.0
+    assert flops.done(recomputes_layers=False, recomputes_attention=False).per_token == 6.0
+    assert flops.done(recomputes_layers=True, recomputes_attention=False).per_token == 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peak_is_known_by_name_or_not_at_all(name: str, tera: float | None) -> None:
+    assert peak_flops(name) == (None if tera is None else tera * 1e12)
