@@ -31,7 +31,7 @@ from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.kernels.choose import KERNELS, choose_kernel
-from distca_hf.kernels.interface import Job
+from distca_hf.kernels.interface import AttentionSpec, Job
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_config, tiny_model
@@ -168,7 +168,7 @@ def misspelt_setting(make: Make) -> None:
 
 
 def missing_package(make: Make) -> None:
-    choose_kernel("flash2", HOPPER)
+    choose_kernel("flash2", HOPPER, AttentionSpec(1.0))
 
 
 def number_as_text(make: Make) -> None:
@@ -487,10 +487,10 @@ def test_packages_that_are_missing_are_named_with_how_to_install_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """26: the kernel of torch computes where no other is installed, and says so."""
-    monkeypatch.setattr("distca_hf.kernels.choose.try_out", lambda kernel, job: None)
+    monkeypatch.setattr("distca_hf.kernels.choose.try_out", lambda *arguments: None)
     choose_kernel.cache_clear()
     try:
-        choose_kernel("auto", HOPPER)
+        choose_kernel("auto", HOPPER, AttentionSpec(1.0))
     finally:
         choose_kernel.cache_clear()
     (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "replaces" in text]
