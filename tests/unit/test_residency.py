@@ -94,16 +94,16 @@ def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
 
 
 def test_rows_of_one_group_of_heads_are_parts_of_tokens() -> None:
-    whole = kept_bytes(plan_of(RECEIVED), *tensors(5))
+    whole = kept_bytes(plan_of(RECEIVED).facts, *tensors(5))
 
-    assert kept_bytes(plan_of(RECEIVED | {"rows_per_token": 2}), *tensors(5)) == whole // 2
+    assert kept_bytes(plan_of(RECEIVED | {"rows_per_token": 2}).facts, *tensors(5)) == whole // 2
 
 
 def test_half_precision_keeps_log_sum_exps_in_fp32() -> None:
     facts = {"key_rows_received": (1,), "guest_rows": (1,)}
     bytes_of_both = 2 * KV_HEADS * (DIM + VALUE_DIM) + HEADS * (2 * (DIM + VALUE_DIM) + 4)
 
-    assert kept_bytes(plan_of(facts), *tensors(5, torch.bfloat16)) == bytes_of_both
+    assert kept_bytes(plan_of(facts).facts, *tensors(5, torch.bfloat16)) == bytes_of_both
 
 
 def test_a_plan_may_be_used_for_inference_before_training() -> None:
