@@ -47,7 +47,7 @@ RANDOM_IN_TRAINING = ("phimoe",)
 # In the order of the page. The last two are faults of distca.
 WORKS, REFUSED, NOT_BUILT, WRONG, CRASH = VERDICTS = ("works", "refused", "not built", "WRONG", "CRASH")
 
-INTRODUCTION = f"""# Models
+INTRODUCTION = f"""## All classes
 
 Made by `python scripts/model_sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
 distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` knows: a tiny model with one layer of
@@ -239,7 +239,7 @@ def be_quiet() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
-    parser.add_argument("--out", type=Path, help="the page whose first section is replaced, by default docs/models.md")
+    parser.add_argument("--out", type=Path, help="the page whose section is replaced, by default docs/models.md")
     options = parser.parse_args()
     be_quiet()
     outcomes = []

@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.errors import PlanError
+from distca_hf.flops import DoneFlops
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
     recomputes_attention,
+    recomputes_layers,
     save_attention,
 )
 from distca_hf.integrations.forward_check import ForwardCheck
@@ -26,6 +28,7 @@ from distca_hf.integrations.model_facts import ConfigFacts, module_facts
 from distca_hf.integrations.model_flops import step_flops
 from distca_hf.integrations.model_parts import attention_layers, forward_accepts, names_by_position, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
+from distca_hf.integrations.run_report import RunReport
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
 
@@ -53,6 +56,7 @@ class ForwardWatch:
         packs: plans batches without a plan; None before the first one.
         position_limits: longest documents that the model can take.
         flops: operations of the model; None if they are not known.
+        report: lines about its training.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
@@ -60,7 +64,7 @@ class ForwardWatch:
         self.root, self.plugin = root, plugin
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
-        self.flops = step_flops(root)
+        self.flops, self.report = step_flops(root), RunReport(plugin)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
@@ -120,7 +124,7 @@ class ForwardWatch:
             self._save_attention(module)
         elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if self._recomputes_attention(module) else len(self._layers)
+        layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
         if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
@@ -161,10 +165,6 @@ class ForwardWatch:
             self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
 
-    def _recomputes_attention(self, module: nn.Module) -> bool:
-        """Returns whether backward computes attention again, one layer after the other."""
-        return recomputes_attention(self._checkpointed_modules(module))
-
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
         if self._checkpointed is None:
@@ -192,12 +192,35 @@ class ForwardWatch:
             self._check.check_calls(plan)
             self.attention_dtype = plan.attention_dtype
             plan.end_forward_pass(backward_follows=torch.is_grad_enabled())
+            if module.training and torch.is_grad_enabled():
+                plan.use.trained = True
+                if not self.report.written:
+                    self.report.begin(plan, self._done_flops(module))
+
+    def _done_flops(self, module: nn.Module) -> DoneFlops | None:
+        """Returns the operations of a step as the model is checkpointed; None if they are not known."""
+        if self.flops is None:
+            return None
+        checkpointed = self._checkpointed_modules(module)
+        return self.flops.done(
+            recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
+        )
 
 
 def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+
+    Raises:
+        PlanError: the model would shift labels of a placed batch itself.
+    """
     count, labels = batch.get("num_items_in_batch"), batch.get("labels")
+    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+        raise PlanError(
+            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
+            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
+            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:

@@ -36,8 +36,8 @@ SOME = {
 
 
 def rows(page: str) -> dict[str, tuple[str, str, str]]:
-    """Class, outcome and what is told, by model type, in the order of the page's first section."""
-    section = page.partition("\n## ")[0]
+    """Class, outcome and what is told, by model type, in the order of the page's list of all classes."""
+    section = page.partition("## All classes\n")[2].partition("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {model_type: (name, verdict, told) for name, model_type, verdict, told in cells[2:]}
 

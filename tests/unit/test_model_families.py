@@ -1,0 +1,47 @@
+"""Models that people ask for: the page says what the check of models says."""
+
+import importlib
+from types import ModuleType
+
+import pytest
+import transformers
+
+from distca_hf.errors import UnsupportedAttentionError
+from support.commands import REPOSITORY
+
+
+PAGE = (REPOSITORY / "docs" / "models.md").read_text().partition("\n## ")[0]
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    return importlib.import_module("model_families")
+
+
+@pytest.mark.skipif(
+    f"with Transformers {transformers.__version__} and" not in PAGE,
+    reason="the page was made with another Transformers",
+)
+def test_page_says_what_the_check_says(families: ModuleType) -> None:
+    rows = "".join(families.row(family) for family in families.FAMILIES)
+
+    assert rows.splitlines() == PAGE.rstrip().splitlines()[-len(families.FAMILIES) :]
+
+
+def test_what_works_is_trained_in_the_list_of_all_classes(families: ModuleType) -> None:
+    text = (REPOSITORY / "docs" / "models.md").read_text()
+    working = [family for family in families.FAMILIES if f"| {family.name} |" in PAGE and not family.sign]
+
+    assert len(working) > 10
+    for family in working:
+        for model_type in family.model_types:
+            assert f"| {model_type} | works |" in text, model_type
+
+
+def test_refusal_for_another_reason_is_noticed(families: ModuleType) -> None:
+    model = families.build("gemma2", {})
+
+    assert families.longest_accepted_tokens(model, "attn_logit_softcapping") == 0
+    with pytest.raises(UnsupportedAttentionError, match="softcapping"):
+        families.longest_accepted_tokens(model, "sliding window")
