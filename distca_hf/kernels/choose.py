@@ -89,6 +89,21 @@ KERNELS: dict[str, Entry] = {
 }
 
 
+NAMES: dict[type, str] = {
+    Flash4Kernel: "flash4",
+    Flash3Kernel: "flash3",
+    Flash2Kernel: "flash2",
+    TorchVarlenKernel: "torch_varlen",
+    CpuKernel: "cpu",
+    ReferenceKernel: "reference",
+}
+
+
+def kernel_name(kernel: Kernel) -> str:
+    """Returns a kernel's name in the table; that of its class if it is not of the table."""
+    return NAMES.get(type(kernel), type(kernel).__name__)
+
+
 def choose_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
     """Returns the kernel called `name`; for "auto" the first of the table that can do the job, and does it on a few
     tokens (the reference only on a CPU).

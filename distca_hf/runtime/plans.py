@@ -18,7 +18,7 @@ from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
-from distca_hf.kernels.choose import choose_kernel
+from distca_hf.kernels.choose import choose_kernel, kernel_name
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel
 from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.forward_pass import ForwardPass
@@ -28,13 +28,15 @@ from distca_hf.runtime.residency import Retention
 
 @dataclass
 class PlanUse:
-    """Whether a model has begun to run with a plan; outlives the plan.
+    """Whether a model has run with a plan; outlives the plan.
 
     Attributes:
         begun: a forward pass has begun.
+        trained: one with gradients has ended.
     """
 
     begun: bool = False
+    trained: bool = False
 
 
 class LivePlan:
@@ -141,6 +143,11 @@ class LivePlan:
     def attention_dtype(self) -> torch.dtype | None:
         """In which attention computes; None before the first call."""
         return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
+
+    @property
+    def kernel_name(self) -> str:
+        """Of the kernel that attends; "none" before the first call."""
+        return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
 
     def kernel(
         self,
