@@ -296,6 +296,16 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def launched_local_rank() -> int:
+    """Returns the number of this process on its node (0 without a launcher)."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def launched_error_file() -> str | None:
+    """Returns the file in which torchrun and accelerate look for the error that ended this process."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
 def launched_world_size() -> int:
     """Returns the number of processes the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))

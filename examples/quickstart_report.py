@@ -1,6 +1,8 @@
 """What the quickstart shows: bars while it trains, then a table of all steps, a picture, and what to do next."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,8 +18,7 @@ from distca_hf.insight.report import draw_balance
 from distca_hf.runtime.plans import PlanFacts
 
 
-# Options and paths stay whole, so that they can be copied.
-WHOLE_WORDS = {"break_on_hyphens": False, "break_long_words": False}
+BULLET = {"initial_indent": "- ", "subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
 
 
 class TrainingBar:
@@ -80,8 +81,8 @@ class Step:
         return abs(self.gradient_norms[0] / self.gradient_norms[1] - 1)
 
 
-def print_steps(console: Console, steps: Sequence[Step]) -> None:
-    """Prints a line for each step; fits 80 columns."""
+def print_steps(steps: Sequence[Step]) -> None:
+    """Prints a line for each step, 80 columns wide."""
     table = Table(title="The same batches, trained twice", box=SIMPLE_HEAD, title_justify="left")
     for heading in (
         "step",
@@ -99,11 +100,11 @@ def print_steps(console: Console, steps: Sequence[Step]) -> None:
         norms = (f"{norm:.4f}" for norm in step.gradient_norms)
         balance = (f"{step.facts.imbalance_before:.2f}", f"{step.facts.imbalance:.2f}")
         table.add_row(str(number), *losses, *norms, *balance, f"{step.bytes_sent / 1e6:.1f}")
-    console.print(table)
-    print("busiest rank: its attention work as a multiple of the mean; all ranks wait for it\n")
+    Console(width=80).print(table)
+    print("busiest rank: its attention work over the mean; all ranks wait for it\n")
 
 
-def print_summary(console: Console, steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
+def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
     """Prints what was to be seen, and what to do next."""
     facts = [step.facts for step in steps]
     in_order = sum(fact.imbalance_before for fact in facts) / len(facts)
@@ -121,25 +122,27 @@ def print_summary(console: Console, steps: Sequence[Step], lengths: Sequence[int
         f"In {spanning} of {len(steps)} batches a document was on both ranks, and its keys and values were sent.",
         "Nothing about speed: both ranks run on one CPU. Speed on GPUs: docs/performance.md.",
     )
-    dataset, model = output / "data" / "dataset", output / "model"
+    console = Console()
+    command = Path(os.path.relpath(sys.executable)).with_name("distca")
     following = (
         f"Look at {output}: balance.png shows work and waiting in every batch, steps.json has all figures.",
-        f"Open {model}: an ordinary Llama and its tokenizer, for from_pretrained.",
-        f"Ask what distca would do for documents, without a GPU. For these: distca plan {dataset} --ranks 2 "
-        "--tokens-per-rank 4096. For yours: give your own saved dataset, ranks and tokens.",
+        f"Open {output / 'model'} with from_pretrained: an ordinary Llama and its tokenizer.",
+        "Ask what distca would do for documents, without a GPU. For these (for yours: another folder or file, and "
+        "ranks and tokens per rank of your training):",
+        f"  {command} plan {output / 'data' / 'dataset'} --ranks 2 --tokens-per-rank 4096 --seed 42",
         "Train a model of yours: README.md has a script, docs/using.md every other way.",
     )
     for title, lines in (("What you saw", saw), ("What next", following)):
         console.print(f"[bold]{title}")
         for line in lines:
-            print(fill(line, min(100, console.width), initial_indent="- ", subsequent_indent="  ", **WHOLE_WORDS))
+            is_command = line.startswith("  ")  # stays in one line, so that it can be copied
+            print(line if is_command else fill(line, min(100, console.width), **BULLET))
         print()
 
 
 def report(steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
     """Prints everything, and writes the picture and the figures of all steps."""
-    console = Console()
-    print_steps(console, steps)
+    print_steps(steps)
     if find_spec("matplotlib"):
         work = [step.facts.work for step in steps]
         draw_balance([step.facts.work_before for step in steps], work, output / "balance.png")
@@ -156,4 +159,4 @@ def report(steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
         for step in steps
     ]
     (output / "steps.json").write_text(json.dumps(figures, indent=1))
-    print_summary(console, steps, lengths, output)
+    print_summary(steps, lengths, output)

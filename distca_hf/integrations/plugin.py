@@ -1,12 +1,13 @@
 """The plugin: settings, and what is done with them. The object that users create."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from distca_hf.comm.checked import CheckedTransport
 from distca_hf.comm.groups import default_device, open_transport
 from distca_hf.comm.transport import Transport
+from distca_hf.comm.uncaught import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.heads import head_groups_of
@@ -30,6 +31,10 @@ class DistCAPlugin(DistCAConfig):
     loader = plugin.dataloader(dataset, seed=0)       # any other loop, with distca_hf.enable(model, plugin)
     ```
     """
+
+    def __new__(cls, *unnamed: object, **settings: object) -> Self:
+        show_errors_once()  # those of wrong settings, too
+        return super().__new__(cls, *unnamed, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()

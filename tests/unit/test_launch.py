@@ -284,6 +284,19 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [SCRIPT]")
 
 
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0)])
+def test_mistake_is_said_once_on_a_node_and_to_the_launcher(
+    local_rank: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        run.main(["script.py"])
+
+    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert "expected one --recipe, got 0" in (tmp_path / "error.json").read_text()
+
+
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_shows_how_to_call_it_and_ends_with_0(option: str, tmp_path: Path) -> None:
     done = launched(option, cwd=tmp_path)

@@ -90,3 +90,31 @@ def test_waiting_shows_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert words in (PICTURES / f"waiting-{style}.svg").read_text(), "run scripts/draw_waiting.py again"
     shares = re.findall(r"\d\.\d\d", words)
     assert f"{max(map(float, shares)):.2f} times the mean" in " ".join(PAGES[0].read_text().split())
+
+
+def test_first_table_of_the_readme_divides_figures_of_the_pages_it_links() -> None:
+    text = PAGES[0].read_text()
+    rows = re.findall(r"\[(\d+)\]\((docs/benchmarks/\S+\.md)\) → (\d+) ms \| \*\*([\d.]+)\*\* \| ([\d.]+) \|", text)
+
+    assert len(rows) == len(re.findall(r"→ \d+ ms", text)) > 3
+    for today, page, ours, ratio, like_for_like in rows:
+        numbers = set(re.findall(r"\d+", (REPOSITORY / page).read_text()))
+        assert {today, ours} <= numbers
+        assert f"{int(today) / int(ours):.{len(ratio.split('.')[1])}f}" == ratio
+        assert any(
+            f"{int(today) / int(number):.{len(like_for_like.split('.')[1])}f}" == like_for_like
+            for number in numbers
+            if int(number)
+        )
+    assert float(rows[-1][3]) < 1, "the last row is the one in which there is nothing to win"
+
+
+def test_losses_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    drawing = importlib.import_module("draw_losses")
+
+    assert max(map(abs, drawing.DIFFERENCES)) < 1e-5
+    for style in ("light", "dark"):
+        assert drawing.described() in (PICTURES / f"losses-{style}.svg").read_text(), (
+            "run scripts/draw_losses.py again"
+        )
