@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import distca_hf  #! before the model is loaded
 
+
 name, documents = sys.argv[1:]
 on_cpu = not torch.cuda.is_available()
 args = TrainingArguments("output", learning_rate=1e-5, bf16=True, logging_steps=1, use_cpu=on_cpu)
