@@ -139,16 +139,23 @@ def plan(
     lengths: Annotated[
         Path,
         typer.Argument(
-            help="document lengths, in the dataset's order: a flat JSON list, .jsonl or .parquet with a column "
-            "length, lengths, num_tokens or input_ids, a saved datasets folder, or a shipped sample: pretrain, prolong"
+            help="document lengths, in the dataset's order: .jsonl, .csv or .parquet with a column length, lengths, "
+            "num_tokens or input_ids; a flat list in .json or .txt; a saved datasets folder; or a shipped sample: "
+            "pretrain, prolong"
         ),
     ],
     ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
-    model: Annotated[str | None, typer.Option(help="shape of attention, llama3-8b if nothing is said")] = None,
-    model_config: Annotated[Path | None, typer.Option(help="shape from a Transformers config.json instead")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="llama3-8b (the default) or another name of the table, a model type or class of Transformers (qwen3, "
+            "Qwen3ForCausalLM: its default sizes), or the path of a config.json or of its folder"
+        ),
+    ] = None,
+    model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
     layout: Annotated[
         str,
         typer.Option(
@@ -162,6 +169,15 @@ def plan(
     bytes_limit: Annotated[
         int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
     ] = None,
+    checkpointing: Annotated[
+        str,
+        typer.Option(
+            help="what layers keep until backward, for estimates: saved (inputs, attention's outputs), recomputed "
+            "(inputs) or none (everything: no checkpointing)"
+        ),
+    ] = "saved",
+    liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
+    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB")] = 80.0,
     seed: Annotated[
         int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")
     ] = 0,
@@ -176,13 +192,13 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:
-    """Plans the first optimizer step of a training on documents of these lengths: how equal the work of all ranks
-    gets, and what must be sent.
+    """Says what training on documents of these lengths would be like: how equal the work of all ranks gets in an
+    epoch, how much faster that is, how much memory it needs, and what other numbers of tokens per rank would bring.
 
     Documents are shuffled and packed as training does it: an epoch has as few micro-batches as hold all documents, of
-    nearly equal tokens. The step is made of the first ones of epoch 0. Other steps have other documents.
+    nearly equal tokens. The first optimizer step is planned in full, with its bytes.
 
-    Bytes are those of one layer's forward pass. Bad input is one line on stderr and exit status 2.
+    Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
     """
     from distca_hf.insight.plan_command import run_plan
 
@@ -198,6 +214,9 @@ def plan(
             layout=layout,
             overlong=overlong,
             bytes_limit=bytes_limit,
+            checkpointing=checkpointing,
+            liger=liger,
+            gpu_gib=gpu_gib,
             seed=seed,
             lengths_are_batch=lengths_are_batch,
             compare=compare,

@@ -1,4 +1,5 @@
-"""Draw: the documents of an optimizer step, drawn from a file of lengths as training draws them, or given.
+"""Draw: the micro-batches of an epoch, packed from a file of lengths as training packs them, or given; and the
+documents of the first optimizer step.
 
 Training packs all documents into the micro-batches of an epoch, in an order that the seed decides. The first optimizer
 step of the first epoch takes as many of them, from the first on, as it has micro-steps.
@@ -11,7 +12,7 @@ import numpy as np
 from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError, and_more
 from distca_hf.insight.plan_request import PlanRequest
-from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.epochs import Epoch, EpochPacker
 from distca_hf.packing.source import fit_documents
 from distca_hf.packing.windows import group_documents
 
@@ -43,12 +44,39 @@ class OptimizerStep:
     micro_batches: list[IntArray]
     drawn: Drawn | None = None
 
+    def as_epoch(self) -> "PackedEpoch":
+        """Returns an epoch that has only this step."""
+        lengths = np.concatenate(self.micro_batches)
+        offsets = np.cumsum([0] + [len(batch) for batch in self.micro_batches])
+        return PackedEpoch(lengths, Epoch(np.arange(len(lengths)), offsets), self.drawn)
 
-def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
-    """Returns the first optimizer step of a training on these documents.
+
+@dataclass(frozen=True, eq=False)
+class PackedEpoch:
+    """Micro-batches of an epoch.
+
+    Attributes:
+        document_tokens: `[documents]` lengths, those of documents that were cut instead of the longer ones.
+        epoch: which documents are in which micro-batch.
+        drawn: where in training that is; None if they were given.
+    """
+
+    document_tokens: IntArray
+    epoch: Epoch
+    drawn: Drawn | None
+
+    def first_step(self, micro_steps: int) -> OptimizerStep:
+        """Returns the first optimizer step."""
+        numbers = range(micro_steps)
+        batches = [self.document_tokens[self.epoch.micro_batch(number)] for number in numbers]
+        return OptimizerStep(batches, self.drawn)
+
+
+def draw_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> PackedEpoch:
+    """Packs the first epoch of a training on these documents.
 
     Raises:
-        PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than the step.
+        PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than a step.
     """
     document_tokens = _fit(document_tokens, request)
     packer = EpochPacker(document_tokens, request.capacity_tokens, seed)
@@ -58,9 +86,16 @@ def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> Opt
             f"{packer.num_micro_batches} of {request.micro_steps} micro-steps of {request.capacity_tokens} tokens; "
             "choose fewer micro-steps"
         )
-    epoch = packer.epoch(0)
-    micro_batches = [document_tokens[epoch.micro_batch(index)] for index in range(request.micro_steps)]
-    return OptimizerStep(micro_batches, Drawn(seed, 0, packer.num_micro_batches))
+    return PackedEpoch(document_tokens, packer.epoch(0), Drawn(seed, 0, packer.num_micro_batches))
+
+
+def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
+    """Returns the first optimizer step of a training on these documents.
+
+    Raises:
+        PackingError: as `draw_epoch`.
+    """
+    return draw_epoch(document_tokens, request, seed).first_step(request.micro_steps)
 
 
 def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:

@@ -1,11 +1,11 @@
-"""Plan picture: a plan report as a drawing. Needs the extra `report`."""
+"""Plan picture: an answer as a drawing. Needs the extra `report`."""
 
 import os
 import tempfile
 from pathlib import Path
 
 from distca_hf.errors import ConfigError
-from distca_hf.insight.plan_report import PlanReport
+from distca_hf.insight.plan_answer import PlanAnswer
 
 
 def check_can_draw(path: Path) -> None:
@@ -28,27 +28,43 @@ def check_can_draw(path: Path) -> None:
         raise ConfigError(f"--plot {path} is a folder, or in a folder that does not exist")
 
 
-def draw_report(report: PlanReport, path: Path) -> None:
-    """Draws the work of every rank over the mean, before and after; the file appears when it is complete.
+def draw_answer(answer: PlanAnswer, path: Path) -> None:
+    """Draws the work of every rank over the mean in the first optimizer step, before and after, and how imbalanced the
+    micro-batches of the epoch are in order; the file appears when it is complete.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 
-    num_ranks = report.request.num_ranks
-    figure = Figure(figsize=(min(16.0, 5.0 + 0.1 * num_ranks), 5.0), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    for panel, title, work, imbalance in (
-        (panels[0], "documents in order", report.work_before, report.imbalance_before),
-        (panels[1], f"{report.request.layout} by distca", report.work, report.planned.figures.imbalance),
+    report = answer.step
+    request, num_ranks = report.request, report.request.num_ranks
+    before, after = report.imbalance_before, report.planned.figures.imbalance
+    figure = Figure(figsize=(min(16.0, 6.0 + 0.1 * num_ranks), 7.5), layout="constrained")
+    in_order, planned, epoch = figure.subplots(3, 1)
+    planned.sharex(in_order)
+    planned.sharey(in_order)
+    for panel, title, work in (
+        (in_order, f"documents in order: the busiest rank has {before:.2f} times the mean", report.work_before),
+        (planned, f"{request.layout} by distca: {after:.3f} times the mean", report.work),
     ):
         panel.bar(range(num_ranks), work * (num_ranks / max(1, int(work.sum()))), width=0.9)
         panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_title(f"{title}: max / mean work {imbalance:.3f}", loc="left", fontsize="medium")
+        panel.set_title(title, loc="left", fontsize="medium")
         panel.set_ylabel("work / mean")
-    panels[1].set_xlabel("rank")
-    panels[1].margins(x=0.01)
+        panel.set_xlabel("rank")
+        panel.margins(x=0.01)
+    epoch.hist(answer.imbalance_before, bins=40)
+    spread = answer.epoch.imbalance_before
+    epoch.set_title(f"all {answer.epoch.micro_batches:,} micro-batches in order", loc="left", fontsize="medium")
+    epoch.set_xlabel(f"busiest rank / mean; {spread.mean:.2f} on average, {spread.worst:.2f} at most")
+    epoch.set_ylabel("micro-batches")
+    figure.suptitle(
+        f"Attention work: {before:.2f} times the mean on the busiest of {num_ranks} ranks, then {after:.2f} times\n"
+        f"{request.model.name}, {num_ranks} ranks x {request.tokens_per_rank:,} tokens, first optimizer step",
+        x=0.01,
+        ha="left",
+    )
     try:
         handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
         os.close(handle)

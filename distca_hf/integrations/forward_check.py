@@ -55,15 +55,14 @@ class ForwardCheck:
                 f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
                 "plugin) before it trains"
             )
-        for implementation in [config._attn_implementation for config in self._attention_configs]:
-            if implementation == IMPLEMENTATION:
-                continue
-            raise PlanError(
-                f"{self._class_name} was enabled for distca, but its config now says "
-                f"attn_implementation={implementation!r}: documents that are cut between ranks need distca. "
-                'Call model.set_attn_implementation("distca"). If you did not change it: another model was made from '
-                "model.config, which then shares it; give that one copy.deepcopy(model.config)"
-            )
+        for config in self._attention_configs:
+            if config._attn_implementation != IMPLEMENTATION:
+                raise PlanError(
+                    f"{self._class_name} was enabled for distca, but its config now says attn_implementation="
+                    f"{config._attn_implementation!r}: documents that are cut between ranks need distca. Call "
+                    'model.set_attn_implementation("distca"). If you did not change it: another model was made from '
+                    "model.config, which then shares it; give that one copy.deepcopy(model.config)"
+                )
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach as far as the longest document; warns of another plugin.

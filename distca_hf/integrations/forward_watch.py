@@ -120,7 +120,7 @@ class ForwardWatch:
             self._save_attention(module)
         elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if self._recomputes_attention(module) else len(self._layers)
+        layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
         if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
@@ -161,10 +161,6 @@ class ForwardWatch:
             self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch)
 
-    def _recomputes_attention(self, module: nn.Module) -> bool:
-        """Returns whether backward computes attention again, one layer after the other."""
-        return recomputes_attention(self._checkpointed_modules(module))
-
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
         if self._checkpointed is None:
@@ -196,8 +192,18 @@ class ForwardWatch:
 
 def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+
+    Raises:
+        PlanError: the model would shift labels of a placed batch itself.
+    """
     count, labels = batch.get("num_items_in_batch"), batch.get("labels")
+    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+        raise PlanError(
+            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
+            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
+            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:

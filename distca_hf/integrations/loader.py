@@ -204,8 +204,8 @@ class PlacedLoader:
         """Yields the micro-batches from the loader's position to the end of its epoch."""
         begin = self._next if self._loaded is None else self._loaded
         packed = self._packed(begin)
-        one_was_looked_at = self._position.micro_batch <= 1
-        if self._is_left_early and self._loaded is None and not one_was_looked_at:
+        is_begun_again = self._is_left_early and self._loaded is None
+        if is_begun_again and self._position.micro_batch > 1:  # a first batch is often only looked at
             log.warning(
                 "epoch %d was left after micro-batch %d of %d, and begins again: its first documents come twice. Call "
                 "loader.set_epoch(%d) for the next epoch",

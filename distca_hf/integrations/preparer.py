@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.cost import IntArray
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.collate import RankRows, collate
 from distca_hf.packing.contents import Cut, cuts_of
@@ -102,6 +101,5 @@ class Preparer:
 
 def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
     """Returns the arrays as `[1, rows]` tensors by name."""
-    arrays: dict[str, IntArray] = vars(rows)
-    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
+    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in vars(rows).items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors

@@ -1,5 +1,6 @@
 """distca plan: what it prints, as a user would call it."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
+from distca_hf.insight import plan_command
 from distca_hf.insight.compare import run_baselines
 from distca_hf.insight.draw import OptimizerStep, divide_batch, draw_step
 from distca_hf.insight.figures import Figures, figures_of
@@ -26,6 +28,8 @@ from distca_hf.topology import Topology
 
 
 PRETRAIN = Path(__file__).parents[2] / "examples" / "lengths" / "pretrain.json.gz"
+# As many of its lengths as fill a hundred micro-batches of 8 x 16,384 tokens.
+SOME = 3500
 KEYS = {
     "ranks",
     "tokens_per_rank",
@@ -51,6 +55,12 @@ def plan(lengths: Path, *options: str | int | Path, ranks: int = 8, tokens_per_r
     result = CliRunner().invoke(app, [*arguments, *map(str, options)])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout) if "--json" in options else result.stdout
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lengths = json.loads(gzip.decompress(PRETRAIN.read_bytes()))[:SOME]
+    return write_lengths(tmp_path_factory.mktemp("lengths") / "some.json", np.minimum(lengths, 60_000).tolist())
 
 
 def write_lengths(path: Path, lengths: list[int]) -> Path:
@@ -80,8 +90,8 @@ def test_json_says_everything() -> None:
 
 
 @pytest.mark.parametrize("layout", ["placed", "fixed"])
-def test_baselines_say_the_same_of_the_same_documents(layout: str) -> None:
-    said = plan(PRETRAIN, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)
+def test_baselines_say_the_same_of_the_same_documents(layout: str, some: Path) -> None:
+    said = plan(some, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)
     baselines = said["baselines"]
     assert list(baselines) == [
         *("greedy_0.10", "greedy_0.05", "greedy_0.00"),
@@ -96,10 +106,10 @@ def test_baselines_say_the_same_of_the_same_documents(layout: str) -> None:
     assert baselines["zigzag_cp_4"]["bytes_internode_max"] == 0 < baselines["zigzag_cp"]["bytes_internode_max"]
 
 
-def test_the_seed_decides_and_nothing_else() -> None:
-    same = [plan(PRETRAIN, "--json", "--seed", 5) for _ in range(2)]
+def test_the_seed_decides_and_nothing_else(some: Path) -> None:
+    same = [plan(some, "--json", "--seed", 5) for _ in range(2)]
     assert same[0]["fingerprint"] == same[1]["fingerprint"]
-    assert same[0]["fingerprint"] != plan(PRETRAIN, "--json", "--seed", 6)["fingerprint"]
+    assert same[0]["fingerprint"] != plan(some, "--json", "--seed", 6)["fingerprint"]
 
 
 def test_figures_are_those_of_the_tasks(tmp_path: Path) -> None:
@@ -132,8 +142,8 @@ def test_any_world(ranks: int, layout: str, tmp_path: Path) -> None:
     assert said["tokens"] == 937
 
 
-def test_micro_steps_are_planned_together() -> None:
-    said = plan(PRETRAIN, "--json", "--compare", "--micro-steps", 4, tokens_per_rank=32768)
+def test_micro_steps_are_planned_together(some: Path) -> None:
+    said = plan(some, "--json", "--compare", "--micro-steps", 4, tokens_per_rank=32768)
     assert said["micro_steps"] == 4
     assert said["tokens"] <= 4 * 8 * 32768
     assert said["tokens_max"] <= 32768
@@ -178,33 +188,108 @@ def test_the_model_decides_bytes(tmp_path: Path) -> None:
 
 def test_the_table_can_be_read() -> None:
     text = plan(PRETRAIN, "--compare", ranks=64)
-    for words in ("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document", "lpt"):
+    for words in (
+        *("mean over the epoch", "95 % of micro-batches are below", "worst micro-batch"),
+        *("faster than documents in order", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
+        *("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document"),
+        *("DistCA paper, 10%", "ring/zigzag CP in 8s", "Ulysses", "whole documents (LPT)", "sorted packs"),
+    ):
         assert words in text
     assert str(PRETRAIN) in text.replace("\n", "")
-    assert "placed layout; the first of 377 micro-batches of epoch 0, seed 0" in " ".join(text.split())
+    assert "placed layout: 377 micro-batches in an epoch, seed 0." in " ".join(text.split())
+    assert "the first of 377 micro-batches of epoch 0, seed 0" in text
     bars = [line for line in text.splitlines() if line.lstrip()[:1].isdigit() and "-" in line.split()[0]]
     assert len(bars) == 32
     assert bars[-1].split()[0] == "62-63"
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    plan(PRETRAIN, "--plot", tmp_path / "work.png")
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is longer, no figure and no name is cut short."""
+    monkeypatch.setattr(plan_command, "COLUMNS", columns)
+    options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
+    text = plan(some, *options, ranks=64, tokens_per_rank=32768)
+    lines = text.replace(str(some), "").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in text
+    for words in ("131,072", "8,192", "distca", "ZeRO-3", "DistCA"):
+        assert any(words in line for line in lines), words
+
+
+def test_the_epoch_and_estimates_are_in_json() -> None:
+    said = plan(PRETRAIN, "--json", "--liger", "--checkpointing", "recomputed", "--gpu-gib", 40)
+    whole = said["whole_epoch"]
+    assert whole["documents"] == 99_519
+    assert whole["micro_batches"] == said["epoch_micro_batches"]
+    assert 0 < whole["planned_micro_batches"] < whole["micro_batches"]
+    for figure in ("imbalance_before", "imbalance"):
+        spread = whole[figure]
+        assert 1 <= spread["mean"] <= spread["p95"] <= spread["worst"]
+    assert whole["imbalance"]["worst"] < 1.01 < whole["imbalance_before"]["mean"]
+    estimates = said["estimates"]
+    assert 0 < estimates["attention_share"] < 1 < estimates["over_plain"]
+    assert 0 < estimates["over_sorted"] < estimates["over_plain"]  # packs that cut documents have less to attend
+    assert set(estimates["memory_bytes"]) == {"fsdp2", "zero3"}
+    assert estimates["assumptions"]["checkpointing"] == "recomputed"
+    choices = {choice["tokens_per_rank"]: choice for choice in said["choices"]}
+    assert choices[8192]["too_long_documents"] > 0
+    assert choices[16384]["memory_bytes"] == estimates["memory_bytes"]["fsdp2"]["total"]
+    assert [choice["fits"] for choice in choices.values()] == sorted(
+        (choice["fits"] for choice in choices.values()), reverse=True
+    )
+
+
+def test_a_model_of_unknown_size_has_no_estimates(tmp_path: Path) -> None:
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lengths = write_lengths(tmp_path / "lengths.json", [2000, *[100] * 20])
+    options = ("--model-config", tmp_path / "config.json")
+    assert plan(lengths, "--json", *options)["estimates"] is None
+    assert "its size is not known, so speed and memory are not estimated" in plan(lengths, *options).replace("\n", " ")
+
+
+def test_a_config_of_transformers_is_counted(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 100, "dtype": "bfloat16"}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    lengths = write_lengths(tmp_path / "lengths.json", [2000, *[100] * 20])
+    by_path = plan(lengths, "--json", "--model", tmp_path)
+    assert by_path == {**plan(lengths, "--json", "--model-config", tmp_path / "config.json"), **_times(by_path)}
+    state = 2 * (32 * 32 * 3 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 100 * 32
+    assert by_path["estimates"]["memory_bytes"]["fsdp2"]["state"] == 12 * state // 8
+
+
+def _times(said: dict[str, Any]) -> dict[str, Any]:
+    """Figures that differ from call to call."""
+    return {"planning_seconds": said["planning_seconds"]}
+
+
+def test_a_given_batch_has_no_other_choices(tmp_path: Path) -> None:
+    lengths = write_lengths(tmp_path / "lengths.json", [900, *[10] * 50])
+    said = plan(lengths, "--json", "--lengths-are-batch")
+    assert said["choices"] == []
+    assert said["whole_epoch"]["micro_batches"] == 1
+    assert said["whole_epoch"]["imbalance_before"]["mean"] == pytest.approx(said["imbalance_before"])
+
+
+def test_a_picture_is_drawn(some: Path, tmp_path: Path) -> None:
+    plan(some, "--plot", tmp_path / "work.png")
     assert (tmp_path / "work.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["work.png"]
 
 
-def test_a_fresh_process_needs_no_torch() -> None:
+def test_a_fresh_process_needs_no_torch(some: Path) -> None:
     code = "import sys; from distca_hf.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
-    arguments = ["plan", str(PRETRAIN), "--ranks", "8", "--tokens-per-rank", "65536", "--json", "--compare"]
+    arguments = ["plan", str(some), "--ranks", "8", "--tokens-per-rank", "65536", "--json", "--compare"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "7"}
     said = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("\n") == 1
-    assert json.loads(said.stdout)["fingerprint"] == plan(PRETRAIN, "--json", tokens_per_rank=65536)["fingerprint"]
+    assert json.loads(said.stdout)["fingerprint"] == plan(some, "--json", tokens_per_rank=65536)["fingerprint"]
 
 
-def test_terminals_that_know_no_blocks_get_bars_too() -> None:
-    arguments = ["plan", str(PRETRAIN), "--ranks", "2", "--tokens-per-rank", "65536"]
+def test_terminals_that_know_no_blocks_get_bars_too(some: Path) -> None:
+    arguments = ["plan", str(some), "--ranks", "2", "--tokens-per-rank", "65536"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     code = "from distca_hf.cli import main; main()"
     said = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)

@@ -25,6 +25,10 @@ def parquet(**columns: object) -> Callable[[Path], object]:
     return lambda path: pq.write_table(pa.table(columns), path)
 
 
+def table(between: str) -> str:
+    return "\n".join([f"id{between}length", *(f"{at}{between}{length}" for at, length in enumerate(LENGTHS))])
+
+
 def save(dataset: Dataset) -> Callable[[Path], object]:
     return dataset.save_to_disk
 
@@ -35,6 +39,12 @@ READABLE: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "rows.jsonl": (lambda path: path.write_text(lines("num_tokens", LENGTHS)), "num_tokens"),
     "rows.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(lines("lengths", LENGTHS).encode())), "lengths"),
     "tokens.jsonl": (lambda path: path.write_text(lines("input_ids", TOKENS)), "input_ids"),
+    "table.csv": (lambda path: path.write_text(table(", ")), "length"),
+    "table.csv.gz": (lambda path: path.write_bytes(gzip.compress(table(",").encode("utf-8-sig"))), "length"),
+    "windows.csv": (lambda path: path.write_bytes(table(",").replace("\n", "\r\n").encode()), "length"),
+    "unnamed.csv": (lambda path: path.write_text("\n".join(map(str, LENGTHS))), None),
+    "numbers.txt": (lambda path: path.write_text("\n".join(map(str, LENGTHS)) + "\n\n"), None),
+    "numbers.TXT": (lambda path: path.write_text(" \r\n".join(map(str, LENGTHS))), None),
     "numbers.parquet": (parquet(length=pa.array(LENGTHS, pa.int16())), "length"),
     "tokens.parquet": (parquet(input_ids=TOKENS, labels=TOKENS), "input_ids"),
     "saved": (save(Dataset.from_dict({"input_ids": TOKENS, "labels": TOKENS})), "input_ids"),

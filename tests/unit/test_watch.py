@@ -163,6 +163,16 @@ def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: b
             model(**batch).loss.backward()
 
 
+def test_labels_that_the_model_would_shift_across_cuts_are_refused() -> None:
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    del batch["shift_labels"]
+    with pytest.raises(PlanError, match="micro-batch 0: a placed batch has labels, but no shift_labels"):
+        model(**batch)
+    del batch["labels"]
+    assert model(**batch).loss is None
+
+
 # --- positions
 
 

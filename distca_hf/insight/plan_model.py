@@ -1,0 +1,111 @@
+"""Plan model: the shape and size of the model that `--model` or `--model-config` means.
+
+A name of the table needs no library. All others are Transformers': a model type or class with the sizes of its default
+configuration, or a config.json. Their weights are counted in a model without memory (torch's meta device).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca_hf.errors import ConfigError
+from distca_hf.insight.models import PRESETS, ModelShape, preset, read_config, read_model_config, shape_of_config
+from distca_hf.insight.plan_size import ModelSize
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG_FILE = "config.json"
+EXPERT_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT = ".experts."
+
+
+def find_model(name: str) -> ModelShape:
+    """Returns the model of a preset's name, a path of a config.json or of its folder, or a type or class of
+    Transformers.
+
+    Raises:
+        ConfigError: there is no such model, or its configuration is not understood.
+    """
+    if name.lower() in PRESETS:
+        return preset(name)
+    if name.endswith(".json") or Path(name).is_dir():
+        return read_model(Path(name))
+    model_type = _type_of(name)
+    if model_type is None:
+        return preset(name)  # raises, and names all
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type).get_text_config()
+    others = {name: getattr(config, name) for name in config.attribute_map}  # GPT-2 writes n_head
+    values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
+    shape = shape_of_config({"dtype": "bfloat16", **values}, model_type, f"the default configuration of {model_type}")
+    return replace(shape, name=f"{model_type} (default sizes)", size=_count(config, name))
+
+
+def read_model(path: Path) -> ModelShape:
+    """Reads the shape in a config.json, or in that of a folder; its size, too, if Transformers knows the model type.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
+    """
+    path = path / CONFIG_FILE if path.is_dir() else path
+    shape, config = read_model_config(path), read_config(path)
+    if "model_type" not in config:
+        return shape
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        return shape
+    try:
+        known = AutoConfig.for_model(**config).get_text_config()
+    except Exception as error:  # configurations check themselves, each in its own way
+        raise ConfigError(f"model config {path} is not one of {config['model_type']}: {error}") from error
+    return replace(shape, size=_count(known, str(path)))
+
+
+def _type_of(name: str) -> str | None:
+    """Returns the model type of a type or a class; None if Transformers knows neither."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name in CONFIG_MAPPING:
+        return name
+    classes = {of: model_type for model_type, of in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return classes.get(name)
+
+
+def _count(config: "PretrainedConfig", name: str) -> ModelSize:
+    """Counts the weights of a causal language model.
+
+    Raises:
+        ConfigError: Transformers has none with this configuration, or cannot build it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    except Exception as error:  # a model's code raises whatever it likes
+        raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
+    weights = dict(model.named_parameters())  # a head that is the embedding is there once
+    parameters = sum(weight.numel() for weight in weights.values())
+    ends = embedding.numel() + (0 if head is embedding else head.numel())
+    experts = sum(weight.numel() for weight_name, weight in weights.items() if EXPERT in weight_name)
+    return ModelSize(
+        layers=config.num_hidden_layers,
+        hidden_size=head.shape[1],
+        vocabulary=head.shape[0],
+        parameters=parameters,
+        layer_parameters=parameters - ends - experts + round(experts * _share_of_experts(config)),
+        embedding_parameters=ends,
+    )
+
+
+def _share_of_experts(config: Any) -> float:
+    """Returns the share of a layer's experts that a token is sent to; 1 without experts."""
+    most = max((getattr(config, name, None) or 1 for name in EXPERT_NUMBERS), default=1)
+    return (getattr(config, "num_experts_per_tok", None) or most) / most
