@@ -37,18 +37,25 @@ class StepFlops:
 
     Attributes:
         token_forward, token_backward: of all matrices, for one token; of a mixture, the experts that a token takes.
+        head_forward: of these, of the last matrix, which checkpointing does not recompute.
         pair_forward: of core attention, for one attended pair.
     """
 
     token_forward: float
     token_backward: float
     pair_forward: float
+    head_forward: float = 0.0
 
     @classmethod
-    def of(cls, weights: int, trained_weights: int, pair_forward: float) -> "StepFlops":
+    def of(cls, weights: int, trained_weights: int, pair_forward: float, head_weights: int = 0) -> "StepFlops":
         """Counts those of a model with so many weights in matrices: a product each for the output and for the gradient
         of the input, and one for the gradient of every trained weight."""
-        return cls(2.0 * weights, 2.0 * weights + 2.0 * trained_weights, pair_forward)
+        return cls(2.0 * weights, 2.0 * (weights + trained_weights), pair_forward, 2.0 * head_weights)
+
+    @property
+    def layers_forward(self) -> float:
+        """Operations of all matrices but the last one, for one token."""
+        return self.token_forward - self.head_forward
 
     def useful(self, tokens: float, pairs: float) -> float:
         """Returns operations that count for utilisation: nothing twice, neither recomputed layers nor scores."""
@@ -57,7 +64,7 @@ class StepFlops:
     def done(self, *, recomputes_layers: bool, recomputes_attention: bool) -> "DoneFlops":
         """Returns operations that a GPU does, under activation checkpointing too."""
         return DoneFlops(
-            per_token=(1 + recomputes_layers) * self.token_forward + self.token_backward,
+            per_token=self.token_forward + self.token_backward + recomputes_layers * self.layers_forward,
             per_pair=(1 + recomputes_attention + ATTENTION_BACKWARD) * self.pair_forward,
         )
 

@@ -27,7 +27,7 @@ from distca_hf.integrations.model_parts import attention_layers, transformers_mo
 from distca_hf.integrations.positions import longest_rotary_tokens, rotary_refusal
 from distca_hf.integrations.sources import passes_keywords_on, source_of, takes_shift_labels
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job
+from distca_hf.kernels.interface import AttentionSpec, Job
 
 
 IMPLEMENTATION = "distca"
@@ -217,7 +217,7 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         value_dim=heads.value_dim,
     )
     try:
-        choose_kernel(kernel, job)
+        choose_kernel(kernel, job, AttentionSpec(scale=1.0))
     except UnsupportedAttentionError as error:
         yield str(error)
 

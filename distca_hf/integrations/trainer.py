@@ -86,6 +86,7 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     args = trainer.args
     _set_arguments(trainer, plugin, attachment)
     loader = _training_loader(trainer, plugin)
+    loader.writes_epochs = False  # the callback writes a line when training ends
     enable(trainer.model, plugin, loader.longest_document_tokens)
     watch = watch_of(trainer.model)
     assert watch is not None
@@ -116,13 +117,6 @@ def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> 
     callback.watch(trainer.model)
     _add_callbacks(plugin, attachment, callback)
     Resuming(loader).install(attachment)
-    log.info(
-        "%d documents, %d tokens in %d micro-batches per epoch, %d tokens per rank",
-        loader.num_documents,
-        loader.num_tokens,
-        len(loader),
-        plugin.tokens_per_rank,
-    )
 
 
 def _check_model(trainer: Trainer) -> None:

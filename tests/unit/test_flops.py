@@ -65,6 +65,14 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert adapted.token_forward < adapted.token_backward < 1.1 * adapted.token_forward
 
 
+def test_head_is_not_recomputed() -> None:
+    flops = flops_of(tiny_model())
+    once, twice = (flops.done(recomputes_layers=again, recomputes_attention=False) for again in (False, True))
+
+    assert flops.head_forward == 2 * VOCABULARY * SIZES["hidden_size"]
+    assert twice.per_token - once.per_token == flops.token_forward - flops.head_forward
+
+
 def test_quantised_weights_are_not_counted() -> None:
     model = tiny_model()
     layer = model.model.layers[0].mlp.up_proj

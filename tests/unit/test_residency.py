@@ -12,15 +12,16 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.residency import keeps_received, kept_bytes, received_bytes, waits_for_recomputation
 from distca_hf.testing.loopback import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
 from support.models import tiny_model
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 
 
@@ -106,8 +107,8 @@ def test_a_plan_may_be_used_for_inference_before_training() -> None:
     live = plan_of({"key_rows_received": (0,), "guest_rows": (0,)}, kv_residency="refetch", kernel="reference")
     inputs = tensors(5)
     with torch.inference_mode():
-        expected, *_ = flash_attn(*inputs, SCALE, live.handle)
-    out, *_ = flash_attn(*inputs, SCALE, live.handle)
+        expected, *_ = flash_attn(*inputs, SPEC, live.handle)
+    out, *_ = flash_attn(*inputs, SPEC, live.handle)
     out.sum().backward()
 
     assert torch.equal(out, expected)
@@ -146,7 +147,7 @@ def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[in
         live = live_plan(plan.layout, transport, DistCAConfig(kernel="reference", **settings), plan=plan)
         live.layers_kept = layers
         held = tensors(int(plan.layout.rank_rows[transport.rank]))
-        out, _, *kept = flash_attn(*held, SCALE, live.handle)
+        out, _, *kept = flash_attn(*held, SPEC, live.handle)
         before = transport.traffic.exchanges
         out.sum().backward()
         assert live.keeps_received is not None

@@ -21,7 +21,7 @@ from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.residency import Received, received_bytes
 from distca_hf.runtime.waiting import Region, waiting_contexts
 from distca_hf.testing.loopback import run_ranks
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 from support.recomputing import LAYERS, Layers, Trained, expected_exchanges, train
 
@@ -121,7 +121,7 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
 
     def differs(live: LivePlan, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for _ in range(next(calls)):
-            x = torch.tanh(flash_attn(x, x, x, SCALE, live.handle)[0])
+            x = torch.tanh(flash_attn(x, x, x, SPEC, live.handle)[0])
         return layer(x)
 
     def run(transport: Transport) -> str:
