@@ -74,7 +74,10 @@ def check_model(
     if attention_layers(inner):
         reasons += _kernel(inner, kernel, torch.device(device))
     if reasons:
-        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: " + "; ".join(reasons))
+        raise UnsupportedAttentionError(
+            f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. If that cannot be changed, load it "
+            "with another attn_implementation ('flash_attention_2')"
+        )
 
 
 def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:

@@ -56,7 +56,7 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
-        raise ConfigError("this Trainer cannot be attached to: " + "; ".join(reasons))
+        raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
     attachment = Attachment(trainer)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, trainer, trainer.train))

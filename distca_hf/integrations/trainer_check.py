@@ -45,7 +45,7 @@ def arguments_without_effect(args: TrainingArguments) -> list[str]:
 
 
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
-    """Yields all reasons why a Trainer cannot be attached to."""
+    """Yields all reasons against attaching to a Trainer."""
     args = trainer.args
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
@@ -65,7 +65,7 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             yield f"{kind} was asked for, but Accelerate runs {got}, as it does on CPUs"
     for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
         if size > 1:
-            yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"
+            yield f"{name}_size={size}: set it to 1; distca already spreads documents over all ranks"
 
 
 def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:

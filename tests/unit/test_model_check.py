@@ -263,11 +263,11 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     ),
     "Phi 3 with long rotary embeddings for long documents": (
         long_rotary(LONGEST_TOKENS - 1),
-        ["rope_type 'dynamic' or 'longrope'", "beyond 149 tokens, and documents have up to 150", "use 'yarn'"],
+        ["rope_type 'longrope'", "beyond 149 tokens, and documents have up to 150", "use 'yarn'"],
     ),
     "Llama with dynamic rotary embeddings": (
         LlamaConfig(rope_parameters=DYNAMIC, **GROUPED),
-        ["rope_type 'dynamic'", "documents have up to 150"],
+        ["rope_type 'dynamic'", "the longest document of a batch; use 'yarn'"],
     ),
     "Gemma 3 with dynamic rotary embeddings in one kind of layer": (
         Gemma3TextConfig(
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
             rope_parameters={"full_attention": DYNAMIC, "sliding_attention": rotary("default")},
             **HEADS_OF_16,
         ),
-        ["rope_type 'dynamic'", "documents have up to 150"],
+        ["rope_type 'dynamic'", "the longest document of a batch; use 'yarn'"],
     ),
     "Gemma 4": (
         Gemma4TextConfig(sliding_window=512, vocab_size_per_layer_input=VOCABULARY, **HEADS_OF_16),

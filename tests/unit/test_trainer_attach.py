@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_setting_that_would_make_the_loss_wrong_is_refused_by_name(name: str, make: Callable[..., Trainer]) -> None:
     arguments, told = REFUSED[name]
     trainer = make(**arguments())
-    with pytest.raises(ConfigError, match=f"this Trainer cannot be attached to: .*{told}"):
+    with pytest.raises(ConfigError, match=f"distca_hf cannot be attached to this Trainer: .*{told}"):
         attach(trainer)
 
     assert "get_train_dataloader" not in vars(trainer), "a refused Trainer must be left as it was"
