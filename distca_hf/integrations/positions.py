@@ -36,10 +36,13 @@ def longest_rotary_tokens(config: Any) -> int | None:
 def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
     """Returns why documents of this length cannot be trained with rotary embeddings that have this limit."""
     if limit == 0:
-        return "its rotary frequencies (rope_type 'dynamic') change with the longest document of a batch; use 'yarn'"
+        return (
+            "its rotary frequencies (rope_type 'dynamic') change with the longest document of a batch, and ranks see "
+            "parts of it; use 'yarn' or 'default'"
+        )
     return (
-        f"its rotary frequencies (rope_type 'longrope') change with the longest document of a batch beyond {limit} "
-        f"tokens, and documents have up to {longest_document_tokens}; split documents there, or use 'yarn'"
+        f"its rotary frequencies (rope_type 'longrope') change with a document of more than {limit} tokens, and they "
+        f"have up to {longest_document_tokens}; use 'yarn' or 'default', or split them"
     )
 
 

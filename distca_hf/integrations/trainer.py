@@ -150,7 +150,7 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
         report = log.debug if args.per_device_train_batch_size == default else log.warning
         report(
-            "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
+            "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
         )

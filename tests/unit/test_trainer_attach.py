@@ -330,7 +330,7 @@ def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog:
 
     trainer = make(per_device_train_batch_size=4, max_steps=1)
     attach(trainer)
-    assert "per_device_train_batch_size=4 has no effect: a micro-batch is up to 192 tokens" in caplog.text
+    assert "per_device_train_batch_size=4 has no effect: a micro-batch is tokens_per_rank=192 tokens" in caplog.text
     during = record_arguments(trainer)
     trainer.train()
 
