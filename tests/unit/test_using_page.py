@@ -77,6 +77,17 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     assert [part for part in quoted if part not in said] == []
 
 
+def test_line_of_what_balance_brings_is_that_of_the_code() -> None:
+    (line,) = re.findall(
+        r"\[rank 0\] (attention work of the busiest rank .*) \(means over", section("One log, line by line")
+    )
+    said = "\n".join(messages())
+
+    parts = [re.sub(r"[\d.]+%?", "…", part) for part in line.split("; ")]
+    assert len(parts) == 3
+    assert [part for part in parts if part not in said] == []
+
+
 def test_every_example_is_linked() -> None:
     examples = {path.name for path in (REPOSITORY / "examples").glob("*.py")} - {
         "python_sources.py",
