@@ -119,7 +119,8 @@ class PackPlanner:
         ).wait()
         if any(numbers["learns nothing"]):
             log.warning(
-                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN",
+                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
+                "Look at the dataset's labels and masks",
                 _ranks(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )

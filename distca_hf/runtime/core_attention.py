@@ -26,7 +26,7 @@ from distca_hf.runtime.heads import calls_of_heads
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import Maps
 from distca_hf.runtime.plans import LivePlan
-from distca_hf.runtime.residency import Kept, Received, keeps_received, nothing_kept
+from distca_hf.runtime.residency import Kept, Received
 from distca_hf.runtime.room import check_room
 from distca_hf.runtime.rows import as_rows
 from distca_hf.runtime.store import Store, StoreGradients
@@ -66,7 +66,8 @@ def attend(
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
-    keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
+    keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), maps.rows_per_token
+    kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges, received=None if received is None else received.keys)
     guests = None
@@ -96,7 +97,7 @@ def attend(
     check_finite(plan, where, output=out)
     if keeps and guests is not None:
         return out, lse, Kept(keys.received, *guests.kept)
-    nothing = nothing_kept(plan, k)
+    nothing = plan.retention.nothing(k)
     return out, lse, Kept(keys.received, *nothing.guests) if keeps else nothing
 
 
@@ -119,7 +120,7 @@ def attend_backward(
     plan.agree()
     where, maps, transport = plan.forward_pass.begin_backward(), plan.backward_maps, plan.transport
     kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where)
-    keeps, groups = plan.keeps_received is True, maps.rows_per_token
+    keeps, groups = plan.retention.keeps is True, maps.rows_per_token
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]

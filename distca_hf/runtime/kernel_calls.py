@@ -108,7 +108,7 @@ class BackwardCalls:
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
         dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        spec = self._spec if call.causal else self._without_mask
+        spec = self._spec if call.kind.is_causal else self._without_mask
         self._kernel.backward(dout, q, k, v, out, transposed(lse), call.spans, spec, dq, dk, dv)
 
 

@@ -12,7 +12,7 @@ from distca_hf.comm.transport import AllToAll
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.sum_rows import RowSums
-from distca_hf.planning.calls import KernelCall
+from distca_hf.planning.calls import CallKind, KernelCall
 from distca_hf.planning.rank_plan import RankPlan
 from distca_hf.planning.routing import QueryMoves, Routing
 from distca_hf.planning.runs import Runs
@@ -24,17 +24,18 @@ class DeviceCall:
     """A kernel call with its offsets on the device; names as in `KernelCall`.
 
     Attributes:
+        rows_per_token: rows of a token in the store and among guests.
         adds: a larger call reads the same stored keys and writes their gradients; this one adds to them.
     """
 
+    kind: CallKind
     queries: slice
     keys: slice
     spans: Spans
-    heads: tuple[int, int] | None
-    stored_rows_per_token: int
+    heads: tuple[int, int]
+    rows_per_token: int
     pairs: int
     adds: bool = False
-    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -284,8 +285,8 @@ def _device_calls(
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
-            rows, adds = call.stored_rows_per_token, call in adding
-            of_kind.append(DeviceCall(queries, keys, spans, call.heads, rows, call.pairs, adds, call.causal))
+            of_heads = call.heads, call.groups, call.pairs
+            of_kind.append(DeviceCall(call.kind, queries, keys, spans, *of_heads, adds=call in adding))
         made.append(tuple(of_kind))
     return tuple(made)
 

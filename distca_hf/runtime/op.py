@@ -15,7 +15,7 @@ from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.define_op import define_op
 from distca_hf.runtime.plans import LivePlan, find_plan
-from distca_hf.runtime.residency import Kept, waits_for_recomputation
+from distca_hf.runtime.residency import Kept
 from distca_hf.runtime.unknown_size import unknown_size
 from distca_hf.runtime.waiting import current_scope
 
@@ -46,7 +46,8 @@ def _flash_attn(
         _add_place(error, live, call, "forward")
         raise
     if scope is not None and not scope.recomputes:
-        scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
+        waits = live.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
+        scope.keep(kept.received() if waits else None)
     live.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.guests
 

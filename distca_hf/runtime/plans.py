@@ -23,6 +23,7 @@ from distca_hf.kernels.interface import AttentionSpec, Job, Kernel
 from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.maps import PlanMaps
+from distca_hf.runtime.residency import Retention
 
 
 @dataclass
@@ -53,11 +54,7 @@ class LivePlan:
         numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
-        layers_kept: layers whose attention is saved for backward at the same time.
-        attention_calls: of one forward pass.
-        keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
-        waits_for_recomputation: whether received rows of all layers wait for that; None before the first.
-        nothing: empty tensors, for layers that keep nothing.
+        retention: what of other ranks is kept until backward, and until recomputation.
         handle: number by which the operator finds the plan.
     """
 
@@ -82,10 +79,7 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self.layers_kept = self.attention_calls = 1
-        self.keeps_received: bool | None = None
-        self.waits_for_recomputation: bool | None = None
-        self.nothing: tuple[torch.Tensor, ...] | None = None
+        self.retention = Retention(config, facts)
         self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:
@@ -118,7 +112,7 @@ class LivePlan:
         """
         self.agree()
         self.use.begun = True
-        self.layers_kept, self.attention_calls = layers_kept, attention_calls
+        self.retention.begin_forward_pass(layers_kept, attention_calls)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
 

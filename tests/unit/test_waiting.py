@@ -59,7 +59,7 @@ def test_ranks_decide_alike_around_the_budget(make: Callable[[int], Plan]) -> No
 
     def most_bytes(transport: Transport) -> int:
         layers = Layers(plan, transport, DistCAConfig(kernel="reference"))
-        return received_bytes(layers.live, *layers.inputs)
+        return received_bytes(layers.live.facts, *layers.inputs)
 
     (most,) = set(run_ranks(NUM_RANKS, most_bytes))
     for spare, waits in ((0, True), (-1, False)):
