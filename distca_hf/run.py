@@ -12,8 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distca_hf.config import launched_local_rank
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.launch import Recipe, run_script
+from distca_hf.launcher import leave_for_launcher
 from distca_hf.shipped import EXAMPLES, RECIPES
 
 
@@ -31,7 +33,9 @@ def main(arguments: Sequence[str]) -> None:
         recipe = Recipe.read(RECIPES.find(name))
         path = find_script(recipe, script, name)
     except ConfigError as error:
-        sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
+        leave_for_launcher(f"distca_hf.run: {error}")
+        if launched_local_rank() == 0:  # all processes of a node have the same arguments and files
+            sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
         sys.exit(2)
     run_script(recipe, path, rest)
 

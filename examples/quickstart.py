@@ -4,39 +4,40 @@
         --recipe recipes/train/quickstart.yaml examples/quickstart.py
 
 The distca run is an ordinary Trainer with one line more: documents are placed so that both ranks have the same
-attention work, and may span both. The sdpa run takes the same batches, every document alone and whole. The losses must
-agree.
+attention work, and may span both. The sdpa run takes the same batches, every document alone and whole. Losses and
+gradient norms must agree.
 """
 
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import datasets
 import python_sources
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import PartialState
-from rich.console import Console
-from rich.table import Table
+from quickstart_report import Step, TrainingBar, report
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 
 import distca_hf
-from distca_hf.insight.report import draw_balance
 
 
 # Adam divides gradients by their size: with its default epsilon the rounding noise in gradients of rare tokens grows
 # to whole steps, and two exact ways to compute the same drift apart.
 ADAM_EPSILON = 1e-6
-# Largest difference between the two losses of a step.
-LIMIT = 1e-3
+MAX_GRADIENT_NORM = 1.0
+# Largest differences between the two trainings in a step: of losses, and of gradient norms as a part of them.
+LOSS_LIMIT, NORM_LIMIT = 1e-3, 1e-2
 
 
 @dataclass
@@ -47,19 +48,22 @@ class Arguments:
 
 
 class StepRecord(TrainerCallback):
-    """What the loader and the transport did in each step."""
+    """Counts the bytes that each step sends, and moves a bar."""
 
-    def __init__(self, plugin: distca_hf.DistCAPlugin, device: torch.device) -> None:
+    def __init__(self, plugin: distca_hf.DistCAPlugin, device: torch.device, bar: TrainingBar) -> None:
         self.traffic = plugin.transport(device).traffic
+        self.bar = bar
         self.bytes_sent: list[int] = []
-        self.seconds = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self._began, self._sent = time.perf_counter(), self.traffic.bytes_sent
+        self._sent_before = self.traffic.bytes_sent
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.seconds += time.perf_counter() - self._began
-        self.bytes_sent.append(self.traffic.bytes_sent - self._sent)
+        self.bytes_sent.append(self.traffic.bytes_sent - self._sent_before)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.bar.advance(logs["loss"])
 
 
 def new_model(implementation: str) -> torch.nn.Module:
@@ -72,18 +76,21 @@ def new_model(implementation: str) -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16384,
+        bos_token_id=None,
+        eos_token_id=0,
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
-def train_with_distca(arguments: Arguments, dataset):
+def train_with_distca(arguments: Arguments, dataset, tokenizer, bar: TrainingBar):
     """An ordinary Trainer, and `attach`."""
     args = TrainingArguments(
-        output_dir=str(arguments.output / "checkpoints"),
+        output_dir=str(arguments.output / "model"),
         max_steps=arguments.steps,
         learning_rate=arguments.learning_rate,
         lr_scheduler_type="constant",
         adam_epsilon=ADAM_EPSILON,
+        max_grad_norm=MAX_GRADIENT_NORM,
         per_device_train_batch_size=1,
         ddp_find_unused_parameters=False,
         logging_steps=1,
@@ -93,23 +100,27 @@ def train_with_distca(arguments: Arguments, dataset):
         use_cpu=True,
     )
     plugin = distca_hf.DistCAPlugin()
-    record = StepRecord(plugin, args.device)
-    trainer = Trainer(model=new_model("distca"), args=args, train_dataset=dataset, callbacks=[record])
+    record = StepRecord(plugin, args.device, bar)
+    model = new_model("distca")
+    trainer = Trainer(model, args, train_dataset=dataset, processing_class=tokenizer, callbacks=[record])
+    trainer.remove_callback(PrinterCallback)  # the bar shows losses
     plugin.attach(trainer)
     trainer.train()
-    trainer.save_model(str(arguments.output / "model"))
+    trainer.save_model()
     return trainer, record
 
 
-def train_with_sdpa(arguments: Arguments, loader) -> tuple[list[float], float]:
-    """The same steps by hand: documents of each batch divided among ranks, each attended alone; gradients summed."""
+def train_with_sdpa(arguments: Arguments, loader, bar: TrainingBar) -> tuple[list[float], list[float]]:
+    """The same steps by hand: documents of each batch divided among ranks, each attended alone; gradients summed.
+
+    Returns the loss and the gradient norm of each step.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     model = new_model("sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, eps=ADAM_EPSILON, weight_decay=0.0)
-    losses = []
-    began = time.perf_counter()
+    losses, norms = [], []
     for step in range(arguments.steps):
-        documents = sorted(loader.documents(0, step), key=lambda document: len(document.input_ids))
+        documents = sorted(loader.documents(*divmod(step, len(loader))), key=lambda document: len(document.input_ids))
         labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
         total = torch.zeros(())
         for document in documents[rank::world]:
@@ -125,69 +136,45 @@ def train_with_sdpa(arguments: Arguments, loader) -> tuple[list[float], float]:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad)
         dist.all_reduce(total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
-    return losses, time.perf_counter() - began
+        bar.advance(losses[-1])
+    return losses, norms
 
 
 def main() -> None:
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     state = PartialState(cpu=True)
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    data = arguments.output / "data"
+    state.print("Reading Python's sources and learning a tokenizer from them (10 to 30 seconds the first time) ...")
     with state.main_process_first():
-        dataset = python_sources.load(arguments.output / "data")
+        dataset, tokenizer = python_sources.load(data), python_sources.load_tokenizer(data)
 
-    state.print(f"Training {arguments.steps} steps with distca on {state.num_processes} ranks ...")
-    trainer, record = train_with_distca(arguments, dataset)
+    state.print(f"Training a small Llama on {state.num_processes} ranks: with distca, then the same with sdpa.")
+    with TrainingBar("distca", arguments.steps, shown=state.is_main_process) as bar:
+        trainer, record = train_with_distca(arguments, dataset, tokenizer, bar)
     loader = trainer.get_train_dataloader()
-    state.print("The same batches with sdpa, every document alone; this takes about twice as long ...")
-    sdpa_losses, sdpa_seconds = train_with_sdpa(arguments, loader)
+    with TrainingBar("sdpa  ", arguments.steps, shown=state.is_main_process) as bar:
+        sdpa = train_with_sdpa(arguments, loader, bar)
 
     sent = torch.tensor(record.bytes_sent)
     dist.all_reduce(sent)
     logs = [log for log in trainer.state.log_history if "loss" in log]
+    distca = [log["loss"] for log in logs], [log["grad_norm"] for log in logs]
+    losses, norms = (zip(*both, strict=True) for both in zip(distca, sdpa, strict=True))
+    steps = [Step(*each) for each in zip(losses, norms, loader.history, sent.tolist(), strict=False)]
     if state.is_main_process:
-        report(arguments, loader, logs, sdpa_losses, sent.tolist(), record.seconds, sdpa_seconds)
-    largest = max(abs(log["loss"] - loss) for log, loss in zip(logs, sdpa_losses, strict=True))
-    agree = largest <= LIMIT
-    state.print(f"{'OK' if agree else 'FAILED'}: losses differ by at most {largest:.1e} (limit {LIMIT:.0e})")
+        report(steps, [len(row) for row in dataset["input_ids"]], arguments.output)
+    agree = all(step.loss_difference <= LOSS_LIMIT and step.norm_difference <= NORM_LIMIT for step in steps)
+    state.print("OK: both trainings agree" if agree else "FAILED: the trainings differ", end=" ")
+    state.print(f"(limits: {LOSS_LIMIT:.0e} for a loss, {NORM_LIMIT:.0e} of a gradient norm)")
     state.wait_for_everyone()
     state.destroy_process_group()
     sys.exit(0 if agree else 1)
-
-
-def report(arguments, loader, logs, sdpa_losses, sent, distca_seconds, sdpa_seconds) -> None:
-    console = Console()
-    table = Table(title="The same batches, trained twice")
-    for column in ("step", "loss distca", "loss sdpa", "difference", "imbalance before", "placed", "MB moved"):
-        table.add_column(column, justify="right")
-    differences = [abs(log["loss"] - loss) for log, loss in zip(logs, sdpa_losses, strict=True)]
-    for log, loss, difference, moved in zip(logs, sdpa_losses, differences, sent, strict=True):
-        before, placed = log["distca/imbalance_before"], log["distca/imbalance"]
-        row = (f"{log['loss']:.6f}", f"{loss:.6f}", f"{difference:.1e}", f"{before:.3f}", f"{placed:.4f}")
-        table.add_row(str(log["step"]), *row, f"{moved / 1e6:.2f}")
-    console.print(table)
-
-    facts = list(loader.history)[: arguments.steps]
-    tokens = sum(len(document.input_ids) for step in range(arguments.steps) for document in loader.documents(0, step))
-    before = sum(log["distca/imbalance_before"] for log in logs) / len(logs)
-    placed = sum(log["distca/imbalance"] for log in logs) / len(logs)
-    spanning = sum(sum(fact.key_rows_sent) > 0 for fact in facts)
-    summary = Table(show_header=False)
-    lengths = [len(row) for row in loader.dataset["input_ids"]]
-    summary.add_row("documents in the dataset", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} tokens")
-    summary.add_row("largest loss difference", f"{max(differences):.1e}")
-    summary.add_row("attention work, max / mean", f"{before:.3f} packed in order, {placed:.4f} placed")
-    summary.add_row("batches with a document on both ranks", f"{spanning} of {len(facts)}")
-    summary.add_row("bytes moved", f"{sum(sent) / 1e6:.1f} MB")
-    speed = f"{tokens / distca_seconds:.0f} distca, {tokens / sdpa_seconds:.0f} sdpa (one document at a time)"
-    summary.add_row("tokens/s", speed)
-    picture = arguments.output / "balance.png"
-    draw_balance([fact.work_before for fact in facts], [fact.work for fact in facts], picture)
-    summary.add_row("picture", str(picture))
-    summary.add_row("model", str(arguments.output / "model"))
-    console.print(summary)
 
 
 if __name__ == "__main__":

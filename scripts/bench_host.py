@@ -26,13 +26,13 @@ from bench_step_rates import synchronize
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import Kernel
+from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.packing.placement import place
 from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 
 
 def main() -> None:
@@ -78,10 +78,9 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     """A placed plan in the middle of training: every rank has agreed to it."""
     transport = open_transport(device, 60.0)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
-    transfers = key_transfers(plan)
-    maps = HostPlanMaps.prepare(plan, transport.rank, 1, transfers).to(device)
-    facts = PlanFacts.of(plan, transfers, plan.layout.rank_work)
-    live = LivePlan(0, maps, facts, transport, DistCAConfig(kernel=options.kernel))
+    mine = rank_plan(plan, transport.rank)
+    maps = HostPlanMaps.prepare(mine).to(device)
+    live = LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
     live.begin_forward_pass(None, {})
     return live
 
@@ -96,7 +95,12 @@ def _attention(
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
-    return live.kernel(q, k, v), lambda: flash_attn(q, k, v, options.head_dim**-0.5, live.handle, layer)
+    scale = options.head_dim**-0.5
+
+    def attend() -> object:
+        return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
+
+    return live.kernel(q, k, v, AttentionSpec(scale)), attend
 
 
 @contextmanager

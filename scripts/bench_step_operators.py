@@ -16,7 +16,7 @@ from bench_step_wires import Wires
 from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
 
 
 class Work:
@@ -33,7 +33,7 @@ class Work:
 
     def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
         """The kernel for these tensors."""
-        return choose_kernel(self.kernel, Job.of(q_TNH, k_SGH, v_SGV))
+        return choose_kernel(self.kernel, Job.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
 
 
 _works: list[Work] = []
@@ -49,7 +49,7 @@ def flash_attn(
     for call in _works[work].calls:
         rows = call.queries
         k, v = call.keys.take(k_SGH, v_SGV)
-        kernel.forward(q_TNH[rows], k, v, call.spans, scale, out[rows], lse[:, rows])
+        kernel.forward(q_TNH[rows], k, v, call.spans, AttentionSpec(scale), out[rows], lse[:, rows])
     return out, lse
 
 
@@ -74,7 +74,7 @@ def flash_attn_backward(
         call_dk, call_dv = keys.gradient(call_k, dk), keys.gradient(call_v, dv)
         kernel.backward(
             *(dout_TNV[rows], q[rows], call_k, call_v, out[rows], lse[:, rows]),
-            *(call.spans, scale, False, dq[rows], call_dk, call_dv),
+            *(call.spans, AttentionSpec(scale), dq[rows], call_dk, call_dv),
         )
         keys.settle(call_dk, dk)
         keys.settle(call_dv, dv)

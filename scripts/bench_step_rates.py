@@ -12,7 +12,7 @@ from bench_step_model import Shape
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Kernel, accumulation_dtype
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype
 
 
 MATRIX_SIZE = {"cuda": 8192, "cpu": 256}
@@ -45,7 +45,7 @@ class Rates:
 def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel that all modes use."""
     q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in shape.widths)
-    return choose_kernel(name, Job.of(q, k, v))
+    return choose_kernel(name, Job.of(q, k, v), AttentionSpec(shape.scale))
 
 
 def measure_rates(
@@ -61,10 +61,9 @@ def measure_rates(
     out, dq, dk, dv = (torch.empty_like(x) for x in (dout, q, k, v))
     lse = torch.empty(shape.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
     spans = make_call(0, [tokens], [tokens], OwnKeys(slice(0, tokens)), device).spans
-    forward = _seconds(lambda: kernel.forward(q, k, v, spans, shape.scale, out, lse), device)
-    backward = _seconds(
-        lambda: kernel.backward(dout, q, k, v, out, lse, spans, shape.scale, False, dq, dk, dv), device
-    )
+    spec = AttentionSpec(shape.scale)
+    forward = _seconds(lambda: kernel.forward(q, k, v, spans, spec, out, lse), device)
+    backward = _seconds(lambda: kernel.backward(dout, q, k, v, out, lse, spans, spec, dq, dk, dv), device)
     pairs = causal_pairs(0, tokens)
     rates = torch.tensor([2 * size**3 / matrix_seconds, pairs / forward, pairs / backward], device=device)
     dist.all_reduce(rates, op=dist.ReduceOp.MAX)

@@ -2,7 +2,7 @@
 
     python scripts/draw_ranks.py
 
-Counted in attended pairs, as `distca plan` counts, on the first micro-batches of a training on tests/data/lengths.
+Counted in attended pairs, as `distca plan` counts, on the first micro-batches of a training on examples/lengths.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
     python scripts/draw_waiting.py
 
-The batch is the first one of a training on tests/data/lengths/pretrain.json.gz with seed 42, the one that
-`distca plan tests/data/lengths/pretrain.json.gz --ranks 8 --tokens-per-rank 131072 --seed 42` plans.
+The batch is the first one of a training on examples/lengths/pretrain.json.gz with seed 42, the one that
+`distca plan pretrain --ranks 8 --tokens-per-rank 131072 --seed 42` plans.
 """
 
 import numpy as np

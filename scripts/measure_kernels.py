@@ -18,7 +18,7 @@ import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
 from distca_hf.kernels.merge import merge
 
 
@@ -36,7 +36,7 @@ class Call:
 
     Attributes:
         k, v, dk, dv: `[tasks * keys, kv heads, head dim]`.
-        spans: the tasks.
+        spans, spec: the tasks, and how they attend.
         out, dq: `[tasks * queries, heads, head dim]`.
         lse: `[tasks * queries, heads]`.
     """
@@ -44,6 +44,7 @@ class Call:
     k: torch.Tensor
     v: torch.Tensor
     spans: Spans
+    spec: AttentionSpec
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor
@@ -56,8 +57,9 @@ class Call:
         out, dq = (_random(tasks * queries, options.heads, options) for _ in range(2))
         lse = torch.empty(tasks * queries, options.heads, device=out.device, dtype=torch.float32)
         offsets = torch.arange(tasks + 1, device=out.device, dtype=torch.int32)
-        spans = Spans(offsets * queries, offsets * keys, queries, keys, causal)
-        return cls(k, v, spans, out, lse, dq, dk, dv)
+        spans = Spans(offsets * queries, offsets * keys, queries, keys)
+        spec = AttentionSpec(options.head_dim**-0.5, causal)
+        return cls(k, v, spans, spec, out, lse, dq, dk, dv)
 
 
 def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse.Namespace) -> float:
@@ -66,15 +68,14 @@ def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse
     q, dout = (_random(tasks * queries, options.heads, options) for _ in range(2))
     own = Call.random(tasks, queries, queries, True, options)
     far = [Call.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
-    scale = options.head_dim**-0.5
 
     def task() -> None:
-        kernel.forward(q, own.k, own.v, own.spans, scale, own.out, own.lse.T)
+        kernel.forward(q, own.k, own.v, own.spans, own.spec, own.out, own.lse.T)
         for call in far:
-            merge(own.out, own.lse, *kernel.forward(q, call.k, call.v, call.spans, scale))
+            merge(own.out, own.lse, *kernel.forward(q, call.k, call.v, call.spans, call.spec))
         for call in (own, *far):
             of_output = dout, q, call.k, call.v, own.out, own.lse.T
-            kernel.backward(*of_output, call.spans, scale, False, call.dq, call.dk, call.dv)
+            kernel.backward(*of_output, call.spans, call.spec, call.dq, call.dk, call.dv)
         for call in far:
             own.dq.add_(call.dq)
 
@@ -104,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = ((1, options.heads), (1, options.kv_heads), (1, options.kv_heads))
     q, k, v = (torch.empty(t, h, options.head_dim, device="cuda", dtype=torch.bfloat16) for t, h in shapes)
-    kernel = choose_kernel(options.kernel, Job.of(q, k, v))
+    kernel = choose_kernel(options.kernel, Job.of(q, k, v), AttentionSpec(scale=1.0))
     table: list[list[float | None]] = []
     for queries in QUERY_TOKENS:
         row = [seconds_of_a_task(kernel, queries, keys, options) if keys >= queries else None for keys in KEY_TOKENS]

@@ -4,5 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh report
+echo "Starting two processes, which import torch and Transformers ..."
 .venv/bin/accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml \
     -m distca_hf.run --recipe recipes/train/quickstart.yaml examples/quickstart.py "$@"

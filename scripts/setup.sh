@@ -10,10 +10,37 @@ python=${PYTHON:-python3}
     echo "scripts/setup.sh: $("$python" --version) is too old; set PYTHON to an interpreter of version 3.11 or newer" >&2
     exit 1
 }
-echo "installing into .venv (about a minute when it is new)"
+
+# Prints, of what pip says, large packages as their download begins, and the end, which takes long.
+show_progress() {
+    local line file version size from packages
+    while IFS= read -r line; do
+        case $line in
+        *Downloading*[MG]B\) | *"Using cached"*[MG]B\))
+            file=${line%% (*}
+            file=${file##*[ /]}
+            version=${file#*-}
+            [[ $line == *cached* ]] && from=", from the cache" || from=""
+            size=${line##*(}
+            echo "      ${file%%-*} ${version%%-*} (${size%)}$from)"
+            ;;
+        "Installing collected packages: "*)
+            packages=${line//[^,]/}
+            echo "      unpacking $((${#packages} + 1)) packages"
+            ;;
+        esac
+    done
+}
+pip() { .venv/bin/python -m pip --disable-pip-version-check --no-color "$@" | show_progress; }
+
+echo "[1/3] virtual environment: .venv"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
-if ! command -v nvidia-smi >/dev/null && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    pip install 'torch==2.13.0' # without a GPU: the version that is tested on the CPU
+if command -v nvidia-smi >/dev/null || .venv/bin/python -c 'import torch' 2>/dev/null; then
+    echo "[2/3] torch: the one that is there, or pip's choice for this GPU"
+else
+    echo "[2/3] torch 2.13.0, which is tested on CPUs"
+    pip install 'torch==2.13.0'
 fi
+echo "[3/3] distca_hf, Transformers and what they need"
 pip install --editable ".${extras:+[$extras]}"
+echo "installed in $SECONDS s"

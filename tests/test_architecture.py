@@ -19,6 +19,7 @@ BASE = {
     "config",
     "cost",
     "flops",
+    "launcher",
     "layout",
     "lazy",
     "requirements",

@@ -4,9 +4,7 @@ Exchanges get a group of their own, so that they neither wait behind FSDP's coll
 integers a gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
 """
 
-import atexit
 import time
-import weakref
 from datetime import timedelta
 
 import torch
@@ -52,17 +50,8 @@ def open_transport(
         data_group = _nccl_group(timeout) if on_gpus else dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise _nobody_came(rollcall, time.monotonic() - began, error) from error
-    transport = TorchTransport(data_group, control_group, rollcall, device)
     rollcall.announce_uncaught_errors()
-    atexit.register(_settle, weakref.ref(transport), rollcall)
-    return transport
-
-
-def _settle(reference: weakref.ref[TorchTransport], rollcall: RollCall) -> None:
-    """Lets groups come to rest before the interpreter ends, unless an exception ends it."""
-    transport = reference()
-    if transport is not None and not rollcall.has_left:
-        transport.settle()
+    return TorchTransport(data_group, control_group, rollcall, device)
 
 
 def _nobody_came(rollcall: RollCall, waited_seconds: float, error: RuntimeError) -> PeerLostError:

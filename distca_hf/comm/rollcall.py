@@ -31,9 +31,6 @@ SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "
 class RollCall:
     """Signs in and out at the store of the process group.
 
-    Attributes:
-        has_left: whether this rank has left a message.
-
     Args:
         store: reachable as long as possible; the launcher's own, if there is one.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
@@ -44,12 +41,10 @@ class RollCall:
         self._rank = rank
         self._world_size = world_size
         self._patience_seconds = patience_seconds
-        self.has_left = False
         self._hooks: tuple[ExceptHook, ExceptHook] | None = None
 
     def leave(self, words: str) -> None:
         """Leaves a message for the others; if the store is gone they cannot read it."""
-        self.has_left = True
         try:
             self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
         except RuntimeError as error:

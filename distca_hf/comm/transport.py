@@ -5,8 +5,9 @@ starts the same exchanges in the same order. Implementations: `LocalTransport` (
 gloo), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`.
 """
 
+import atexit
+import ctypes
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distca_hf.comm import gloo_threads
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
 from distca_hf.telemetry import get_logger
@@ -24,11 +26,6 @@ log = get_logger(__name__)
 
 # Exchanges remembered for the error message of the one that fails.
 REMEMBERED_EXCHANGES = 64
-# Tensors of the latest operations: more than a group of gloo, which has two threads, can still hold.
-REMEMBERED_TENSORS = 64
-# How long a group that is closed waits for its threads: they need microseconds, more only on a machine under load.
-LETTING_GO_SECONDS = 2.0
-POLL_SECONDS = 0.001
 
 
 @dataclass(eq=False, slots=True)
@@ -199,12 +196,13 @@ class TorchTransport:
         # What dist.all_to_all_single comes to in the end, for half of its host time: without c10d's operator, which is
         # dispatched on autograd, too.
         self._backend: Any = data_group._get_backend(device)
-        self._control_group = control_group
+        self._control_group: dist.ProcessGroup | None = control_group
         self._rollcall = rollcall
         self._asynchronous = dist.AllToAllOptions()
         self._asynchronous.asyncOp = True
         self._groups = [data_group, control_group]
-        self._latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=REMEMBERED_TENSORS)
+        self._under_way: set[dist.Work] = set()
+        atexit.register(self.at_exit)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         self._check_open(asked.where)
@@ -216,8 +214,7 @@ class TorchTransport:
             )
         except RuntimeError as error:
             raise self.failure(error, asked.where) from error
-        if asked.rows.is_cpu:
-            self._latest.append(weakref.ref(asked.rows))
+        self._under_way.add(work)
         return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
 
     def gather(self, values: Sequence[int], where: str) -> "TorchGather":
@@ -228,7 +225,7 @@ class TorchTransport:
             work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
         except RuntimeError as error:
             raise self.failure(error, where) from error
-        self._latest.extend(weakref.ref(x) for x in (mine, *theirs))
+        self._under_way.add(work)
         return TorchGather(self, work, where, time.monotonic(), theirs)
 
     def _check_open(self, where: str) -> None:
@@ -237,25 +234,48 @@ class TorchTransport:
                 f"rank {self.rank}, {where}: the plugin was closed; make another one, and enable the model with it"
             )
 
-    def settle(self) -> None:
-        """Waits until gloo's threads have let go of the latest operations; a group may be destroyed then.
+    def wait_for(self, work: dist.Work, where: str, began: float) -> None:
+        """Waits for an operation.
 
-        A thread lets go of an operation's tensors a moment after the operation has been waited for, and needs the
-        interpreter for that. A group that is destroyed meanwhile waits for its thread, and both wait forever.
+        Raises:
+            PeerLostError, StepTimeoutError: it failed; names the ranks and the place.
         """
-        deadline = time.monotonic() + LETTING_GO_SECONDS
-        while any(map(_held_by_gloo, self._latest)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        self._latest.clear()
+        try:
+            self.traffic.wait_for(work)
+        except RuntimeError as error:
+            raise self.failure(error, where, began) from error
+        finally:
+            self._under_way.discard(work)
 
     def close(self) -> None:
-        """Ends both groups."""
-        self.settle()
-        groups, self._groups = self._groups, []
+        """Ends both groups, and joins their threads unless an operation is still under way."""
+        atexit.unregister(self.at_exit)
+        self._end(self._groups)
+        self._rollcall.be_silent()
+
+    def at_exit(self) -> None:
+        """Ends groups of gloo before the interpreter ends, which their threads need to the last.
+
+        NCCL's group stays: to end it may wait for a GPU.
+        """
+        groups = [group for group in self._groups if group.name() == "gloo"]
+        if not self._is_at_rest():
+            for group in groups:  # one reference more: no destructor shall join threads that wait for other ranks
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._end(groups)
+        gloo_threads.let_rest()
+
+    def _is_at_rest(self) -> bool:
+        return all(work.is_completed() for work in self._under_way)
+
+    def _end(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""
         for group in groups:
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
-        self._rollcall.be_silent()
+        self._groups = []
+        if self._is_at_rest():
+            self._backend = self._control_group = None
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""
@@ -271,12 +291,6 @@ class TorchTransport:
         return PeerLostError(message)
 
 
-def _held_by_gloo(reference: weakref.ref[torch.Tensor]) -> bool:
-    """Returns whether somebody besides Python holds a tensor; False where torch does not say."""
-    tensor = reference()
-    return tensor is not None and hasattr(tensor, "_use_count") and tensor._use_count() > 1
-
-
 @dataclass(eq=False, slots=True)
 class TorchExchange:
     """An all-to-all under way. Keeps the sent rows alive until they have left."""
@@ -289,10 +303,7 @@ class TorchExchange:
     received: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        try:
-            self.transport.traffic.wait_for(self.work)
-        except RuntimeError as error:
-            raise self.transport.failure(error, self.where, self.began) from error
+        self.transport.wait_for(self.work, self.where, self.began)
         return self.received
 
 
@@ -307,8 +318,5 @@ class TorchGather:
     received: list[torch.Tensor]
 
     def wait(self) -> list[list[int]]:
-        try:
-            self.transport.traffic.wait_for(self.work)
-        except RuntimeError as error:
-            raise self.transport.failure(error, self.where, self.began) from error
+        self.transport.wait_for(self.work, self.where, self.began)
         return [values.tolist() for values in self.received]

@@ -16,6 +16,7 @@ from distca_hf.integrations.layer_window import check_window, name_of, shortest_
 from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.refusals import check_call, check_mask
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.local import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.plans import LivePlan
@@ -27,16 +28,17 @@ LAYER_SETTINGS = "_distca_layer_settings"
 
 
 class LayerSettings(NamedTuple):
-    """Settings of an attention layer; the defaults are those of a model that was not enabled.
+    """Settings of an attention layer in an enabled model.
 
     Attributes:
-        kernel, deterministic: of local attention; a plan brings its own.
+        kernel: of local attention; a plan brings its own.
+        deterministic: whether gradients are bit-equal from run to run.
         number: number of the layer in its model. Why it is a tensor, `runtime.op.flash_attn` says.
     """
 
-    kernel: str = "auto"
-    deterministic: bool = False
-    number: torch.Tensor | None = None
+    kernel: str
+    deterministic: bool
+    number: torch.Tensor
 
 
 def distca_attention(
@@ -76,6 +78,7 @@ def distca_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
+    spec = AttentionSpec(scale, deterministic=settings is not None and settings.deterministic)
     if distca_plan is not None:
         if settings is None:
             raise PlanError(
@@ -84,7 +87,7 @@ def distca_attention(
             )
         check_window(window_tokens, distca_plan.facts.longest_document_tokens, module)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
-        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, scale, distca_plan.handle, settings.number)
+        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
     if mask is None:
@@ -95,7 +98,8 @@ def distca_attention(
         check_window(window_tokens, documents.max_seqlen_k, module)
         if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
             _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
-    return _attend_locally(query, key, value, documents, scale, settings or LayerSettings()), None
+    kernel = "auto" if settings is None else settings.kernel
+    return _attend_locally(query, key, value, documents, spec, kernel), None
 
 
 def _attend_locally(
@@ -103,17 +107,19 @@ def _attend_locally(
     key: torch.Tensor,
     value: torch.Tensor,
     documents: Documents,
-    scale: float,
-    settings: LayerSettings,
+    spec: AttentionSpec,
+    kernel: str,
 ) -> torch.Tensor:
     """Returns `[B, T, N, V]`, zero where there is padding."""
     q_TNH, k_SGH, v_SGV = _rows(query), _rows(key), _rows(value)
-    *spans, query_rows, key_rows = documents
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query_rows, key_rows = documents
     if key_rows is not None:
         k_SGH, v_SGV = k_SGH.index_select(0, key_rows), v_SGV.index_select(0, key_rows)
     if query_rows is not None:
         q_TNH = q_TNH.index_select(0, query_rows)
-    out_TNV, _ = flash_attn_local(q_TNH, k_SGH, v_SGV, *spans, scale, settings.kernel, settings.deterministic)
+    out_TNV, _ = flash_attn_local(
+        q_TNH, k_SGH, v_SGV, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec, kernel
+    )
     batch, _, queries, _ = query.shape
     if query_rows is not None:
         out_TNV = out_TNV.new_zeros((batch * queries, *out_TNV.shape[1:])).index_copy(0, query_rows, out_TNV)

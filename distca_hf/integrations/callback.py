@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import has_length
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.console import print_in_short
@@ -13,9 +14,11 @@ from distca_hf.integrations.drift import WeightsCheck
 from distca_hf.integrations.enabling import enable
 from distca_hf.integrations.forward_watch import ForwardWatch, watch_of
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.meter import Meter, PlanSource
+from distca_hf.integrations.meter import Meter, PlanSource, Reading
 from distca_hf.integrations.preemption import LeaveOnSignal
+from distca_hf.integrations.run_report import count
 from distca_hf.telemetry import get_logger
+from distca_hf.version import __version__
 
 
 if TYPE_CHECKING:
@@ -47,7 +50,9 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         self._plugin = plugin
         self._loader = loader
         self._model: Any = None
-        self._meter: Meter | None = None
+        self._since_log: Meter | None = None
+        self._since_begin: Meter | None = None
+        self._first_step = 0
         self._weights: WeightsCheck | None = None
         self._leave: LeaveOnSignal | None = None
 
@@ -84,7 +89,12 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
         self._model = model
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Begins to measure.
 
@@ -92,8 +102,14 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: the model does not follow this callback's plugin.
         """
         watch = self._check_model()
-        self._meter = Meter(self._plugin.transport(args.device), args.device, watch.flops)
-        self._meter.begin(self._source(watch))
+        source, transport = self._source(watch), self._plugin.transport(args.device)
+        self._since_log, self._since_begin = (Meter(transport, args.device, watch.flops) for _ in range(2))
+        for meter in (self._since_log, self._since_begin):
+            meter.begin(source)
+        self._first_step = state.global_step
+        watch.report.restart(_steps_per_epoch(args, train_dataloader))
+        if source is None and transport.world_size == 1:
+            log.info("%s: one rank and packs of its own: there is nothing to balance", __version__)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control)
 
@@ -145,6 +161,10 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        reading = self._read(self._since_begin, state.global_step)
+        if reading is not None:
+            steps = state.global_step - self._first_step
+            log.info("%s", reading.in_words(f"trained {count(steps, 'step')}"))
         if self._leave is not None:
             self._leave.on_train_end(args, state, control)
 
@@ -158,24 +178,32 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        metrics = self._since_last_log(state.global_step)
+        reading = self._read(self._since_log, state.global_step)
+        if reading is None:
+            return
+        if self._plugin.metrics == "basic":
+            metrics = reading.basic()
+        else:
+            metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)
         logs.update(metrics)
         if state.log_history:  # already holds a copy of this log
             state.log_history[-1].update(metrics)
 
-    def _since_last_log(self, step: int) -> dict[str, float]:
-        """Returns metrics of the micro-batches since the last log. A collective call: every rank logs the same
+    def _read(self, meter: Meter | None, step: int) -> Reading | None:
+        """Reads what was trained; None if nothing was planned. A collective call: every rank reads after the same
         steps."""
         watch = watch_of(self._model)
         source = None if watch is None else self._source(watch)
-        if watch is None or source is None or self._meter is None:  # one rank, nothing planned
-            return {}
-        reading = self._meter.read(source, step, watch.attention_dtype)
-        if reading is None:
-            return {}
-        if self._plugin.metrics == "basic":
-            return reading.basic()
-        return reading.all(self._loader.documents_truncated if self._loader is not None else 0)
+        if meter is None or watch is None or source is None:
+            return None
+        return meter.read(source, step, watch.attention_dtype)
+
+
+def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
+    """Returns the optimizer steps of an epoch; None if its batches are not counted."""
+    if not has_length(train_dataloader):
+        return None
+    return -(-len(train_dataloader) // args.gradient_accumulation_steps)
 
 
 def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:

@@ -47,6 +47,11 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
+    """Whether some checkpointed modules recompute anything."""
+    return any(_functions(module) for module in modules if getattr(module, "gradient_checkpointing", True))
+
+
 def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
     """Whether some checkpointed modules recompute everything, attention too."""
     return any(

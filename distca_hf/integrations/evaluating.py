@@ -93,8 +93,8 @@ def _reason_against(trainer: Trainer, dataset: datasets.Dataset) -> str | None:
     except Exception as error:  # whatever a collator of somebody else raises
         return (
             f"{name} cannot put rows of {lengths[shortest]} and {lengths[longest]} tokens into one batch "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0][:120]}). Give Trainer a collator that pads "
-            "(DataCollatorForSeq2Seq(tokenizer)), or set per_device_eval_batch_size=1, or evaluate='distca'"
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0][:60]}). Set evaluate='distca' or "
+            "per_device_eval_batch_size=1, or give Trainer a collator that pads (DataCollatorForSeq2Seq)"
         )
     missing = [label for label in trainer.label_names if label not in batch]
     if missing:

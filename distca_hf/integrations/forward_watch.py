@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.errors import PlanError
+from distca_hf.flops import StepCost
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
     recomputes_attention,
+    recomputes_layers,
     save_attention,
 )
 from distca_hf.integrations.forward_check import ForwardCheck
@@ -26,6 +28,7 @@ from distca_hf.integrations.model_facts import ConfigFacts, module_facts
 from distca_hf.integrations.model_flops import step_flops
 from distca_hf.integrations.model_parts import attention_layers, forward_accepts, names_by_position, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
+from distca_hf.integrations.run_report import RunReport
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import get_logger
 
@@ -53,6 +56,7 @@ class ForwardWatch:
         packs: plans batches without a plan; None before the first one.
         position_limits: longest documents that the model can take.
         flops: operations of the model; None if they are not known.
+        report: lines about its training.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
@@ -60,7 +64,7 @@ class ForwardWatch:
         self.root, self.plugin = root, plugin
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
-        self.flops = step_flops(root)
+        self.flops, self.report = step_flops(root), RunReport(plugin)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
@@ -188,6 +192,19 @@ class ForwardWatch:
             self._check.check_calls(plan)
             self.attention_dtype = plan.attention_dtype
             plan.end_forward_pass(backward_follows=torch.is_grad_enabled())
+            if module.training and torch.is_grad_enabled():
+                plan.use.trained = True
+                if not self.report.written:
+                    self.report.begin(plan, self._step_cost(module))
+
+    def _step_cost(self, module: nn.Module) -> StepCost | None:
+        """Returns what a step costs as the model is checkpointed; None if its operations are not known."""
+        if self.flops is None:
+            return None
+        checkpointed = self._checkpointed_modules(module)
+        return self.flops.cost(
+            recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
+        )
 
 
 def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:

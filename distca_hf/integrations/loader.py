@@ -9,6 +9,7 @@ Every rank computes the same layouts and plans from lengths alone and reads only
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
+from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -21,15 +22,17 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.facts import shared_facts
+from distca_hf.integrations.meter import Meter
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.integrations.preparer import Cursor, Prepared, Preparer
+from distca_hf.integrations.preview import PlacedData, PlacedPlan
 from distca_hf.integrations.taking import UnusedBatches, agree_to_take, check_cuts
 from distca_hf.packing.contents import dataset_checksum
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.resumed_epoch import ResumedEpoch
 from distca_hf.packing.source import DocumentSource, Tokens
-from distca_hf.packing.steps import MicroBatches
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.packing.steps import RegroupedEpoch
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
@@ -61,6 +64,9 @@ class PlacedLoader:
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
         unlearnt_token: a token that is never a label.
 
+    Attributes:
+        writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
+
     Raises:
         PackingError: the dataset cannot be packed.
     """
@@ -81,6 +87,7 @@ class PlacedLoader:
         unlearnt_token: int | None = None,
     ) -> None:
         self.dataset = dataset
+        self.writes_epochs = True
         self.times = LoaderTimes()
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -194,11 +201,22 @@ class PlacedLoader:
         at = self._position
         return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
 
-    def _packed(self, cursor: Cursor) -> MicroBatches:
+    def _packed(self, cursor: Cursor) -> RegroupedEpoch:
         """Returns the epoch of a position, or the rest of it that was packed anew when micro-batches changed their
         size."""
         packed = self._packer.rest(cursor.epoch, cursor.taken)
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.windows_from)
+
+    def _data(self, begin: Cursor, packed: RegroupedEpoch) -> PlacedData:
+        """Returns what is about to be handed out."""
+        return PlacedData(
+            planner=self._planner,
+            document_tokens=self._source.document_tokens,
+            micro_batches=copy(packed),  # the thread's own remembers which window it is in
+            first=begin.micro_batch,
+            micro_steps=self._micro_steps,
+            per_epoch=len(self),
+        )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields the micro-batches from the loader's position to the end of its epoch."""
@@ -216,6 +234,9 @@ class PlacedLoader:
             )
         self._is_left_early = True
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
+        data = self._data(begin, packed)
+        meter = Meter(self._transport, self._device, None)
+        meter.begin(self)
         preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
         with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
@@ -225,21 +246,16 @@ class PlacedLoader:
                 except Exception:
                     Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
                     raise
-                batch = self._deliver(prepared)
+                batch = self._deliver(prepared, data)
                 self._position = replace(begin, micro_batch=micro_batch + 1)
                 if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
                     self._is_left_early = False
-                    log.info(
-                        "epoch %d: the training loop waited %.2f %% of its time for data; preparing took %.1f ms per "
-                        "micro-batch",
-                        begin.epoch,
-                        100 * self.times.wait_share,
-                        1e3 * self.times.plan_seconds / self.times.micro_batches,
-                    )
                 yield batch
+            if self.writes_epochs and batch["distca_plan"].use.trained:
+                log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
 
-    def _deliver(self, prepared: Prepared) -> dict[str, Any]:
+    def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
         """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
@@ -247,7 +263,8 @@ class PlacedLoader:
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())
-        plan = LivePlan(
+        plan = PlacedPlan(
+            data,
             micro_batch=number,
             maps=prepared.maps.to(self._device),
             facts=prepared.facts,
@@ -265,7 +282,11 @@ class PlacedLoader:
         self._unused.note(plan)
         if not plan.label_tokens and not self._warned_of_labels:
             self._warned_of_labels = True
-            log.warning("micro-batch %d holds no label to learn, on any rank: its loss is 0", number)
+            log.warning(
+                "micro-batch %d holds no label to learn, on any rank: its loss is 0. If all are like it, look at the "
+                "dataset's labels and masks (a chat template without assistant tokens, for example)",
+                number,
+            )
         return batch
 
     def _facts(self) -> dict[str, object]:

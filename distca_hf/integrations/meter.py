@@ -1,6 +1,7 @@
 """Meter: what all ranks together did between two readings. A reading is one gather of a few integers."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 
+# Waiting that is too little to name the rank that others wait for.
+LITTLE_WAITING = 0.01
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -33,7 +36,7 @@ class Reading:
         seconds: that passed on this rank.
         totals: of the micro-batches.
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
-        slowest_rank: the one that waited least for others.
+        slowest_rank: the one that waited least for others; None if only one was asked.
         utilisation: the part of what the GPUs could do at best; None if that is not known.
         memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
     """
@@ -45,7 +48,7 @@ class Reading:
     plan_seconds: float
     loader_wait_seconds: float
     waited_seconds: float
-    slowest_rank: int
+    slowest_rank: int | None
     utilisation: float | None
     memory_bytes: int | None
 
@@ -70,10 +73,33 @@ class Reading:
             "distca/plan_ms": 1e3 * self.plan_seconds / count,
             "distca/loader_wait_ms": 1e3 * self.loader_wait_seconds / count,
             "distca/wait_ms_max": 1e3 * self.waited_seconds / count,
-            "distca/slowest_rank": float(self.slowest_rank),
+            "distca/slowest_rank": float(self.slowest_rank or 0),
             "distca/tokens_per_second": self.totals.tokens / self.seconds,
             "distca/documents_truncated": float(documents_truncated),
         }
+
+    def in_words(self, done: str) -> str:
+        """Returns one line about what has ended."""
+        totals, seconds = self.totals, self.seconds
+        before, after = totals.imbalance_before / totals.micro_batches, totals.imbalance / totals.micro_batches
+        slow = (
+            ""
+            if self.slowest_rank is None or self.waited_seconds < LITTLE_WAITING * seconds
+            else (f", mostly for rank {self.slowest_rank}")
+        )
+        return (
+            f"{done}: {totals.tokens:,} tokens in {duration(seconds)}, {totals.tokens / seconds:,.0f} per second; "
+            f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean; waited "
+            f"{self.loader_wait_seconds / seconds:.1%} of the time for data, {self.waited_seconds / seconds:.1%} for "
+            f"other ranks{slow}"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds, minutes or hours, whichever is read most easily."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class Meter:
@@ -104,19 +130,37 @@ class Meter:
             step: number of the optimizer step.
             dtype: that attention computes in.
         """
-        totals, times, traffic = source.totals.since(self._totals), source.times, self._transport.traffic
-        seconds = time.perf_counter() - self._began
-        mine = {
+        totals, seconds, mine = (
+            source.totals.since(self._totals),
+            time.perf_counter() - self._began,
+            self._mine(source),
+        )
+        self.begin(source)
+        if not totals.micro_batches:
+            return None
+        by_rank = Agreement.start(self._transport, Occasion.REPORT, step, {}, mine).wait()
+        return self._reading(totals, seconds, by_rank, dtype)
+
+    def read_alone(self, source: PlanSource) -> Reading:
+        """Reads without the other ranks: times and bytes are of this one."""
+        totals, seconds = source.totals.since(self._totals), time.perf_counter() - self._began
+        return self._reading(totals, seconds, {name: [value] for name, value in self._mine(source).items()}, None)
+
+    def _mine(self, source: PlanSource) -> dict[str, int]:
+        """Returns what this rank has to show."""
+        times, traffic = source.times, self._transport.traffic
+        return {
             "wait_ns": round(1e9 * (times.wait_seconds - self._times.wait_seconds)),
             "plan_ns": round(1e9 * (times.plan_seconds - self._times.plan_seconds)),
             "sent_bytes": traffic.bytes_sent - self._sent_bytes,
             "waited_ns": round(1e9 * (traffic.waited_seconds - self._waited_seconds)),
             "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0,
         }
-        self.begin(source)
-        if not totals.micro_batches:
-            return None
-        by_rank = Agreement.start(self._transport, Occasion.REPORT, step, {}, mine).wait()
+
+    def _reading(
+        self, totals: PlanTotals, seconds: float, by_rank: Mapping[str, Sequence[int]], dtype: torch.dtype | None
+    ) -> Reading:
+        """Returns a reading of what ranks have shown."""
         num_ranks = self._transport.world_size
         most = {name: max(values) for name, values in by_rank.items()}
         return Reading(
@@ -127,7 +171,7 @@ class Meter:
             plan_seconds=most["plan_ns"] / 1e9,
             loader_wait_seconds=most["wait_ns"] / 1e9,
             waited_seconds=most["waited_ns"] / 1e9,
-            slowest_rank=int(np.argmin(by_rank["waited_ns"])),
+            slowest_rank=int(np.argmin(by_rank["waited_ns"])) if len(by_rank["waited_ns"]) == num_ranks else None,
             utilisation=self._utilisation(totals, num_ranks * seconds, dtype),
             memory_bytes=most["memory_bytes"] or None,
         )

@@ -1,6 +1,6 @@
 """Model flops: floating-point operations of a Transformers model, counted from its parameters before it is wrapped."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -32,7 +32,8 @@ def step_flops(model: nn.Module) -> StepFlops | None:
     pair_forward = 2.0 * layers * heads.query * (heads.dim + heads.value_dim)
     weights = sum(numbers for numbers, _ in counted)
     trained = sum(numbers for numbers, is_trained in counted if is_trained)
-    return StepFlops.of(weights, trained, pair_forward)
+    head = getattr(transformers_model(model).get_output_embeddings(), "weight", None)
+    return StepFlops.of(weights, trained, pair_forward, 0 if head is None else prod(_shape(head)))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
@@ -48,7 +49,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
     tables -= {getattr(head, "weight", None)}
     share = _share_of_experts(inner.config.get_text_config())
     for name, parameter in model.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # as ZeRO-3 had found it
+        shape = _shape(parameter)
         if parameter in tables or len(shape) < 2:
             continue
         if not parameter.is_floating_point():
@@ -59,6 +60,11 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
                 raise ValueError(f"{name}: the configuration does not say how many experts a token takes")
             numbers = int(numbers * share)
         yield numbers, parameter.requires_grad
+
+
+def _shape(parameter: nn.Parameter) -> Sequence[int]:
+    """Returns the shape of a parameter as it was before ZeRO-3 divided it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _share_of_experts(config: Any) -> float | None:

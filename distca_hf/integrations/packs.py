@@ -23,9 +23,10 @@ from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
 from distca_hf.planning.moving import plan_by_moving
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.runtime.maps import HostPlanMaps
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
@@ -79,17 +80,16 @@ class PackPlanner:
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
-        transfers, num_legs = key_transfers(plan), self._config.num_legs(self._transport.world_size)
-        maps = HostPlanMaps.prepare(plan, self._transport.rank, num_legs, transfers, tokens.is_cuda)
-        facts = PlanFacts.of(plan, transfers, layout.rank_work)
-        self.history.append(facts)
-        self.totals = self.totals.plus(facts)
+        mine = rank_plan(plan, self._transport.rank, self._config.num_legs(self._transport.world_size))
+        maps = HostPlanMaps.prepare(mine, pin=tokens.is_cuda)
+        self.history.append(mine.facts)
+        self.totals = self.totals.plus(mine.facts)
         self.times.micro_batches += 1  # padded micro-batches are in none of these
         self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
             maps=maps.to(tokens.device),
-            facts=facts,
+            facts=mine.facts,
             transport=self._transport,
             config=self._config,
             fingerprint=plan.fingerprint,
@@ -119,7 +119,8 @@ class PackPlanner:
         ).wait()
         if any(numbers["learns nothing"]):
             log.warning(
-                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN",
+                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
+                "Look at the dataset's labels and masks",
                 _ranks(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )

@@ -1,12 +1,13 @@
 """The plugin: settings, and what is done with them. The object that users create."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from distca_hf.comm.checked import CheckedTransport
 from distca_hf.comm.groups import default_device, open_transport
 from distca_hf.comm.transport import Transport
+from distca_hf.comm.uncaught import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.heads import head_groups_of
@@ -30,6 +31,10 @@ class DistCAPlugin(DistCAConfig):
     loader = plugin.dataloader(dataset, seed=0)       # any other loop, with distca_hf.enable(model, plugin)
     ```
     """
+
+    def __new__(cls, *unnamed: object, **settings: object) -> Self:
+        show_errors_once()  # those of wrong settings, too
+        return super().__new__(cls, *unnamed, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,12 +113,30 @@ class DistCAPlugin(DistCAConfig):
         """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.
 
         Raises:
-            ConfigError: the trainer is set up in a way that would make the loss wrong.
+            ConfigError: it is no Trainer, or is set up in a way that would make the loss wrong.
             UnsupportedAttentionError: the model cannot run on distca.
         """
+        from transformers import Trainer
+
         from distca_hf.integrations.trainer import attach
 
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"attach takes a Trainer, not {type(trainer).__name__}; in a loop of your own call "
+                "distca_hf.enable(model, plugin), and take batches of plugin.dataloader(dataset)"
+            )
         attach(trainer, self)
+
+    def on_init_end(self, *args: object, **kwargs: object) -> None:
+        """Refuses to be a Trainer's callback, which is asked for this first.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a DistCAPlugin is no callback: call plugin.attach(trainer), or for batches that are packed already give "
+            "callbacks=[distca_hf.DistCACallback(plugin)]"
+        )
 
 
 DistCAPlugin.__doc__ = describe_settings(DistCAPlugin)

@@ -63,7 +63,14 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
             first = min(got)
             self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
             name = signal.Signals(self._signal).name
-            log.warning("step %d: %s on rank %s; saving a checkpoint and leaving", state.global_step, name, ranks)
+            again = "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else ""
+            log.warning(
+                "step %d: %s on rank %s; saving a checkpoint and leaving (%ssave_on_signal=False never saves)",
+                state.global_step,
+                name,
+                ranks,
+                again,
+            )
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 

@@ -16,9 +16,9 @@ from distca_hf.packing.contents import Cut, cuts_of
 from distca_hf.packing.placement import fill_in_order
 from distca_hf.packing.source import DocumentSource
 from distca_hf.packing.steps import MicroBatches
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.runtime.maps import HostPlanMaps
-from distca_hf.runtime.plans import PlanFacts
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,15 @@ class Preparer:
         document_tokens = self.source.document_tokens[documents]
         num_ranks = self.planner.num_ranks
         plan = self.planner.plan(document_tokens)
-        transfers = key_transfers(plan)
+        work_before = fill_in_order(document_tokens, num_ranks).rank_work
+        mine = rank_plan(plan, self.rank, self.planner.config.num_legs(num_ranks), work_before)
         pin = self.device.type == "cuda"
-        maps = HostPlanMaps.prepare(plan, self.rank, self.planner.config.num_legs(num_ranks), transfers, pin)
-        facts = PlanFacts.of(plan, transfers, fill_in_order(document_tokens, num_ranks).rank_work)
         rows = collate(plan.layout, self.rank, documents, self.source)
         return Prepared(
             cursor=cursor,
             columns=_host_tensors(rows, pin),
-            maps=maps,
-            facts=facts,
+            maps=HostPlanMaps.prepare(mine, pin),
+            facts=mine.facts,
             fingerprint=plan.fingerprint,
             label_tokens=rows.num_labels,
             documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),

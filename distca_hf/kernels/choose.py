@@ -12,7 +12,7 @@ from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
-from distca_hf.kernels.interface import Capabilities, Job, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, Capabilities, Job, Kernel, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.telemetry import get_logger
@@ -27,12 +27,14 @@ TRIED_TOKENS = 256
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of the table: its module (None: always there), what it can do, and how it is made."""
+    """A kernel of the table: its module (None: always there), what it can do, how it is made, and how its package is
+    installed."""
 
     module: str | None
     capabilities: Capabilities
     make: Callable[[], Kernel]
     automatic: bool = True
+    install: str = ""
 
     def missing(self) -> str | None:
         """Why the kernel cannot be imported, or None if it can, as far as is known before."""
@@ -44,7 +46,8 @@ class Entry:
             if not (isinstance(error, ModuleNotFoundError) and f"{self.module}.".startswith(f"{error.name}.")):
                 return _failure(error)
             found = False
-        return None if found else f"module {self.module} is not installed"
+        how = f" ({self.install})" if self.install else ""
+        return None if found else f"is not installed{how}"
 
 
 # In order of preference: the fastest that can do the job is taken. Dimensions and GPU generations are those of the
@@ -54,11 +57,13 @@ KERNELS: dict[str, Entry] = {
         "flash_attn.cute.interface",
         Capabilities("cuda", HALF, max_head_dim=256, head_dim_multiple=8, compute_capability=(9, 10, 11, 12)),
         lambda: Flash4Kernel(importlib.import_module("flash_attn.cute.interface")),
+        install="pip install flash-attn-4",
     ),
     "flash3": Entry(
         "flash_attn_interface",
         Capabilities("cuda", HALF, max_head_dim=256, head_dim_multiple=8, equal_dims=True, compute_capability=(9,)),
         lambda: Flash3Kernel(importlib.import_module("flash_attn_interface")),
+        install="from sources, the folder hopper of FlashAttention",
     ),
     "flash2": Entry(
         "flash_attn.flash_attn_interface",
@@ -71,6 +76,7 @@ KERNELS: dict[str, Entry] = {
             compute_capability=(8, 9, 10, 11, 12),
         ),
         lambda: Flash2Kernel(importlib.import_module("flash_attn.flash_attn_interface")),
+        install="pip install flash-attn --no-build-isolation",
     ),
     "torch_varlen": Entry(
         None,
@@ -89,33 +95,62 @@ KERNELS: dict[str, Entry] = {
 }
 
 
-@lru_cache(maxsize=64)
-def choose_kernel(name: KernelName, job: Job) -> Kernel:
-    """The kernel called `name`; for "auto" the first of the table that can do the job, and does it on a few tokens
-    (the reference only on a CPU).
+NAMES: dict[type, str] = {
+    Flash4Kernel: "flash4",
+    Flash3Kernel: "flash3",
+    Flash2Kernel: "flash2",
+    TorchVarlenKernel: "torch_varlen",
+    CpuKernel: "cpu",
+    ReferenceKernel: "reference",
+}
+
+
+def kernel_name(kernel: Kernel) -> str:
+    """Returns a kernel's name in the table; that of its class if it is not of the table."""
+    return NAMES.get(type(kernel), type(kernel).__name__)
+
+
+def choose_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
+    """Returns the kernel called `name`; for "auto" the first of the table that can do the job, and does it on a few
+    tokens (the reference only on a CPU).
+
+    Args:
+        spec: how to attend; all kernels take any scale, and can be deterministic.
 
     Raises:
         UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot do the job; says why.
     """
+    return chosen_kernel(name, job, _of_any_scale(spec))
+
+
+@lru_cache(maxsize=256)
+def _of_any_scale(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the one spec that stands for all that every kernel computes if it computes this one."""
+    return spec._replace(scale=1.0, deterministic=False)
+
+
+@lru_cache(maxsize=64)
+def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
+    """Returns the kernel that was chosen before, or chooses it: its first use may compile it."""
     if job.num_heads % job.num_kv_heads:
         raise UnsupportedAttentionError(f"{job.num_heads} query heads are no multiple of {job.num_kv_heads} KV heads")
     if name != "auto":
-        named, reason = None, KERNELS[name].capabilities.refusal(job)
+        named, reason = None, KERNELS[name].capabilities.refusal(job, spec)
         if reason is None:
-            named, reason = _made(KERNELS[name], job)
+            named, reason = _made(KERNELS[name], job, spec)
         if named is None:
             raise UnsupportedAttentionError(
-                f"kernel={name!r} cannot be used: {reason}; kernel='auto' takes one that can"
+                f"kernel={name!r} cannot be used: {name} {reason}; kernel='auto' takes one that can"
             )
         return named
     reasons: list[str] = []
     better: list[str] = []  # kernels that could do the job, were they there
     for candidate, entry in KERNELS.items():
-        reason = entry.capabilities.refusal(job)
+        reason = entry.capabilities.refusal(job, spec)
         if reason is None and not entry.automatic and job.device_type != "cpu":
             reason = "is exact but slow, and only taken when asked for by name"
         if reason is None:
-            kernel, reason = _made(entry, job)
+            kernel, reason = _made(entry, job, spec)
             if kernel is not None:
                 if better:
                     log.warning("attention kernel %s replaces a faster one: %s", candidate, "; ".join(better))
@@ -126,14 +161,14 @@ def choose_kernel(name: KernelName, job: Job) -> Kernel:
     raise UnsupportedAttentionError(f"no attention kernel for {job}: " + "; ".join(reasons))
 
 
-def _made(entry: Entry, job: Job) -> tuple[Kernel | None, str | None]:
+def _made(entry: Entry, job: Job, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
     """The kernel of an entry, or why there is none: it is not installed, or does not import, compile or run here."""
     missing = entry.missing()
     if missing is not None:
         return None, missing
     try:
         kernel = entry.make()
-        try_out(kernel, job)
+        try_out(kernel, job, spec)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler may raise
@@ -145,7 +180,7 @@ def _failure(error: Exception) -> str:
     return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def try_out(kernel: Kernel, job: Job) -> None:
+def try_out(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:
     """Attends to a few tokens on the GPU, forward and backward: kernels are compiled when first used."""
     if job.device_type != "cuda" or not torch.cuda.is_available():
         return
@@ -165,6 +200,6 @@ def try_out(kernel: Kernel, job: Job) -> None:
     out, lse = tensor(tokens, job.num_heads, job.value_dim), tensor(job.num_heads, tokens, dtype=torch.float32)
     offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     spans = Spans(offsets, offsets, tokens, tokens)
-    kernel.forward(q, k, v, spans, 1.0, out, lse)
-    kernel.backward(out, q, k, v, out, lse, spans, 1.0, False, *(torch.empty_like(x) for x in (q, k, v)))
+    kernel.forward(q, k, v, spans, spec, out, lse)
+    kernel.backward(out, q, k, v, out, lse, spans, spec, *(torch.empty_like(x) for x in (q, k, v)))
     torch.cuda.synchronize()

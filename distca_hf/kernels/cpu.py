@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import Spans, outputs
+from distca_hf.kernels.interface import AttentionSpec, Spans, outputs
 
 
 class CpuKernel:
@@ -24,17 +24,17 @@ class CpuKernel:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_TNV, lse_NT = outputs(q_TNH, v_SGV, out_TNV, lse_NT)
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        for rows, prefix, square in _tasks(spans):
+        attend, scale = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, spec.scale
+        for rows, prefix, square in _tasks(spans, spec.causal):
             if rows.stop == rows.start:
                 continue
             q = _batch(q_TNH[rows])
-            out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, spans.causal, scale=scale)
+            out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, spec.causal, scale=scale)
             if prefix.stop > prefix.start:
                 far_out, far_lse = attend(q, _batch(k_SGH[prefix]), _batch(v_SGV[prefix]), 0.0, False, scale=scale)
                 total = torch.logaddexp(lse, far_lse)
@@ -53,14 +53,13 @@ class CpuKernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
     ) -> None:
         derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        for rows, prefix, square in _tasks(spans):
+        for rows, prefix, square in _tasks(spans, spec.causal):
             if rows.stop == rows.start:  # keys that nobody asks for
                 for keys in (prefix, square):
                     dk_SGH[keys], dv_SGV[keys] = 0, 0
@@ -68,11 +67,11 @@ class CpuKernel:
             # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
             dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])
             lse = lse_NT[:, rows].unsqueeze(0).contiguous()
-            parts = ((square, spans.causal), *([(prefix, False)] if prefix.stop > prefix.start else []))
+            parts = ((square, spec.causal), *([(prefix, False)] if prefix.stop > prefix.start else []))
             dq_parts = []
             for keys, causal in parts:
                 dq, dk, dv = derive(
-                    dout, q, _batch(k_SGH[keys]), _batch(v_SGV[keys]), out, lse, 0.0, causal, scale=scale
+                    dout, q, _batch(k_SGH[keys]), _batch(v_SGV[keys]), out, lse, 0.0, causal, scale=spec.scale
                 )
                 dq_parts.append(dq[0].transpose(0, 1))
                 dk_SGH[keys] = dk[0].transpose(0, 1)
@@ -80,12 +79,12 @@ class CpuKernel:
             dq_TNH[rows] = dq_parts[0] if len(dq_parts) == 1 else dq_parts[0] + dq_parts[1]
 
 
-def _tasks(spans: Spans) -> Iterator[tuple[slice, slice, slice]]:
-    """Query rows, key rows before the causal square, and key rows of the square: all of them without a mask."""
+def _tasks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields query rows, key rows before the causal square, and key rows of the square: all of them without a mask."""
     for task in range(len(spans.queries) - 1):
         start, stop = spans.queries[task], spans.queries[task + 1]
         key_start, key_stop = spans.keys[task], spans.keys[task + 1]
-        border = key_stop - (stop - start) if spans.causal else key_start
+        border = key_stop - (stop - start) if causal else key_start
         yield slice(start, stop), slice(key_start, border), slice(border, key_stop)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from distca_hf.kernels.interface import Spans, put
+from distca_hf.kernels.interface import AttentionSpec, Spans, put
 
 
 class Flash4Kernel:
@@ -29,7 +29,7 @@ class Flash4Kernel:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +41,8 @@ class Flash4Kernel:
             cu_seqlens_k=spans.cu_seqlens_k,
             max_seqlen_q=spans.max_seqlen_q,
             max_seqlen_k=spans.max_seqlen_k,
-            softmax_scale=scale,
-            causal=spans.causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
             return_lse=True,
             out=out_TNV,
         )
@@ -57,8 +57,7 @@ class Flash4Kernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
@@ -70,13 +69,13 @@ class Flash4Kernel:
             out_TNV,
             dout_TNV,
             lse_NT.contiguous(),
-            softmax_scale=scale,
-            causal=spans.causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
             cu_seqlens_q=spans.cu_seqlens_q,
             cu_seqlens_k=spans.cu_seqlens_k,
             max_seqlen_q=spans.max_seqlen_q,
             max_seqlen_k=spans.max_seqlen_k,
-            deterministic=deterministic,
+            deterministic=spec.deterministic,
             dq=dq_TNH,
             dk=dk_SGH,
             dv=dv_SGV,
@@ -96,7 +95,7 @@ class Flash3Kernel:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +107,8 @@ class Flash3Kernel:
             cu_seqlens_k=spans.cu_seqlens_k,
             max_seqlen_q=spans.max_seqlen_q,
             max_seqlen_k=spans.max_seqlen_k,
-            softmax_scale=scale,
-            causal=spans.causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
         )
         return put(out, out_TNV), put(lse, lse_NT)
 
@@ -122,8 +121,7 @@ class Flash3Kernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
@@ -145,9 +143,9 @@ class Flash3Kernel:
             dq_TNH,
             dk_SGH,
             dv_SGV,
-            scale,
-            spans.causal,
-            deterministic=deterministic,
+            spec.scale,
+            spec.causal,
+            deterministic=spec.deterministic,
         )
 
 
@@ -164,7 +162,7 @@ class Flash2Kernel:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,8 +175,8 @@ class Flash2Kernel:
             spans.max_seqlen_q,
             spans.max_seqlen_k,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=spans.causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
         )
         return put(out, out_TNV), put(lse, lse_NT)
 
@@ -191,8 +189,7 @@ class Flash2Kernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
@@ -212,11 +209,11 @@ class Flash2Kernel:
             spans.max_seqlen_q,
             spans.max_seqlen_k,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=spans.causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
             window_size_left=-1,
             window_size_right=-1,
             softcap=0.0,
             alibi_slopes=None,
-            deterministic=deterministic,
+            deterministic=spec.deterministic,
         )

@@ -6,30 +6,70 @@ Tensor names end in their shape:
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, Protocol
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+
+class AttentionSpec(NamedTuple):
+    """How a call attends, beside its tensors. All fields are numbers, as which a spec crosses an operator.
+
+    Causal masks are aligned bottom-right: the last query attends to all keys of its task, and each query before it to
+    one key less. No task has more queries than keys then.
+
+    Attributes:
+        scale: factor of the scores.
+        causal: without it every query attends to all keys of its task, of which there is at least one.
+        window_tokens: keys that a query attends to, its own among them; 0 if there is no sliding window.
+        softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
+        deterministic: gradients are bit-equal from run to run.
+    """
+
+    scale: float
+    causal: bool = True
+    window_tokens: int = 0
+    softcap: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def numbers(self) -> list[float]:
+        """The spec as an argument of an operator."""
+        return [*self]
+
+
+@lru_cache(maxsize=256)
+def spec_of(*numbers: float) -> AttentionSpec:
+    """Returns the spec with these `numbers`."""
+    scale, causal, window_tokens, softcap, deterministic = numbers
+    return AttentionSpec(float(scale), bool(causal), int(window_tokens), float(softcap), bool(deterministic))
+
+
+@lru_cache(maxsize=256)
+def without_mask(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the spec of calls whose queries attend to all keys of their tasks."""
+    return spec._replace(causal=False)
+
+
+@lru_cache(maxsize=256)
+def made_deterministic(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the spec with gradients that are bit-equal from run to run."""
+    return spec._replace(deterministic=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
     """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
 
-    Causal masks are aligned bottom-right: the last query attends to all keys of its task, and each query before it to
-    one key less. No task has more queries than keys then.
-
     Attributes:
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.
         max_seqlen_q, max_seqlen_k: rows of the longest task.
-        causal: without it every query attends to all keys of its task, of which there is at least one.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    causal: bool = True
 
     @cached_property
     def queries(self) -> list[int]:
@@ -51,7 +91,7 @@ class Kernel(Protocol):
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +108,7 @@ class Kernel(Protocol):
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
@@ -78,9 +117,13 @@ class Kernel(Protocol):
         ...
 
 
+# Options of attention that a kernel need not have: fields of `AttentionSpec`, and sinks.
+OPTIONS = ("window_tokens", "softcap", "sinks")
+
+
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can compute; `refusal` says why it cannot do a given job.
+    """Limits of a kernel; `refusal` says why it cannot do a given job.
 
     Attributes:
         device_type: "cpu", "cuda", or None for any.
@@ -88,6 +131,7 @@ class Capabilities:
         max_head_dim, head_dim_multiple: limits of both head dimensions (None: no limit).
         equal_dims: value and key dimension must be the same.
         compute_capability: GPU generations (major version), None for any.
+        options: names of the `OPTIONS` that are computed.
     """
 
     device_type: str | None
@@ -96,9 +140,10 @@ class Capabilities:
     head_dim_multiple: int = 1
     equal_dims: bool = False
     compute_capability: tuple[int, ...] | None = None
+    options: frozenset[str] = frozenset()
 
-    def refusal(self, job: "Job") -> str | None:
-        """Why the kernel cannot do `job`, or None if it can."""
+    def refusal(self, job: "Job", spec: AttentionSpec) -> str | None:
+        """Returns why the kernel cannot do `job` as `spec` says, or None if it can."""
         if self.device_type not in (None, job.device_type):
             return f"runs on {self.device_type}, tensors are on {job.device_type}"
         if self.compute_capability is not None and job.compute_capability not in self.compute_capability:
@@ -113,12 +158,20 @@ class Capabilities:
             return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
         if self.equal_dims and job.head_dim != job.value_dim:
             return f"needs equal key and value dimensions, the model has {job.head_dim} and {job.value_dim}"
+        asked = {"window_tokens": spec.window_tokens, "softcap": spec.softcap, "sinks": job.sinks}
+        for option in OPTIONS:
+            if asked[option] and option not in self.options:
+                return f"does not compute {option}={asked[option]}"
         return None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a model asks of a kernel."""
+    """Tensors that a kernel is to attend with.
+
+    Attributes:
+        sinks: whether every query head has a sink, a score without a key.
+    """
 
     device_type: str
     compute_capability: int | None
@@ -127,10 +180,17 @@ class Job:
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    sinks: bool = False
 
     @classmethod
-    def of(cls, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> "Job":
-        """The job that these tensors pose."""
+    def of(
+        cls,
+        q_TNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGV: torch.Tensor,
+        sinks_N: torch.Tensor | None = None,
+    ) -> "Job":
+        """Returns the job that these tensors pose."""
         capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
         return cls(
             device_type=q_TNH.device.type,
@@ -140,6 +200,7 @@ class Job:
             num_kv_heads=k_SGH.shape[1],
             head_dim=q_TNH.shape[2],
             value_dim=v_SGV.shape[2],
+            sinks=sinks_N is not None,
         )
 
 

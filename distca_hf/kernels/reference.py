@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import Spans, accumulation_dtype, outputs
+from distca_hf.kernels.interface import AttentionSpec, Spans, accumulation_dtype, outputs
 
 
 # Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
@@ -23,15 +23,15 @@ class ReferenceKernel:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_TNV, lse_NT = outputs(q_TNH, v_SGV, out_TNV, lse_NT)
         precise = accumulation_dtype(q_TNH.dtype)
-        for rows, keys, visible in _blocks(spans):
+        for rows, keys, visible in _blocks(spans, spec.causal):
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
-            scores = _scores(q, k, scale, visible)
+            scores = _scores(q, k, spec.scale, visible)
             lse = scores.logsumexp(-1)
             out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse
@@ -46,8 +46,7 @@ class ReferenceKernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
@@ -55,12 +54,12 @@ class ReferenceKernel:
         precise = accumulation_dtype(q_TNH.dtype)
         dk_sum, dv_sum = torch.zeros_like(dk_SGH, dtype=precise), torch.zeros_like(dv_SGV, dtype=precise)
         groups = k_SGH.shape[1]
-        for rows, keys, visible in _blocks(spans):
+        for rows, keys, visible in _blocks(spans, spec.causal):
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
             dout, out = dout_TNV[rows].to(precise).transpose(0, 1), out_TNV[rows].to(precise).transpose(0, 1)
-            probabilities = (_scores(q, k, scale, visible) - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
+            probabilities = (_scores(q, k, spec.scale, visible) - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
             dprobabilities = torch.matmul(dout, v.transpose(-1, -2))
-            dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * scale
+            dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * spec.scale
             dq_TNH[rows] = torch.matmul(dscores, k).transpose(0, 1).to(dq_TNH.dtype)
             dk_sum[keys] += _sum_groups(torch.matmul(dscores.transpose(-1, -2), q), groups)
             dv_sum[keys] += _sum_groups(torch.matmul(probabilities.transpose(-1, -2), dout), groups)
@@ -68,14 +67,15 @@ class ReferenceKernel:
         dv_SGV.copy_(dv_sum)
 
 
-def _blocks(spans: Spans) -> Iterator[tuple[slice, slice, int]]:
-    """Query rows, key rows, and how many of the keys the block's first query sees; the next one sees one more."""
+def _blocks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, int]]:
+    """Yields query rows, key rows, and how many of the keys the block's first query sees; the next one sees one
+    more."""
     for task in range(len(spans.queries) - 1):
         query_start, query_stop = spans.queries[task], spans.queries[task + 1]
         key_start, key_stop = spans.keys[task], spans.keys[task + 1]
         for start in range(query_start, query_stop, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, query_stop)
-            if not spans.causal:
+            if not causal:
                 yield slice(start, stop), slice(key_start, key_stop), key_stop - key_start
                 continue
             last_key = key_stop - (query_stop - stop)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from distca_hf.kernels.interface import Spans, put
+from distca_hf.kernels.interface import AttentionSpec, Spans, put
 
 
 class TorchVarlenKernel:
@@ -25,7 +25,7 @@ class TorchVarlenKernel:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         spans: Spans,
-        scale: float,
+        spec: AttentionSpec,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,9 +39,9 @@ class TorchVarlenKernel:
             spans.max_seqlen_q,
             spans.max_seqlen_k,
             dropout,
-            spans.causal,
+            spec.causal,
             debug_mask,
-            scale=scale,
+            scale=spec.scale,
         )
         return put(out, out_TNV), put(lse, lse_NT)
 
@@ -54,8 +54,7 @@ class TorchVarlenKernel:
         out_TNV: torch.Tensor,
         lse_NT: torch.Tensor,
         spans: Spans,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         dq_TNH: torch.Tensor,
         dk_SGH: torch.Tensor,
         dv_SGV: torch.Tensor,
@@ -63,7 +62,7 @@ class TorchVarlenKernel:
         dropout = 0.0
         rng_state = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)  # of dropout: there is none
         unused = rng_state.new_empty(0)
-        with _deterministic_algorithms(deterministic):
+        with _deterministic_algorithms(spec.deterministic):
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 dout_TNV,
                 q_TNH,
@@ -76,10 +75,10 @@ class TorchVarlenKernel:
                 spans.max_seqlen_q,
                 spans.max_seqlen_k,
                 dropout,
-                spans.causal,
+                spec.causal,
                 rng_state,
                 unused,
-                scale=scale,
+                scale=spec.scale,
             )
         dq_TNH.copy_(dq)
         dk_SGH.copy_(dk)

@@ -1,6 +1,7 @@
 """Kernel calls: tasks that one varlen attention call computes together."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import pairwise
 
 import numpy as np
@@ -12,39 +13,55 @@ from distca_hf.planning.store import Store
 from distca_hf.planning.task import ALL_HEADS, Tasks
 
 
+class CallKind(Enum):
+    """Where a call reads its queries and its keys, and how it masks.
+
+                    queries              keys               mask
+    LOCAL           tokens held here     tokens held here   causal
+    PREFIX          tokens held here     store rows         none: all keys come before all queries
+    REMOTE_QUERIES  guest rows           store rows         causal
+    """
+
+    LOCAL = auto()
+    PREFIX = auto()
+    REMOTE_QUERIES = auto()
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether masks are causal, aligned bottom-right; otherwise every query attends to all keys of its task."""
+        return self is not CallKind.PREFIX
+
+
 @dataclass(frozen=True, eq=False)
 class KernelCall:
     """One varlen attention call: consecutive query rows against consecutive key rows.
 
     Attributes:
-        query_start, query_stop: own tokens, or guest rows.
-        key_start, key_stop: own tokens, or store rows.
+        query_start, query_stop, key_start, key_stop: tokens or rows, see `CallKind`.
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` offsets of each task in tokens, relative to the starts above.
-        heads: groups [first, last) that the call computes, of own queries; None if queries are guests.
-        stored_rows_per_token: groups of heads side by side in guest rows and in the store; 0 if keys are own.
-        causal: aligned bottom-right; otherwise every query attends to all keys of its task.
+        heads: head groups [first, last) that the call computes: of all groups of a token that is held here, of those
+            side by side in a token's guest rows. Store rows hold these groups side by side, token after token.
     """
 
+    kind: CallKind
     query_start: int
     query_stop: int
     key_start: int
     key_stop: int
     cu_seqlens_q: IntArray
     cu_seqlens_k: IntArray
-    heads: tuple[int, int] | None = None
-    stored_rows_per_token: int = 0
-    causal: bool = True
+    heads: tuple[int, int]
 
     @property
     def groups(self) -> int:
-        """Groups of heads that the call computes."""
-        return self.stored_rows_per_token if self.heads is None else self.heads[1] - self.heads[0]
+        """Head groups that the call computes: rows of a token in the store and among guests."""
+        return self.heads[1] - self.heads[0]
 
     @property
     def pairs_of_tasks(self) -> IntArray:
         """`[tasks]` attended pairs x groups of heads."""
         queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
-        pairs = queries * (2 * keys - queries + 1) // 2 if self.causal else queries * keys
+        pairs = queries * (2 * keys - queries + 1) // 2 if self.kind.is_causal else queries * keys
         return pairs * self.groups
 
     @property
@@ -64,7 +81,8 @@ def own_calls(own: OwnParts) -> tuple[KernelCall, ...]:
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(row)]):
         offsets, at = _offsets(tokens[begin:end]), int(row[begin])
         stop = at + int(offsets[-1])
-        calls.append(KernelCall(at, stop, at, stop, offsets, offsets, (int(first[begin]), int(last[begin]))))
+        heads = int(first[begin]), int(last[begin])
+        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, offsets, offsets, heads))
     return tuple(calls)
 
 
@@ -86,6 +104,7 @@ def far_calls(own: OwnParts, store: Store, leg: int) -> tuple[KernelCall, ...]:
         query, key, rows, group = (int(x[begin]) for x in (row, first_key, per_token, head))
         calls.append(
             KernelCall(
+                CallKind.PREFIX,
                 query,
                 query + int(queries[-1]),
                 key,
@@ -93,8 +112,6 @@ def far_calls(own: OwnParts, store: Store, leg: int) -> tuple[KernelCall, ...]:
                 queries,
                 keys,
                 heads=(0, groups) if group == ALL_HEADS else (group, group + 1),
-                stored_rows_per_token=rows,
-                causal=False,
             )
         )
     return tuple(calls)
@@ -113,7 +130,8 @@ def guest_calls(tasks: Tasks, guests: IntArray, guest_row: IntArray, store: Stor
         queries, keys = _offsets((stop - start)[begin:end]), _offsets(stop[begin:end])
         query, key, rows = (int(x[begin]) for x in (guest_row, first_key, per_token))
         query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
-        calls.append(KernelCall(query, query_stop, key, key_stop, queries, keys, stored_rows_per_token=rows))
+        bounds = query, query_stop, key, key_stop
+        calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, heads=(0, rows)))
     return tuple(calls)
 
 

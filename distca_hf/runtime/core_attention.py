@@ -17,6 +17,7 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 
 import torch
 
+from distca_hf.kernels.interface import AttentionSpec, made_deterministic
 from distca_hf.runtime.combine import GradientFlight
 from distca_hf.runtime.dispatch import KeyFlight
 from distca_hf.runtime.finite import check_finite
@@ -25,7 +26,7 @@ from distca_hf.runtime.heads import calls_of_heads
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import Maps
 from distca_hf.runtime.plans import LivePlan
-from distca_hf.runtime.residency import Kept, Received, keeps_received, nothing_kept
+from distca_hf.runtime.residency import Kept, Received
 from distca_hf.runtime.room import check_room
 from distca_hf.runtime.rows import as_rows
 from distca_hf.runtime.store import Store, StoreGradients
@@ -35,14 +36,16 @@ def attend(
     q_TNH: torch.Tensor,
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
-    scale: float,
+    spec: AttentionSpec,
     plan: LivePlan,
     received: Received | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     """Attends from every row to the causal prefix of its document, wherever that prefix is held.
 
     Args:
         received: what came from other ranks before, when the same was computed; it does not travel again.
+        sinks_N: scores of the heads' sinks.
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
@@ -52,23 +55,25 @@ def attend(
     Raises:
         PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says, or what
             they need does not fit the device.
+        UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
     if not plan.forward_calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
     where, maps, transport = plan.forward_pass.begin_forward(), plan.maps, plan.transport
-    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, where)
+    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where, sinks_N)
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
-    keeps, groups, kv_heads = keeps_received(plan, q_TNH, k_TGH, v_TGV), maps.rows_per_token, k_TGH.shape[1]
+    keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), maps.rows_per_token
+    kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges, received=None if received is None else received.keys)
     guests = None
     if maps.queries is not None:
         [q], came = as_rows(groups, q_TNH), None if received is None else received.guest_q
-        guests = ForwardGuests(kernel, q, v, maps.queries, scale, kv_heads, came)
+        guests = ForwardGuests(kernel, q, v, maps.queries, spec, kv_heads, came)
     for leg in maps.legs:
         keys.start(leg, transport, where)
         if guests is not None:
@@ -77,7 +82,7 @@ def attend(
     out, lse = empty_rows(q_TNH, v_TGV)
     _clear_padding(maps, out, lse)
     calls = calls_of_heads(maps, kv_heads, comes=True, leaves=maps.queries is not None)
-    own = ForwardCalls(kernel, q_TNH, out, lse, scale, kv_heads)
+    own = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads)
     own.attend(calls.early, k_TGH, v_TGV)
     store = Store.open(k, v, keys.received, maps)
     for leg, far in zip(maps.legs, calls.far, strict=True):
@@ -92,7 +97,7 @@ def attend(
     check_finite(plan, where, output=out)
     if keeps and guests is not None:
         return out, lse, Kept(keys.received, *guests.kept)
-    nothing = nothing_kept(plan, k)
+    nothing = plan.retention.nothing(k)
     return out, lse, Kept(keys.received, *nothing.guests) if keeps else nothing
 
 
@@ -104,7 +109,7 @@ def attend_backward(
     out_TNV: torch.Tensor,
     lse_TN: torch.Tensor,
     kept: Kept,
-    scale: float,
+    spec: AttentionSpec,
     plan: LivePlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradients of q, k and v from those of the output; what was not kept is fetched again.
@@ -114,16 +119,18 @@ def attend_backward(
     """
     plan.agree()
     where, maps, transport = plan.forward_pass.begin_backward(), plan.backward_maps, plan.transport
-    kernel, keeps, groups = plan.kernel(q_TNH, k_TGH, v_TGV, where), plan.keeps_received is True, maps.rows_per_token
-    deterministic = plan.config.deterministic or torch.are_deterministic_algorithms_enabled()
-    how = scale, deterministic, k_TGH.shape[1]
+    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where)
+    keeps, groups = plan.retention.keeps is True, maps.rows_per_token
+    if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
+        spec = made_deterministic(spec)
+    how = spec, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KeyFlight(k, v, maps, travels=maps.exchanges and not keeps)
     guests = None
     if maps.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
-        guests = BackwardGuests(kernel, of_queries, kept if keeps else None, maps.queries, how)
+        guests = BackwardGuests(kernel, of_queries, kept if keeps else None, maps.queries, *how)
     for leg in maps.legs:
         keys.start(leg, transport, where)
         if guests is not None:

@@ -28,7 +28,7 @@ from distca_hf.errors import UnsupportedAttentionError
 _library = torch.library.Library("distca", "FRAGMENT")
 
 # What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
-_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
+_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, type(None)])
 # Keys with which the dispatcher calls every operator of a thread in which no mode listens.
 _NO_MODE = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 
@@ -39,8 +39,8 @@ def define_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> Callable[..., Any]:
-    """Defines the operator `distca::<name of the function>` of tensors and numbers. It writes to none of them, and
-    its outputs share no memory with them.
+    """Defines the operator `distca::<name of the function>` of tensors, numbers and lists of numbers. It writes to
+    none of them, and its outputs share no memory with them.
 
     Args:
         fake: shapes and dtypes of what it returns.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Transport
-from distca_hf.kernels.interface import Kernel
+from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.runtime.guest_flights import Homeward, Outward
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.maps import LegMaps, QueryMaps
@@ -34,7 +34,7 @@ class ForwardGuests:
         q: torch.Tensor,
         v: torch.Tensor,
         moves: QueryMaps,
-        scale: float,
+        spec: AttentionSpec,
         kv_heads: int,
         received: torch.Tensor | None,
     ) -> None:
@@ -43,7 +43,7 @@ class ForwardGuests:
             self._outward = Outward([q], moves)
             guest_q = self._outward.tensors[0]
         out, lse = empty_rows(guest_q, v)
-        self._calls = ForwardCalls(kernel, guest_q, out, lse, scale, kv_heads)
+        self._calls = ForwardCalls(kernel, guest_q, out, lse, spec, kv_heads)
         self._homeward = Homeward([out, lse], moves)
         self.kept = guest_q, out, lse
 
@@ -77,12 +77,13 @@ class BackwardGuests:
         of_queries: Sequence[torch.Tensor],
         kept: Kept | None,
         moves: QueryMaps,
-        how: tuple[float, bool, int],
+        spec: AttentionSpec,
+        kv_heads: int,
     ) -> None:
         self._outward = Outward(of_queries if kept is None else of_queries[:1], moves)
         dout, q, out, lse = self._outward.tensors if kept is None else (*self._outward.tensors, *kept.guests)
         dq = torch.empty_like(q)
-        self._calls = BackwardCalls(kernel, dout, q, out, lse, dq, *how)
+        self._calls = BackwardCalls(kernel, dout, q, out, lse, dq, spec, kv_heads)
         self._homeward = Homeward([dq], moves)
 
     def start(self, leg: LegMaps, transport: Transport, where: str) -> None:

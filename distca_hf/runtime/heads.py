@@ -48,9 +48,7 @@ def calls_of_heads(maps: Maps, kv_heads: int, *, comes: bool, leaves: bool) -> C
 def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[DeviceCall, ...]:
     """Own and far calls whose `heads` count KV heads instead of groups."""
     return tuple(
-        replace(call, heads=(call.heads[0] * heads_per_group, call.heads[1] * heads_per_group))
-        for call in calls
-        if call.heads is not None
+        replace(call, heads=(call.heads[0] * heads_per_group, call.heads[1] * heads_per_group)) for call in calls
     )
 
 
@@ -61,7 +59,6 @@ def divide_heads(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[Devic
     calls = tuple(calls)
     missing = share * sum(call.pairs for call in calls)
     for call in reversed(calls):
-        assert call.heads is not None
         first, stop = call.heads
         of_head = call.pairs / (stop - first)
         taken = min(stop - first, max(0, round(missing / of_head))) if of_head else 0

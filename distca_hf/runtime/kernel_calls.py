@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from distca_hf.kernels.interface import Kernel, accumulation_dtype
+from distca_hf.kernels.interface import AttentionSpec, Kernel, accumulation_dtype, without_mask
 from distca_hf.kernels.merge import merge
 from distca_hf.runtime.maps import DeviceCall
 from distca_hf.runtime.rows import heads_of, keys_of, queries_of
@@ -19,10 +19,10 @@ class ForwardCalls:
     """Forward."""
 
     def __init__(
-        self, kernel: Kernel, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float, kv_heads: int
+        self, kernel: Kernel, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, spec: AttentionSpec, kv_heads: int
     ) -> None:
-        self._kernel, self._q, self._out, self._lse, self._scale = kernel, q, out, lse, scale
-        self._kv_heads = kv_heads
+        self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
+        self._spec, self._without_mask, self._kv_heads = spec, without_mask(spec), kv_heads
         self._far: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -30,14 +30,14 @@ class ForwardCalls:
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            self._kernel.forward(q, call_k, call_v, call.spans, self._scale, out, transposed(lse))
+            self._kernel.forward(q, call_k, call_v, call.spans, self._spec, out, transposed(lse))
 
     def attend_far(self, calls: Iterable[DeviceCall], store: Store, at_once: bool) -> None:
         """Attends to prefixes, and adds that `at_once` if own calls have written their parts."""
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
             k, v = keys_of(call, self._kv_heads, store.k, store.v)
-            self._far.append((call, self._kernel.forward(q, k, v, call.spans, self._scale)))
+            self._far.append((call, self._kernel.forward(q, k, v, call.spans, self._without_mask)))
             if at_once:
                 self.merge_far()
 
@@ -60,12 +60,11 @@ class BackwardCalls:
         out: torch.Tensor,
         lse: torch.Tensor,
         dq: torch.Tensor,
-        scale: float,
-        deterministic: bool,
+        spec: AttentionSpec,
         kv_heads: int,
     ) -> None:
         self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
-        self._scale, self._deterministic, self._kv_heads = scale, deterministic, kv_heads
+        self._spec, self._without_mask, self._kv_heads = spec, without_mask(spec), kv_heads
         self._far: list[tuple[DeviceCall, torch.Tensor]] = []
 
     def derive(
@@ -109,9 +108,8 @@ class BackwardCalls:
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
         dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        self._kernel.backward(
-            dout, q, k, v, out, transposed(lse), call.spans, self._scale, self._deterministic, dq, dk, dv
-        )
+        spec = self._spec if call.kind.is_causal else self._without_mask
+        self._kernel.backward(dout, q, k, v, out, transposed(lse), call.spans, spec, dq, dk, dv)
 
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

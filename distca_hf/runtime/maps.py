@@ -12,12 +12,10 @@ from distca_hf.comm.transport import AllToAll
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.sum_rows import RowSums
-from distca_hf.planning.calls import KernelCall
-from distca_hf.planning.legs import Legs
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.routing import QueryMoves, Routing, route
+from distca_hf.planning.calls import CallKind, KernelCall
+from distca_hf.planning.rank_plan import RankPlan
+from distca_hf.planning.routing import QueryMoves, Routing
 from distca_hf.planning.runs import Runs
-from distca_hf.planning.transfers import KeyTransfers, key_transfers
 from distca_hf.runtime.views import some_rows
 
 
@@ -26,14 +24,16 @@ class DeviceCall:
     """A kernel call with its offsets on the device; names as in `KernelCall`.
 
     Attributes:
+        rows_per_token: rows of a token in the store and among guests.
         adds: a larger call reads the same stored keys and writes their gradients; this one adds to them.
     """
 
+    kind: CallKind
     queries: slice
     keys: slice
     spans: Spans
-    heads: tuple[int, int] | None
-    stored_rows_per_token: int
+    heads: tuple[int, int]
+    rows_per_token: int
     pairs: int
     adds: bool = False
 
@@ -207,17 +207,14 @@ class HostPlanMaps:
     backward: HostMaps
 
     @classmethod
-    def prepare(
-        cls, plan: Plan, rank: int, num_legs: int = 1, transfers: KeyTransfers | None = None, pin: bool = False
-    ) -> "HostPlanMaps":
-        """Maps of `rank`; `transfers` of one leg may be given if they were computed already."""
-        if num_legs == 1:
-            maps = HostMaps.prepare(route(plan, rank, transfers), pin)
-            return cls(maps, maps)
-        legs = Legs.cut(plan, num_legs)
-        in_legs = key_transfers(plan, legs)
-        forward = HostMaps.prepare(route(plan, rank, in_legs, legs), pin)
-        return cls(forward, HostMaps.prepare(route(plan, rank, transfers, kept=in_legs), pin))
+    def prepare(cls, plan: RankPlan, pin: bool = False) -> "HostPlanMaps":
+        """Returns maps of a rank's plan; safe in a background thread.
+
+        Args:
+            pin: puts them in memory that a GPU copies from while the host goes on.
+        """
+        forward = HostMaps.prepare(plan.forward, pin)
+        return cls(forward, forward if plan.backward is plan.forward else HostMaps.prepare(plan.backward, pin))
 
     def to(self, device: torch.device) -> PlanMaps:
         """Maps on the device; the host does not wait."""
@@ -285,12 +282,11 @@ def _device_calls(
                 cu_seqlens_k=offsets[at + entries : at + 2 * entries],
                 max_seqlen_q=_longest(call.cu_seqlens_q),
                 max_seqlen_k=_longest(call.cu_seqlens_k),
-                causal=call.causal,
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
-            rows, adds = call.stored_rows_per_token, call in adding
-            of_kind.append(DeviceCall(queries, keys, spans, call.heads, rows, call.pairs, adds))
+            of_heads = call.heads, call.groups, call.pairs
+            of_kind.append(DeviceCall(call.kind, queries, keys, spans, *of_heads, adds=call in adding))
         made.append(tuple(of_kind))
     return tuple(made)
 

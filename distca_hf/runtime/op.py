@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from distca_hf.kernels.interface import accumulation_dtype, empty_gradients
+from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, spec_of
 from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.runtime.define_op import define_op
 from distca_hf.runtime.plans import LivePlan, find_plan
-from distca_hf.runtime.residency import Kept, waits_for_recomputation
+from distca_hf.runtime.residency import Kept
 from distca_hf.runtime.unknown_size import unknown_size
 from distca_hf.runtime.waiting import current_scope
 
@@ -28,10 +28,11 @@ def _flash_attn(
     q_TNH: torch.Tensor,
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
-    scale: float,
+    spec: list[float],
     plan: int,
     layer: torch.Tensor | None = None,
     needs_gradients: bool = False,
+    sinks_N: torch.Tensor | None = None,
 ) -> Outputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
@@ -40,19 +41,18 @@ def _flash_attn(
         if layer is not None:
             live.forward_pass.check_open()
         received = scope.take() if scope is not None and scope.recomputes else None
-        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, scale, live, received)
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), live, received, sinks_N)
     except Exception as error:
         _add_place(error, live, call, "forward")
         raise
     if scope is not None and not scope.recomputes:
-        scope.keep(kept.received() if waits_for_recomputation(live, q_TNH, k_TGH, v_TGV) else None)
+        waits = live.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
+        scope.keep(kept.received() if waits else None)
     live.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.guests
 
 
-def _shapes(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, scale: float, plan: int, *noted: Any
-) -> Outputs:
+def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: Any) -> Outputs:
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
 
@@ -73,7 +73,7 @@ def _flash_attn_backward(
     kept_q: torch.Tensor,
     kept_out: torch.Tensor,
     kept_lse: torch.Tensor,
-    scale: float,
+    spec: list[float],
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes gradients of q, k and v."""
@@ -81,18 +81,18 @@ def _flash_attn_backward(
     call = live.backward_calls + 1
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
-        return attend_backward(dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, kept, scale, live)
+        return attend_backward(dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, kept, spec_of(*spec), live)
     except Exception as error:
         _add_place(error, live, call, "backward")
         raise
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, scale, plan, *_ = inputs
+    q, k, v, spec, plan, *_ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output)
-    ctx.scale, ctx.plan = scale, plan
+    ctx.spec, ctx.plan = spec, plan
     # Kept alive until backward; a traced plan is a symbol.
     ctx.live = find_plan(plan) if isinstance(plan, int) else None
 
@@ -100,7 +100,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, *others_saved = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.scale, ctx.plan), *[None] * 4
+    return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.spec, ctx.plan), *[None] * 5
 
 
 _planned = define_op(_flash_attn, _shapes, _backward, _save)
@@ -111,18 +111,23 @@ def flash_attn(
     q_TNH: torch.Tensor,
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
-    scale: float,
+    spec: AttentionSpec,
     plan: int,
     layer: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> Outputs:
     """Returns the operator's outputs, the first one differentiable.
 
     Args:
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
             an attribute that is a number, and one for all tensors.
+        sinks_N: scores of the heads' sinks; no kernel computes them yet.
+
+    Raises:
+        UnsupportedAttentionError: no kernel can attend like this; names what it cannot do.
     """
     needs_gradients = torch.is_grad_enabled() and (q_TNH.requires_grad or k_TGH.requires_grad or v_TGV.requires_grad)
-    return _planned(q_TNH, k_TGH, v_TGV, scale, plan, layer, needs_gradients)
+    return _planned(q_TNH, k_TGH, v_TGV, spec.numbers, plan, layer, needs_gradients, sinks_N)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:

@@ -12,91 +12,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray, imbalance
 from distca_hf.errors import PlanError
-from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job, Kernel
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.transfers import KeyTransfers
+from distca_hf.kernels.choose import choose_kernel, kernel_name
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.maps import PlanMaps
-
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """Numbers about a micro-batch, the same on all ranks.
-
-    Attributes:
-        num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
-        work: attended pairs of each rank, as planned.
-        work_before: the same, had the documents been packed one after the other.
-        key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
-        query_rows_sent: rows of queries that each rank sends; their outputs come back.
-        key_rows_received: rows of keys and values that each rank receives.
-        guest_rows: rows of queries that each rank computes as guests, its own in tasks of others among them.
-        rows_per_token: 1, or the groups that the plan divides heads in.
-    """
-
-    num_documents: int
-    longest_document_tokens: int
-    work: tuple[int, ...]
-    work_before: tuple[int, ...]
-    key_rows_sent: tuple[int, ...]
-    query_rows_sent: tuple[int, ...] = ()
-    key_rows_received: tuple[int, ...] = ()
-    guest_rows: tuple[int, ...] = ()
-    rows_per_token: int = 1
-    num_tokens: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
-        """Returns facts of a plan, whose key transfers are computed already."""
-        layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
-        num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
-        guests = plan.pieces.select(plan.is_guest[plan.pieces.task])
-        queries_sent, guest_rows = (
-            np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64)
-            for ranks, rows in ((moved.home, moved.rows), (guests.server, guests.rows))
-        )
-        return cls(
-            num_documents=layout.num_documents,
-            longest_document_tokens=layout.longest_document_tokens,
-            work=tuple(plan.work.tolist()),
-            work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
-            key_rows_sent=tuple(keys.sum(axis=1).tolist()),
-            query_rows_sent=tuple(queries_sent.tolist()),
-            key_rows_received=tuple(keys.sum(axis=0).tolist()),
-            guest_rows=tuple(guest_rows.tolist()),
-            rows_per_token=plan.tasks.head_groups,
-            num_tokens=int(layout.document_tokens.sum()),
-        )
-
-    @property
-    def imbalance(self) -> float:
-        """Max over mean of `work`."""
-        return imbalance(self.work)
-
-    @property
-    def imbalance_before(self) -> float:
-        """Max over mean of `work_before`."""
-        return imbalance(self.work_before)
+from distca_hf.runtime.residency import Retention
 
 
 @dataclass
 class PlanUse:
-    """Whether a model has begun to run with a plan; outlives the plan.
+    """Whether a model has run with a plan; outlives the plan.
 
     Attributes:
         begun: a forward pass has begun.
+        trained: one with gradients has ended.
     """
 
     begun: bool = False
+    trained: bool = False
 
 
 class LivePlan:
@@ -114,11 +54,7 @@ class LivePlan:
         numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
-        layers_kept: layers whose attention is saved for backward at the same time.
-        attention_calls: of one forward pass.
-        keeps_received: whether they keep what came from other ranks (`runtime.residency`); None before the first.
-        waits_for_recomputation: whether received rows of all layers wait for that; None before the first.
-        nothing: empty tensors, for layers that keep nothing.
+        retention: what of other ranks is kept until backward, and until recomputation.
         handle: number by which the operator finds the plan.
     """
 
@@ -143,10 +79,7 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self.layers_kept = self.attention_calls = 1
-        self.keeps_received: bool | None = None
-        self.waits_for_recomputation: bool | None = None
-        self.nothing: tuple[torch.Tensor, ...] | None = None
+        self.retention = Retention(config, facts)
         self.handle = _register.add(self, config.plans_in_flight)
 
     def agree(self) -> None:
@@ -179,7 +112,7 @@ class LivePlan:
         """
         self.agree()
         self.use.begun = True
-        self.layers_kept, self.attention_calls = layers_kept, attention_calls
+        self.retention.begin_forward_pass(layers_kept, attention_calls)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
 
@@ -211,22 +144,34 @@ class LivePlan:
         """In which attention computes; None before the first call."""
         return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
 
+    @property
+    def kernel_name(self) -> str:
+        """Of the kernel that attends; "none" before the first call."""
+        return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
+
     def kernel(
-        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, where: str = "no layer yet"
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        where: str = "no layer yet",
+        sinks_N: torch.Tensor | None = None,
     ) -> Kernel:
-        """Returns the kernel for these tensors, once they are known to fit the plan; all layers ask for the same.
+        """Returns the kernel for these tensors, once they are known to fit the plan; most layers ask for the same.
 
         Raises:
             PlanError: they do not fit.
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        job = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        job = *like, spec, sinks_N is None
         kernel = self._kernels.get(job)
         if kernel is None:
             for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v))
+            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v, sinks_N), spec)
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:

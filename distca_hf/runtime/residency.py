@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.planning.plan_facts import PlanFacts
 
 
 @dataclass(eq=False, slots=True)
@@ -59,58 +60,79 @@ class Received:
         return Received(self.keys.detach(), self.guest_q.detach())
 
 
-def nothing_kept(plan: LivePlan, k: torch.Tensor) -> Kept:
-    """Empty tensors. They are made once per plan: new ones for each layer cost the host more; nothing is derived from
-    them."""
-    if plan.nothing is None or plan.nothing[0].dtype != k.dtype:
-        with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
-            nothing = Kept.nothing(k)
-        plan.nothing = nothing.keys, *nothing.guests
-    return Kept(*plan.nothing)
+class Retention:
+    """Decides for a micro-batch what of other ranks is kept until backward, and until recomputation.
 
+    The first layer decides for all layers; all ranks decide alike, because fetching is an exchange.
 
-def keeps_received(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-    """Whether this micro-batch keeps what it receives; decided by its first layer.
-
-    With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on the
-    rank that receives most. Where attention itself is recomputed, that is one layer.
+    Attributes:
+        layers_kept: layers whose attention is saved for backward at the same time.
+        attention_calls: of one forward pass.
+        keeps: whether received rows are kept until backward; None before the first layer.
     """
-    if plan.keeps_received is None:
-        setting = plan.config.kv_residency
-        if setting == "auto":
-            budget = plan.config.kv_budget_gib * 2**30
-            plan.keeps_received = kept_bytes(plan, q_TNH, k_TGH, v_TGV) * plan.layers_kept <= budget
-        else:
-            plan.keeps_received = setting == "keep"
-    return plan.keeps_received
+
+    def __init__(self, config: DistCAConfig, facts: PlanFacts) -> None:
+        self._config, self._facts = config, facts
+        self.layers_kept = self.attention_calls = 1
+        self.keeps: bool | None = None
+        self._waits: bool | None = None
+        self._nothing: Kept | None = None
+
+    def begin_forward_pass(self, layers_kept: int, attention_calls: int) -> None:
+        """Notes how many layers the next pass has; see the attributes."""
+        self.layers_kept, self.attention_calls = layers_kept, attention_calls
+
+    def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
+        """Returns whether this micro-batch keeps what it receives until backward.
+
+        With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
+        the rank that receives most. Where attention itself is recomputed, that is one layer.
+        """
+        if self.keeps is None:
+            setting = self._config.kv_residency
+            if setting == "auto":
+                self.keeps = kept_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.layers_kept <= self._budget_bytes
+            else:
+                self.keeps = setting == "keep"
+        return self.keeps
+
+    def waits_for_recomputation(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
+        """Returns whether received rows of all layers wait until their attention is recomputed."""
+        if self._waits is None:
+            setting = self._config.kv_residency
+            if setting == "auto" and self.keeps_received(q_TNH, k_TGH, v_TGV):
+                of_all_layers = received_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.attention_calls
+                self._waits = of_all_layers <= self._budget_bytes
+            else:
+                self._waits = setting == "keep"
+        return self._waits
+
+    def nothing(self, k: torch.Tensor) -> Kept:
+        """Returns empty tensors. They are made once: new ones for each layer cost the host more; nothing is derived
+        from them."""
+        if self._nothing is None or self._nothing.keys.dtype != k.dtype:
+            with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
+                self._nothing = Kept.nothing(k)
+        return self._nothing
+
+    @property
+    def _budget_bytes(self) -> float:
+        return self._config.kv_budget_gib * 2**30
 
 
-def waits_for_recomputation(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-    """Whether received rows of all layers wait until their attention is recomputed; decided by the first layer."""
-    if plan.waits_for_recomputation is None:
-        setting, budget = plan.config.kv_residency, plan.config.kv_budget_gib * 2**30
-        if setting == "auto" and keeps_received(plan, q_TNH, k_TGH, v_TGV):
-            of_all_layers = received_bytes(plan, q_TNH, k_TGH, v_TGV) * plan.attention_calls
-            plan.waits_for_recomputation = of_all_layers <= budget
-        else:
-            plan.waits_for_recomputation = setting == "keep"
-    return plan.waits_for_recomputation
-
-
-def kept_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
-    """Bytes of one layer's `Kept` on the rank that receives most."""
+def kept_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Returns the bytes of one layer's `Kept` on the rank that receives most."""
     result_bytes = v_TGV.shape[2] * q_TNH.element_size() + accumulation_dtype(q_TNH.dtype).itemsize
-    return _most_bytes(plan, k_TGH, v_TGV, q_TNH.shape[1] * (q_TNH.shape[2] * q_TNH.element_size() + result_bytes))
+    return _most_bytes(facts, k_TGH, v_TGV, q_TNH.shape[1] * (q_TNH.shape[2] * q_TNH.element_size() + result_bytes))
 
 
-def received_bytes(plan: LivePlan, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
-    """Bytes of one layer's `Received` on the rank that receives most."""
-    return _most_bytes(plan, k_TGH, v_TGV, q_TNH.shape[1:].numel() * q_TNH.element_size())
+def received_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Returns the bytes of one layer's `Received` on the rank that receives most."""
+    return _most_bytes(facts, k_TGH, v_TGV, q_TNH.shape[1:].numel() * q_TNH.element_size())
 
 
-def _most_bytes(plan: LivePlan, k_TGH: torch.Tensor, v_TGV: torch.Tensor, query_bytes: int) -> int:
-    """Of received keys and values, and of guests with so many bytes per query, on the rank where these are most."""
-    facts = plan.facts
+def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, query_bytes: int) -> int:
+    """Returns bytes of received keys and values, and of guests with `query_bytes` each, on the rank with the most."""
     key_bytes = (k_TGH.shape[1:].numel() + v_TGV.shape[1:].numel()) * k_TGH.element_size()
     received = zip(facts.key_rows_received, facts.guest_rows, strict=True)
     most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)

@@ -47,8 +47,8 @@ def needed_bytes(maps: Maps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
     far = 0  # gradients of queries that are added to those of own calls
     for call in maps.legs[0].far:
-        first, last = call.heads or (0, groups)
-        far += (call.queries.stop - call.queries.start) * q.shape[1] * (last - first) // groups * q.shape[2]
+        tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
+        far += tokens * heads * q.shape[2]
     guests = 0
     if maps.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
         heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from distca_hf.planning.calls import CallKind
 from distca_hf.runtime.maps import DeviceCall
 from distca_hf.runtime.views import part
 
@@ -21,21 +22,20 @@ def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The call's part of each of own `[T, heads, ...]`, or of guests' `[R, heads, ...]`."""
-    if call.heads is not None:
-        return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
-    return _as_tokens(_some_rows(tensors, call.queries), call.stored_rows_per_token)
+    if call.kind is CallKind.REMOTE_QUERIES:
+        return _as_tokens(_some_rows(tensors, call.queries), call.rows_per_token)
+    return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
 
 
 def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The call's part of each of own `[T, heads, D]`, or of the store's `[R, heads, D]`."""
-    if call.stored_rows_per_token:
-        return _as_tokens(_some_rows(tensors, call.keys), call.stored_rows_per_token)
-    return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
+    if call.kind is CallKind.LOCAL:
+        return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
+    return _as_tokens(_some_rows(tensors, call.keys), call.rows_per_token)
 
 
 def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
     """All rows of each own `[T, heads, ...]`, and of their heads those that belong to the KV heads of the call."""
-    assert call.heads is not None
     first, stop = call.heads
     if (first, stop) == (0, kv_heads):
         return tensors_TND

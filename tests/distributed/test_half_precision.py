@@ -14,7 +14,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.layouts import random_plan
-from support.parity import SCALE, live_plan
+from support.parity import SCALE, SPEC, live_plan
 
 
 NUM_RANKS = 4
@@ -53,7 +53,7 @@ def test_error_is_at_most_twice_that_of_whole_attention_in_bf16(kind: str, num_l
         rows, padding = rows_of_rank(layout, transport.rank), int(layout.padding_rows[transport.rank])
         *inputs, dout = (torch.cat([x[rows], x.new_zeros((padding, *x.shape[1:]))]) for x in tensors)
         inputs = [x.requires_grad_() for x in inputs]
-        out, *_ = flash_attn(*inputs, SCALE, live.handle)
+        out, *_ = flash_attn(*inputs, SPEC, live.handle)
         return [x[: len(rows)].detach() for x in (out, *torch.autograd.grad(out, inputs, dout))]
 
     parts = run_ranks(NUM_RANKS, run)

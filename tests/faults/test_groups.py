@@ -1,7 +1,10 @@
 """Groups of ranks: opened when all are there, closed in order, and nothing is cut off when a process ends."""
 
+import atexit
+import gc
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import distca_hf
+from distca_hf.comm import gloo_threads
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ConfigError
@@ -122,6 +126,61 @@ def test_hooks_for_uncaught_errors_are_taken_back() -> None:
 
 
 # --- the end of a process
+
+
+def _end_with_threads(_: Path, end: str) -> int:
+    """Number of gloo's threads behind the end of our groups."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    transport = plugin.transport(CPU)
+    transport.exchange(AllToAll(torch.arange(4.0)[:, None], [2, 2], [2, 2], "here")).wait()
+    transport.gather([1], "here").wait()
+    while len(gloo_threads.states()) < 6:  # two of each group; they name themselves when they first run
+        time.sleep(0.02)
+    if end == "close":
+        plugin.close()
+    else:
+        atexit._run_exitfuncs()
+    return len(gloo_threads.states())
+
+
+@pytest.mark.parametrize("end", ["close", "the end of the process"])
+def test_threads_of_our_groups_end_before_the_interpreter(tmp_path: Path, end: str) -> None:
+    assert run_ranks(2, _end_with_threads, tmp_path, tmp_path, end) == [2, 2]
+
+
+def _end_alone(folder: Path) -> None:
+    """Rank 0 ends as a script does, in the middle of a gather that rank 1 never comes to."""
+    transport = distca_hf.DistCAPlugin(tokens_per_rank=96).transport(CPU)
+    if dist.get_rank() == 1:
+        while not (folder / "ended").exists():
+            time.sleep(0.02)
+        return
+    gather = transport.gather([1], "here")
+    atexit._run_exitfuncs()
+    del transport, gather
+    gc.collect()
+    (folder / "ended").touch()
+
+
+def test_rank_that_ends_in_the_middle_of_a_gather_does_not_wait_for_others(tmp_path: Path) -> None:
+    assert run_ranks(2, _end_alone, tmp_path, tmp_path) == [None, None]
+
+
+def test_threads_of_other_groups_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter(["SSR", "RSS", "SSS", "SSR"])
+    monkeypatch.setattr(gloo_threads, "states", lambda: next(seen))
+
+    gloo_threads.let_rest()
+
+    assert next(seen) == "SSR"
+
+
+def test_a_thread_that_computes_is_seen_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_name = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
+    monkeypatch.setattr(gloo_threads, "NAME", own_name)
+
+    assert "R" in gloo_threads.states()
+
 
 ABANDONED_LOOP = """
 import itertools, sys

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.choose import KERNELS, choose_kernel
-from distca_hf.kernels.interface import Job, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
 from distca_hf.runtime.store import apart
 
 
@@ -49,6 +49,7 @@ WITHOUT_MASK = {
 CALLS = [(causal, name) for causal, tasks in ((True, TASKS), (False, WITHOUT_MASK)) for name in tasks]
 HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64)]
 SCALE = 0.09
+SPEC = AttentionSpec(SCALE)
 
 
 def _tensors(tasks: list[tuple[int, int]], heads: int, groups: int, dim: int) -> list[torch.Tensor]:
@@ -62,22 +63,24 @@ def _tasks(causal: bool, name: str) -> list[tuple[int, int]]:
     return TASKS[name] if causal else WITHOUT_MASK[name]
 
 
-def _spans(tasks: list[tuple[int, int]], causal: bool = True) -> Spans:
+def _spans(tasks: list[tuple[int, int]]) -> Spans:
     offsets = [np.cumsum([0, *lengths]) for lengths in zip(*tasks, strict=True)]
     cu_seqlens = [torch.from_numpy(offset.astype(np.int32)).cuda() for offset in offsets]
     longest = [max(lengths) for lengths in zip(*tasks, strict=True)]
-    return Spans(*cu_seqlens, *longest, causal)
+    return Spans(*cu_seqlens, *longest)
 
 
-def _run(kernel: Kernel, q, k, v, dout, spans: Spans, deterministic: bool = False) -> list[torch.Tensor]:
+def _run(kernel: Kernel, q, k, v, dout, spans: Spans, spec: AttentionSpec = SPEC) -> list[torch.Tensor]:
     out, lse = torch.empty_like(dout), torch.empty(q.shape[1], q.shape[0], device="cuda")
-    kernel.forward(q, k, v, spans, SCALE, out, lse)
+    kernel.forward(q, k, v, spans, spec, out, lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    kernel.backward(dout, q, k, v, out, lse, spans, SCALE, deterministic, dq, dk, dv)
+    kernel.backward(dout, q, k, v, out, lse, spans, spec, dq, dk, dv)
     return [out, lse, dq, dk, dv]
 
 
-def _reference(q, k, v, dout, spans: Spans, dtype: torch.dtype, top_left: bool = False) -> list[torch.Tensor]:
+def _reference(
+    q, k, v, dout, spans: Spans, dtype: torch.dtype, causal: bool = True, top_left: bool = False
+) -> list[torch.Tensor]:
     """Output, log-sum-exp and gradients by definition, computed in `dtype`, by autograd."""
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
@@ -89,7 +92,7 @@ def _reference(q, k, v, dout, spans: Spans, dtype: torch.dtype, top_left: bool =
         scores = torch.einsum("tnh,snh->nts", q[rows], key) * SCALE
         offset = 0 if top_left else scores.shape[2] - scores.shape[1]
         visible = torch.ones(scores.shape[1:], dtype=torch.bool, device="cuda").tril(offset)
-        scores = scores.masked_fill(~visible, float("-inf")) if spans.causal else scores
+        scores = scores.masked_fill(~visible, float("-inf")) if causal else scores
         outputs.append(torch.einsum("nts,snh->tnh", scores.softmax(-1), value))
         lses.append(scores.float().logsumexp(-1))
     out = torch.cat(outputs)
@@ -108,10 +111,10 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
     record_property: Callable[[str, object], None],
 ) -> None:
     q, k, v, dout = _tensors(_tasks(causal, tasks), *heads)
-    spans = _spans(_tasks(causal, tasks), causal)
-    results = _run(choose_kernel(name, Job.of(q, k, v)), q, k, v, dout, spans)
-    exact = _reference(q, k, v, dout, spans, torch.float32)
-    rounded = _reference(q, k, v, dout, spans, torch.bfloat16)
+    spans = _spans(_tasks(causal, tasks))
+    results = _run(choose_kernel(name, Job.of(q, k, v), SPEC), q, k, v, dout, spans, AttentionSpec(SCALE, causal))
+    exact = _reference(q, k, v, dout, spans, torch.float32, causal)
+    rounded = _reference(q, k, v, dout, spans, torch.bfloat16, causal)
 
     for what, result, truth, bf16 in zip(("out", "lse", "dq", "dk", "dv"), results, exact, rounded, strict=True):
         error = (result.float() - truth).abs().max().item()
@@ -129,7 +132,7 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
     tasks = TASKS["shards"]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
     spans = _spans(tasks)
-    out = _run(choose_kernel(name, Job.of(q, k, v)), q, k, v, dout, spans)[0].float()
+    out = _run(choose_kernel(name, Job.of(q, k, v), SPEC), q, k, v, dout, spans)[0].float()
     bottom_right = _reference(q, k, v, dout, spans, torch.float32)[0]
     top_left = _reference(q, k, v, dout, spans, torch.float32, top_left=True)[0]
 
@@ -141,11 +144,12 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
 def test_deterministic_backward_is_bit_equal(name: str) -> None:
     tasks = [(2048, 2048), (1024, 4096)]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
-    kernel, spans = choose_kernel(name, Job.of(q, k, v)), _spans(tasks)
-    first = _run(kernel, q, k, v, dout, spans, deterministic=True)
+    kernel, spans = choose_kernel(name, Job.of(q, k, v), SPEC), _spans(tasks)
+    spec = AttentionSpec(SCALE, deterministic=True)
+    first = _run(kernel, q, k, v, dout, spans, spec)
 
     for _ in range(10):
-        for again, before in zip(_run(kernel, q, k, v, dout, spans, deterministic=True), first, strict=True):
+        for again, before in zip(_run(kernel, q, k, v, dout, spans, spec), first, strict=True):
             assert torch.equal(again, before)
 
 
@@ -178,8 +182,9 @@ def test_views_are_read_and_written_in_place(
     """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
     store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
     q, k, v, dout = _tensors(_tasks(causal, tasks), 8, 2, 128)
-    kernel, spans = choose_kernel(name, Job.of(q, k, v)), _spans(_tasks(causal, tasks), causal)
-    expected = _run(kernel, q, k, v, dout, spans, deterministic=True)
+    kernel, spans = choose_kernel(name, Job.of(q, k, v), SPEC), _spans(_tasks(causal, tasks))
+    spec = AttentionSpec(SCALE, causal, deterministic=True)
+    expected = _run(kernel, q, k, v, dout, spans, spec)
 
     lse = torch.empty(q.shape[:2], device="cuda")
     of_queries = [_surrounded(x, around) for x in (q, dout, torch.empty_like(dout), torch.empty_like(q), lse)]
@@ -190,8 +195,8 @@ def test_views_are_read_and_written_in_place(
     else:
         of_keys = [_surrounded(x, around) for x in (k, v, torch.empty_like(k), torch.empty_like(v))]
         k, v, dk, dv = (view for _, view in of_keys)
-    kernel.forward(q, k, v, spans, SCALE, out, lse.T)
-    kernel.backward(dout, q, k, v, out, lse.T, spans, SCALE, True, dq, dk, dv)
+    kernel.forward(q, k, v, spans, spec, out, lse.T)
+    kernel.backward(dout, q, k, v, out, lse.T, spans, spec, dq, dk, dv)
 
     for what, result, whole in zip(("out", "lse", "dq", "dk", "dv"), (out, lse.T, dq, dk, dv), expected, strict=True):
         assert torch.equal(result, whole), what
@@ -202,4 +207,6 @@ def test_auto_takes_the_first_kernel_that_is_installed() -> None:
     q, k, v, _ = _tensors([(4, 4)], 8, 2, 128)
     installed = [name for name in CUDA_KERNELS if KERNELS[name].missing() is None]
 
-    assert type(choose_kernel("auto", Job.of(q, k, v))) is type(choose_kernel(installed[0], Job.of(q, k, v)))
+    assert type(choose_kernel("auto", Job.of(q, k, v), SPEC)) is type(
+        choose_kernel(installed[0], Job.of(q, k, v), SPEC)
+    )

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from distca_hf.integrations.offload import OffloadedAttention
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.local import flash_attn_local
 
 
@@ -17,7 +18,7 @@ LAYERS, TOKENS, HEADS, DIM = 6, 8192, 8, 64
 
 
 def _layer(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    out, _ = flash_attn_local(x, x, x, offsets, offsets, TOKENS, TOKENS, DIM**-0.5, "auto", False)
+    out, _ = flash_attn_local(x, x, x, offsets, offsets, TOKENS, TOKENS, AttentionSpec(DIM**-0.5))
     return x + torch.tanh(out)
 
 

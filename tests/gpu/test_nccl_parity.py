@@ -11,7 +11,7 @@ import torch
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.kernels.choose import choose_kernel
-from distca_hf.kernels.interface import Job
+from distca_hf.kernels.interface import AttentionSpec, Job
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.packing.placement import place
@@ -29,6 +29,7 @@ from support.repeats import equal_repeats
 pytestmark = pytest.mark.multigpu
 
 HEADS, GROUPS, DIM, SCALE = 8, 2, 128, 0.09
+SPEC = AttentionSpec(SCALE)
 REPEATS = 50
 
 
@@ -68,7 +69,7 @@ def _errors(num_ranks: int, kv_residency: Residency, num_legs: int, kind: str) -
     rows = rows_of_rank(layout, transport.rank).to(device)
     q, k, v, dout = (x[rows].requires_grad_() for x in whole)
     moves = 2 if plan.moves_queries else 0  # there and back
-    out, *_ = flash_attn(q, k, v, SCALE, live.handle)
+    out, *_ = flash_attn(q, k, v, SPEC, live.handle)
     forward = num_legs * (1 + moves)
     assert transport.traffic.exchanges == forward
     results = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())]
@@ -131,7 +132,7 @@ def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, k
     num_ranks = min(4, torch.cuda.device_count())
     plan = _plan(num_ranks, kind)
     kernel = choose_kernel(
-        "auto", Job("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM)
+        "auto", Job("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM), SPEC
     )
     rounding = torch.finfo(torch.bfloat16).eps if isinstance(kernel, TorchVarlenKernel) else 0.0
     by_rank = run_ranks(num_ranks, _recomputed, tmp_path, num_ranks, num_legs, kind, backend="nccl")

@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments
 from typer.testing import CliRunner
 
 from distca_hf import run
@@ -113,22 +113,40 @@ def test_accelerate_loop_prints_the_same_losses_on_one_and_two_processes(tmp_pat
     assert all(float(share) < 1.02 for _, _, balance in steps[1] for share in balance.split(", "))
 
 
-def test_quickstart_compares_two_trainings_and_writes_picture_and_model(tmp_path: Path) -> None:
-    """Its documents are made here, so that no tokenizer is trained."""
-    lengths = (10, 30, 200, 700, 1500, 3000, 9000)
+def test_quickstart_compares_two_trainings_and_writes_picture_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its documents are made here, so that no source is read."""
+    lengths = (10, 30, 200, 700, 1500, 3000, 4000)
     rows = [[(at * at + length) % 4096 for at in range(length)] for length in lengths for _ in range(2)]
     Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "data" / "dataset"))
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+    importlib.import_module("python_sources").train_tokenizer(["x = 1"]).save(
+        str(tmp_path / "data" / "tokenizer.json")
+    )
     script = ["-m", "distca_hf.run", "--recipe", "recipes/train/quickstart.yaml", "examples/quickstart.py"]
     printed = run_script(2, tmp_path, [*script, "--output", tmp_path, "--steps", "2"])
+    told = " ".join(printed.split())
+    steps = json.loads((tmp_path / "steps.json").read_text())
 
     assert "The same batches, trained twice" in printed
-    (largest,) = re.findall(r"largest loss difference\W+([\d.e+-]+)", printed)
-    assert float(largest) <= 1e-4
-    (before, placed) = re.findall(r"([\d.]+) packed in order, ([\d.]+) placed", printed)[0]
-    assert float(placed) < 1.02 < float(before)
-    assert re.search(r"documents in the dataset\W+14, of 10 to 9000 tokens", printed)
+    for number, step in enumerate(steps, 1):
+        assert step["losses"][0] == pytest.approx(step["losses"][1], abs=1e-4)
+        assert step["gradient_norms"][0] == pytest.approx(step["gradient_norms"][1], rel=1e-4)
+        figures = [f"{loss:.6f}" for loss in step["losses"]] + [f"{norm:.4f}" for norm in step["gradient_norms"]]
+        assert " ".join([str(number), *figures]) in told
+        assert step["imbalance_placed"] < 1.02 < step["imbalance_in_order"]
+        assert step["bytes_sent"] > 0
+    assert len(steps) == 2
+    assert re.search(r"distca: step 2 of 2, .* sdpa +: step 2 of 2, ", told), "where there is no terminal"
+    assert "Documents of 10 to 4,000 tokens" in told
+    assert "What next" in told
+    assert max(len(line) for line in printed.splitlines() if "distca plan" not in line) <= 100
+    assert "'loss':" not in printed
     assert (tmp_path / "balance.png").read_bytes().startswith(b"\x89PNG")
     assert load_file(tmp_path / "model" / "model.safetensors")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([0]) == "<|endoffile|>"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["data", "model", "ranks"]
 
 
 PROCESSES = {

@@ -20,7 +20,7 @@ EXAMPLES = REPOSITORY / "examples"
 SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
 RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts"}
 RUN_IN_TEST_ENTRY_POINTS = {"accelerate_loop", "train_causal_lm", "quickstart"}
-MODULES = {"python_sources"}
+MODULES = {"python_sources", "quickstart_report"}
 
 
 def check_launch_line(name: str) -> None:

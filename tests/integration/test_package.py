@@ -205,16 +205,16 @@ from distca_hf.shipped import EXAMPLES, LENGTHS, RECIPES
 print(distca_hf.__file__)
 print(RECIPES.folder())
 print(*RECIPES.files())
-print(Recipe.read(RECIPES.find("quickstart")).plugin["overlong"])
+print(Recipe.read(RECIPES.find("quickstart")).plugin["tokens_per_rank"])
 print(EXAMPLES.find("lora"))
 print(LENGTHS.find("pretrain"))
 """
-    where, recipes, names, overlong, lora, lengths = run_installed(site, tmp_path, program).splitlines()
+    where, recipes, names, tokens_per_rank, lora, lengths = run_installed(site, tmp_path, program).splitlines()
 
     assert where == str(site / "distca_hf" / "__init__.py")
     assert recipes == str(site / "distca_hf" / "recipes")
     assert names.split() == list(RECIPES.files())
-    assert overlong == "split"
+    assert tokens_per_rank == "4096"
     assert lora == str(site / "distca_hf" / "examples" / "lora.py")
     assert lengths == str(site / "distca_hf" / "examples" / "lengths" / "pretrain.json.gz")
 

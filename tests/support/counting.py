@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca_hf.kernels.interface import Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, Kernel, Spans
 
 
 class CountingKernel:
@@ -16,20 +16,20 @@ class CountingKernel:
         self.forward_pairs = self.backward_pairs = 0
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, *rest: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, spec: AttentionSpec, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.forward_pairs += attended_pairs(spans) * k.shape[1]
-        return self.kernel.forward(q, k, v, spans, *rest)
+        self.forward_pairs += attended_pairs(spans, spec) * k.shape[1]
+        return self.kernel.forward(q, k, v, spans, spec, *rest)
 
     def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
-        (spans,) = (given for given in rest if isinstance(given, Spans))
-        self.backward_pairs += attended_pairs(spans) * k.shape[1]
+        _, _, spans, spec, *_ = rest
+        self.backward_pairs += attended_pairs(spans, spec) * k.shape[1]
         self.kernel.backward(dout, q, k, v, *rest)
 
 
-def attended_pairs(spans: Spans) -> int:
+def attended_pairs(spans: Spans, spec: AttentionSpec) -> int:
     """Attended pairs of a call, one KV head: query i of n sees all keys of its task, under a causal mask but the last
     n - 1 - i."""
     tasks = zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True)
-    hidden = 1 if spans.causal else 0
+    hidden = 1 if spec.causal else 0
     return sum(keys - hidden * (queries - 1 - at) for queries, keys in tasks for at in range(queries))

@@ -7,18 +7,21 @@ import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.maps import HostPlanMaps
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.counting import CountingKernel
 
 
 SCALE = 0.4
+SPEC = AttentionSpec(SCALE)
 # (query heads, KV heads, head dimension, value dimension): MHA, GQA, MQA, and unequal dimensions.
 HEADS = ((4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 8, 8), (4, 2, 8, 4), (6, 3, 4, 4))
 
@@ -94,9 +97,9 @@ def live_plan(
 ) -> LivePlan:
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
-    facts = PlanFacts.of(plan, key_transfers(plan), layout.rank_work)
-    maps = HostPlanMaps.prepare(plan, transport.rank, num_legs).to(torch.device(device))
-    return LivePlan(micro_batch=0, maps=maps, facts=facts, transport=transport, config=config)
+    mine = rank_plan(plan, transport.rank, num_legs)
+    maps = HostPlanMaps.prepare(mine).to(torch.device(device))
+    return LivePlan(micro_batch=0, maps=maps, facts=mine.facts, transport=transport, config=config)
 
 
 def compare(case: Case, transport: Transport) -> Difference:
@@ -116,10 +119,10 @@ def compare(case: Case, transport: Transport) -> Difference:
         return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])
 
     local = [held(x, 1e9).requires_grad_() for x in (q, k, v)]
-    kernel = CountingKernel(live.kernel(*local))
-    live.kernel = lambda q, k, v, where: kernel  # type: ignore[method-assign]
+    kernel = CountingKernel(live.kernel(*local, SPEC))
+    live.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
-    out, *_ = flash_attn(*local, SCALE, live.handle)
+    out, *_ = flash_attn(*local, SPEC, live.handle)
     gradients = torch.autograd.grad(out, local, held(dout, 1e9))
 
     assert not out[len(rows) :].any(), "padding rows must be zero"

@@ -10,7 +10,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.waiting import waiting_contexts
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 
 
 LAYERS = 3
@@ -35,7 +35,7 @@ class Layers:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.live = live_plan(plan.layout, transport, config, device, plan, num_legs)
-        self.live.attention_calls = LAYERS
+        self.live.retention.attention_calls = LAYERS
         generator = torch.Generator().manual_seed(transport.rank)
         rows, (heads, kv_heads, dim) = int(plan.layout.rank_rows[transport.rank]), widths
         self.inputs = [
@@ -51,7 +51,7 @@ class Layers:
         return q
 
     def _layer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, *_ = flash_attn(q, torch.tanh(k), torch.tanh(v), SCALE, self.live.handle)
+        out, *_ = flash_attn(q, torch.tanh(k), torch.tanh(v), SPEC, self.live.handle)
         return q + torch.tanh(out)
 
 

@@ -7,7 +7,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def equal_repeats(
     first: list[torch.Tensor] | None = None
     equal = 0
     for _ in range(repeats):
-        out, lse, *_ = flash_attn(*inputs, SCALE, live.handle)
+        out, lse, *_ = flash_attn(*inputs, SPEC, live.handle)
         results = [out.detach(), lse, *torch.autograd.grad(out, inputs, dout)]
         first = results if first is None else first
         equal += all(torch.equal(now, before) for now, before in zip(results, first, strict=True))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.layout import Layout
-from distca_hf.planning.calls import KernelCall
+from distca_hf.planning.calls import CallKind, KernelCall
 from distca_hf.planning.legs import Legs
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.ranges import line_keys
@@ -96,24 +96,23 @@ class Simulation:
         """Queries and keys of each task of a call, as the call says where they are."""
         spans = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_k.tolist()), strict=True)
         for (first, last), (first_key, last_key) in spans:
-            if call.heads is None:
+            if call.kind is CallKind.REMOTE_QUERIES:
                 queries = self._stored(self.guests[rank], call, call.query_start, first, last)
             else:
                 queries = self._own(rank, call, call.query_start, first, last)
-            if call.stored_rows_per_token:
-                keys = self._stored(self.store[rank], call, call.key_start, first_key, last_key)
-            else:
+            if call.kind is CallKind.LOCAL:
                 keys = self._own(rank, call, call.key_start, first_key, last_key)
+            else:
+                keys = self._stored(self.store[rank], call, call.key_start, first_key, last_key)
             yield queries, keys
 
     def _own(self, rank: int, call: KernelCall, at: int, first: int, last: int) -> list[list[Row]]:
-        assert call.heads is not None
         home, groups = self.home[rank], range(*call.heads)
         tokens = range(at + first, at + last)
         return [without_gaps([home[token * self.groups + group] for group in groups]) for token in tokens]
 
     def _stored(self, rows: list[Row], call: KernelCall, at: int, first: int, last: int) -> list[list[Row]]:
-        width = call.stored_rows_per_token
+        width = call.groups
         assert at + last * width <= len(rows)
         return [rows[at + token * width : at + (token + 1) * width] for token in range(first, last)]
 
@@ -221,7 +220,7 @@ class Attended:
             pairs_of_tasks = []
             for queries, keys in self.simulation.tasks_of(self.rank, call):
                 before = sum(int(counts.sum()) for counts in counted.values())
-                self._count(queries, keys, call.causal, counted)
+                self._count(queries, keys, call.kind.is_causal, counted)
                 pairs_of_tasks.append(sum(int(counts.sum()) for counts in counted.values()) - before)
             assert call.pairs_of_tasks.tolist() == pairs_of_tasks
             assert call.pairs == sum(pairs_of_tasks)
@@ -276,23 +275,19 @@ def check_call_shapes(routing: Routing) -> None:
         assert (np.diff(call.cu_seqlens_k) > 0).all()
         assert len(call.cu_seqlens_q) == len(call.cu_seqlens_k) >= 2
     for call in routing.own:
-        assert call.heads is not None
-        assert call.causal
-        assert call.stored_rows_per_token == 0
+        assert call.kind is CallKind.LOCAL
         assert (call.query_start, call.query_stop) == (call.key_start, call.key_stop)
         assert call.cu_seqlens_q.tolist() == call.cu_seqlens_k.tolist()
         assert call.query_stop - call.query_start == call.cu_seqlens_q[-1]
     for call in routing.far:
-        assert call.heads is not None
-        assert not call.causal
-        assert call.stored_rows_per_token == call.groups
+        assert call.kind is CallKind.PREFIX
         assert call.query_stop - call.query_start == call.cu_seqlens_q[-1]
         assert call.key_stop - call.key_start == call.cu_seqlens_k[-1] * call.groups
     for call in routing.guests:
-        assert call.heads is None
-        assert call.causal
-        assert call.query_stop - call.query_start == call.cu_seqlens_q[-1] * call.stored_rows_per_token
-        assert call.key_stop - call.key_start == call.cu_seqlens_k[-1] * call.stored_rows_per_token
+        assert call.kind is CallKind.REMOTE_QUERIES
+        assert call.heads == (0, call.groups)
+        assert call.query_stop - call.query_start == call.cu_seqlens_q[-1] * call.groups
+        assert call.key_stop - call.key_start == call.cu_seqlens_k[-1] * call.groups
 
 
 def check_attention(simulation: Simulation) -> None:

@@ -12,6 +12,7 @@ from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.faults import Fault, FaultTransport, fail, stall
 from distca_hf.testing.loopback import LoopbackTransport, run_ranks
@@ -153,7 +154,7 @@ def test_agreement_that_failed_is_not_forgotten() -> None:
         q = torch.randn(rows, 2, 8)
         for _ in range(2):
             with pytest.raises(PlanMismatchError) as caught:
-                flash_attn(q, q, q, 0.3, live.handle)
+                flash_attn(q, q, q, AttentionSpec(0.3), live.handle)
             errors += caught.value.__notes__
         return errors
 

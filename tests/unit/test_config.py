@@ -193,9 +193,7 @@ def test_settings_are_given_by_name(error: type[Exception]) -> None:
     ],
 )
 def test_the_nearest_setting_is_named_for_a_misspelt_one(written_name: str, meant: str, tmp_path: Path) -> None:
-    assert f"unknown setting {written_name!r}. Did you mean {meant!r}? Known settings: " in refusal(
-        **{written_name: 1}
-    )
+    assert refusal(**{written_name: 1}).endswith(f"unknown setting {written_name!r}. Did you mean {meant!r}?")
     for text in (f"{written_name}: 1\n", f"plugin:\n  {written_name}: 1\n"):
         with pytest.raises(ConfigError, match=f"settings.yaml: .* Did you mean {meant!r}"):
             DistCAConfig.from_yaml(written(tmp_path, text))
@@ -379,7 +377,7 @@ def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "tokens_per_rank", "plans_in_flight"]),
+        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "Did you mean 'tokens_per_rank'?"]),
         ("plugin:\n  prefetch: 2\n  Kernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
         ("5: 6\n", ["settings.yaml", "unknown setting 5"]),
         ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),

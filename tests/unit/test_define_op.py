@@ -19,7 +19,7 @@ from distca_hf.runtime.op import flash_attn, flash_attn_backward
 from distca_hf.runtime.plans import LivePlan
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, random_plan
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -42,7 +42,7 @@ def alone() -> LivePlan:
 
 def of_documents() -> tuple[Any, ...]:
     offsets = torch.tensor([0, 8, 12], dtype=torch.int32)
-    return offsets, offsets, 8, 8, SCALE, "auto", False
+    return offsets, offsets, 8, 8, SPEC, "auto"
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -56,7 +56,7 @@ def test_planned_attention_passes_the_checks_of_torch(requires_grad: bool) -> No
     live = alone()
     held = tensors(requires_grad=requires_grad)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, SCALE, live.handle), test_utils=checks)
+    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, SPEC.numbers, live.handle), test_utils=checks)
 
 
 class Seen(TorchDispatchMode):
@@ -74,7 +74,7 @@ class Seen(TorchDispatchMode):
 
 def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
     """Values and gradients; and with a mode there is none that does not see it."""
-    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SCALE, alone().handle))):
+    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SPEC, alone().handle))):
         name = "flash_attn_local" if attention is flash_attn_local else "flash_attn"
         operator = getattr(torch.ops.distca, name).default
         results = []
@@ -95,7 +95,7 @@ def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
 def test_gradients_may_be_batched(planned: bool) -> None:
     """By torch's older vmap, of which only the dispatcher knows."""
     live, held = alone(), tensors()
-    out = flash_attn(*held, SCALE, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
+    out = flash_attn(*held, SPEC, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
     directions = torch.randn(3, *out.shape, dtype=out.dtype)
     together = torch.autograd.grad(out, held, directions, is_grads_batched=True, retain_graph=True)
     for at, direction in enumerate(directions):
@@ -119,7 +119,7 @@ def test_nothing_is_recorded_below_autograd() -> None:
 def test_profiles_name_the_operator() -> None:
     live, held = alone(), tensors()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        flash_attn(*held, SCALE, live.handle)
+        flash_attn(*held, SPEC, live.handle)
 
     assert "distca::flash_attn" in {event.name for event in profile.events()}
 
@@ -131,7 +131,7 @@ def test_tensors_of_other_kinds_are_dispatched() -> None:
         with kind:
             held = [torch.empty(TOKENS, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
             offsets = torch.empty(3, dtype=torch.int32)
-        out, lse = flash_attn_local(*held, offsets, offsets, 8, 8, SCALE, "auto", False)
+        out, lse = flash_attn_local(*held, offsets, offsets, 8, 8, SPEC, "auto")
         assert (out.shape, lse.shape) == ((TOKENS, HEADS, DIM), (HEADS, TOKENS))
     assert live.forward_calls == 0
 
@@ -141,12 +141,12 @@ def test_tensors_of_other_kinds_are_dispatched() -> None:
             return str(function)
 
     q, k, v = tensors()
-    assert "flash_attn" in flash_attn(q.as_subclass(Mine), k, v, SCALE, live.handle)
+    assert "flash_attn" in flash_attn(q.as_subclass(Mine), k, v, SPEC, live.handle)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
     live = alone()
-    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SCALE, live.handle))):
+    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SPEC, live.handle))):
         held = tensors()
         out = attention(*held, *given)[0]
         direction = torch.randn_like(out)
@@ -179,11 +179,11 @@ def test_what_operators_return_shares_no_memory(kind: str, kv_residency: Residen
         live = live_plan(plan.layout, transport, DistCAConfig(kv_residency=kv_residency), plan=plan)
         rows = int(plan.layout.rank_rows[transport.rank])
         q, k, v = (torch.randn(rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        forward = flash_attn(q, k, v, SCALE, live.handle)
+        forward = flash_attn(q, k, v, SPEC, live.handle)
         assert (kv_residency == "keep") == any(len(kept) for kept in forward[2:])
         assert_apart(q, k, v, *forward)
         dout = torch.randn_like(q)
-        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, SCALE, live.handle))
+        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, SPEC.numbers, live.handle))
 
     run_ranks(2, run)
 
@@ -196,7 +196,7 @@ def assert_apart(*tensors: torch.Tensor) -> None:
 @pytest.mark.parametrize("planned", [True, False])
 def test_gradients_have_no_gradients(planned: bool) -> None:
     live, held = alone(), tensors()
-    out = flash_attn(*held, SCALE, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
+    out = flash_attn(*held, SPEC, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
     [gradient] = torch.autograd.grad(out.square().sum(), held[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="no gradients of gradients"):
         gradient.sum().backward()
@@ -205,15 +205,15 @@ def test_gradients_have_no_gradients(planned: bool) -> None:
 def test_some_inputs_need_no_gradients() -> None:
     """Frozen keys, for example."""
     live, (q, k, v) = alone(), tensors()
-    expected = torch.autograd.grad(flash_attn(q, k, v, SCALE, live.handle)[0].square().sum(), [q])[0]
-    out, *_ = flash_attn(q, k.detach(), v.detach(), SCALE, live.handle)
+    expected = torch.autograd.grad(flash_attn(q, k, v, SPEC, live.handle)[0].square().sum(), [q])[0]
+    out, *_ = flash_attn(q, k.detach(), v.detach(), SPEC, live.handle)
 
     assert torch.equal(torch.autograd.grad(out.square().sum(), [q])[0], expected)
-    assert not flash_attn(*(x.detach() for x in (q, k, v)), SCALE, live.handle)[0].requires_grad
+    assert not flash_attn(*(x.detach() for x in (q, k, v)), SPEC, live.handle)[0].requires_grad
     with torch.no_grad():
-        assert not flash_attn(q, k, v, SCALE, live.handle)[0].requires_grad
+        assert not flash_attn(q, k, v, SPEC, live.handle)[0].requires_grad
     with torch.inference_mode():
-        assert torch.equal(flash_attn(q, k, v, SCALE, live.handle)[0], out)
+        assert torch.equal(flash_attn(q, k, v, SPEC, live.handle)[0], out)
 
 
 # --- forward-mode derivatives
@@ -221,12 +221,12 @@ def test_some_inputs_need_no_gradients() -> None:
 
 def _local(*given: torch.Tensor) -> torch.Tensor:
     offsets = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
-    output: torch.Tensor = flash_attn_local(*given, offsets, offsets, 8, 8, SCALE, "reference", False)[0]
+    output: torch.Tensor = flash_attn_local(*given, offsets, offsets, 8, 8, SPEC, "reference")[0]
     return output
 
 
 def _planned(*given: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = flash_attn(*given, SCALE, alone().handle)[0]
+    output: torch.Tensor = flash_attn(*given, SPEC, alone().handle)[0]
     return output
 
 
@@ -256,3 +256,24 @@ def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refu
         inside = attend(*given)
 
     assert torch.equal(inside, attend(*given))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"spec": SPEC._replace(window_tokens=4)}, "does not compute window_tokens=4"),
+        ({"spec": SPEC._replace(softcap=20.0)}, r"does not compute softcap=20\.0"),
+        ({"sinks_N": torch.zeros(HEADS)}, "does not compute sinks"),
+    ],
+    ids=["window", "softcap", "sinks"],
+)
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_no_kernel_computes_is_refused_by_name(planned: bool, how: dict[str, Any], told: str) -> None:
+    live, given = alone(), {"spec": SPEC, **how}
+    spans = of_documents()[:4]
+    with pytest.raises(UnsupportedAttentionError, match=f"kernel='reference' .*{told}"):
+        _ = (
+            flash_attn(*tensors(), plan=live.handle, **given)
+            if planned
+            else flash_attn_local(*tensors(), *spans, kernel="reference", **given)
+        )

@@ -1,4 +1,5 @@
-"""The data of the examples is made once, also after a first run that was interrupted."""
+"""The data of the quickstart: a few long documents and many short ones, made once, also after a first run that was
+interrupted."""
 
 import importlib
 from pathlib import Path
@@ -11,7 +12,8 @@ from datasets import Dataset
 from support.commands import REPOSITORY
 
 
-TEXTS = ["import os\n", "def answer():\n    return 42\n" * 3, "x = 1\n" * 50]
+MODULE = "def answer():\n    return 42\n\n\n" * 320
+TEXTS = ["import os\n", MODULE, "x = 1\n" * 50, MODULE + "class Last:\n    pass\n" + "# the end\n" * 400]
 
 
 class Interrupted(Exception):
@@ -32,9 +34,26 @@ def test_dataset_is_made_once(python_sources: ModuleType, tmp_path: Path, monkey
     monkeypatch.delattr(python_sources, "read_sources")
     again = python_sources.load(tmp_path)
 
-    assert [len(ids) > 0 for ids in made["input_ids"]] == [True] * len(TEXTS)
     assert again["input_ids"] == made["input_ids"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset", "tokenizer.json"]
+
+
+def test_documents_are_a_few_modules_and_as_much_text_in_functions(python_sources: ModuleType) -> None:
+    documents = python_sources.choose_documents(TEXTS)
+    modules = [text for text in documents if text in TEXTS]
+    functions = documents[len(modules) :]
+
+    assert modules == [MODULE]
+    assert {text.split("(")[0] for text in functions} == {"def answer"}
+    assert 0.8 < sum(map(len, functions)) / len(MODULE) < 2
+
+
+def test_tokenizer_of_the_dataset_is_one_of_transformers(python_sources: ModuleType, tmp_path: Path) -> None:
+    dataset = python_sources.load(tmp_path)
+    tokenizer = python_sources.load_tokenizer(tmp_path)
+
+    assert {ids[-1] for ids in dataset["input_ids"]} == {tokenizer.eos_token_id} == {0}
+    assert tokenizer.decode(dataset[0]["input_ids"]).startswith("def answer():\n    return 42")
 
 
 save_to_disk = Dataset.save_to_disk

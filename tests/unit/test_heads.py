@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from distca_hf.kernels.interface import Spans
 from distca_hf.layout import Layout
+from distca_hf.planning.calls import CallKind
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import route
 from distca_hf.runtime.heads import calls_of_heads, divide_heads, with_kv_heads
@@ -17,13 +18,13 @@ from distca_hf.runtime.maps import DeviceCall, HostMaps, Maps
 from support.layouts import random_layout, random_plan
 
 
-def call(row: int, pairs_of_head: int, heads: tuple[int, int], stored: int = 0) -> DeviceCall:
+def call(row: int, pairs_of_head: int, heads: tuple[int, int], kind: CallKind = CallKind.LOCAL) -> DeviceCall:
     rows, offsets = slice(row, row + 1), torch.tensor([0, 1], dtype=torch.int32)
     pairs = pairs_of_head * (heads[1] - heads[0])
-    return DeviceCall(rows, rows, Spans(offsets, offsets, 1, 1), heads, stored, pairs)
+    return DeviceCall(kind, rows, rows, Spans(offsets, offsets, 1, 1), heads, heads[1] - heads[0], pairs)
 
 
-def told(calls: tuple[DeviceCall, ...]) -> list[tuple[int, tuple[int, int] | None, int]]:
+def told(calls: tuple[DeviceCall, ...]) -> list[tuple[int, tuple[int, int], int]]:
     return [(part.queries.start, part.heads, part.pairs) for part in calls]
 
 
@@ -70,10 +71,10 @@ def test_every_head_is_computed_once_and_about_the_share_is_late(
 
 
 def test_groups_become_the_kv_heads_of_a_layer() -> None:
-    groups = [call(0, 10, (0, 2)), call(5, 10, (1, 2), stored=1)]
+    groups = [call(0, 10, (0, 2)), call(5, 10, (1, 2), CallKind.PREFIX)]
 
     assert told(with_kv_heads(groups, 4)) == [(0, (0, 8), 20), (5, (4, 8), 10)]
-    assert [part.stored_rows_per_token for part in with_kv_heads(groups, 4)] == [0, 1]
+    assert [part.rows_per_token for part in with_kv_heads(groups, 4)] == [2, 1]
 
 
 def maps_of(seed: int, head_groups: int) -> Maps:
@@ -106,5 +107,4 @@ def test_calls_are_made_once_for_each_number_of_heads(head_groups: int) -> None:
         assert len(calls.far) == len(maps.legs)
         other = calls_of_heads(maps, 8, comes=True, leaves=True)
         for part in (*other.early, *other.late, *(part for far in other.far for part in far)):
-            assert part.heads is not None
             assert 0 <= part.heads[0] < part.heads[1] <= 8

@@ -9,10 +9,11 @@ import torch
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.choose import KERNELS, choose_kernel
-from distca_hf.kernels.interface import Job
+from distca_hf.kernels.interface import AttentionSpec, Job
 from distca_hf.requirements import LOWEST
 
 
+SPEC = AttentionSpec(scale=1.0)
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,7 +83,9 @@ def test_readme_names_the_kernels_of_each_device(
     told = [name for name in re.findall(r"`(\w+)`", kernels) if name in KERNELS]
     for generation in generations:
         job = job_on(device_type, generation)
-        can = [name for name, entry in KERNELS.items() if entry.automatic and not entry.capabilities.refusal(job)]
+        can = [
+            name for name, entry in KERNELS.items() if entry.automatic and not entry.capabilities.refusal(job, SPEC)
+        ]
         assert told == can
         assert generation is None or re.search(rf"\b{generation}\b", head)
 
@@ -90,7 +93,7 @@ def test_readme_names_the_kernels_of_each_device(
 @pytest.mark.parametrize(("device_type", "generation"), [("cuda", 7), ("mps", None), ("xpu", None)])
 def test_devices_without_a_kernel_are_refused_by_name(device_type: str, generation: int | None) -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"no attention kernel for .*reference is exact but slow"):
-        choose_kernel("auto", job_on(device_type, generation))
+        choose_kernel("auto", job_on(device_type, generation), SPEC)
 
 
 def test_readme_names_the_lowest_versions() -> None:

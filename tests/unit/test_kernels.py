@@ -13,9 +13,18 @@ import torch
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels import choose, reference
-from distca_hf.kernels.choose import KERNELS, Entry, choose_kernel
+from distca_hf.kernels.choose import KERNELS, Entry, choose_kernel, chosen_kernel
 from distca_hf.kernels.cpu import CpuKernel
-from distca_hf.kernels.interface import Capabilities, Job, Kernel, Spans, accumulation_dtype
+from distca_hf.kernels.interface import (
+    OPTIONS,
+    AttentionSpec,
+    Capabilities,
+    Job,
+    Kernel,
+    Spans,
+    accumulation_dtype,
+    spec_of,
+)
 from distca_hf.kernels.merge import merge
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
@@ -23,6 +32,7 @@ from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 
 BOTH = pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
 SCALE = 0.37
+SPEC = AttentionSpec(SCALE)
 # Query heads, KV heads.
 HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (4, 1)}
 # Query and key rows of each task.
@@ -47,10 +57,10 @@ WITHOUT_MASK = {
 }
 
 
-def spans_of(tasks: list[tuple[int, int]], causal: bool = True) -> Spans:
+def spans_of(tasks: list[tuple[int, int]]) -> Spans:
     queries, keys = zip(*tasks, strict=True)
     offsets = [torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in (queries, keys)]
-    return Spans(*offsets, max(queries), max(keys), causal)
+    return Spans(*offsets, max(queries), max(keys))
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,11 @@ class Case:
 
     @property
     def spans(self) -> Spans:
-        return spans_of(self.tasks, self.causal)
+        return spans_of(self.tasks)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(SCALE, self.causal, deterministic=True)
 
 
 @dataclass(frozen=True)
@@ -121,9 +135,9 @@ def computed(kernel: Kernel, case: Case) -> Results:
     nan = float("nan")
     out = torch.full_like(case.dout, nan)
     lse = torch.full((case.q.shape[1], case.q.shape[0]), nan, dtype=precise)
-    kernel.forward(case.q, case.k, case.v, spans, SCALE, out, lse)
+    kernel.forward(case.q, case.k, case.v, spans, case.spec, out, lse)
     dq, dk, dv = (torch.full_like(x, nan) for x in (case.q, case.k, case.v))
-    kernel.backward(case.dout, case.q, case.k, case.v, out, lse, spans, SCALE, True, dq, dk, dv)
+    kernel.backward(case.dout, case.q, case.k, case.v, out, lse, spans, case.spec, dq, dk, dv)
     return Results(out, lse, dq, dk, dv)
 
 
@@ -352,8 +366,8 @@ def test_views_into_larger_tensors_are_read_and_written_in_place(
         of_keys = [surrounded(x, around) for x in (case.k, case.v, case.k * nan, case.v * nan)]
         wholes, views = (*wholes, *(whole for whole, _ in of_keys)), (*views, *(view for _, view in of_keys))
         k, v, dk, dv = (view for _, view in of_keys)
-    kernel.forward(q, k, v, case.spans, SCALE, out, lse.T)
-    kernel.backward(dout, q, k, v, out, lse.T, case.spans, SCALE, False, dq, dk, dv)
+    kernel.forward(q, k, v, case.spans, case.spec, out, lse.T)
+    kernel.backward(dout, q, k, v, out, lse.T, case.spans, case.spec, dq, dk, dv)
 
     assert_close(Results(out, lse.T, dq, dk, dv), exact(case))
     assert all(is_untouched_around(whole, view, around) for whole, view in zip(wholes, views, strict=True))
@@ -441,7 +455,7 @@ def test_gradients_of_both_parts_are_parts_of_the_whole(kernel: Kernel, tasks: A
     for part in parts:
         part_dq, dk, dv = (torch.full_like(x, float("nan")) for x in (part.q, part.k, part.v))
         kernel.backward(
-            part.dout, part.q, part.k, part.v, whole.out, whole.lse, part.spans, SCALE, True, part_dq, dk, dv
+            part.dout, part.q, part.k, part.v, whole.out, whole.lse, part.spans, part.spec, part_dq, dk, dv
         )
         dq += part_dq
         gradients.append((dk, dv))
@@ -504,7 +518,7 @@ def test_rows_are_merged_from_a_given_one_on(start: int) -> None:
 def test_results_without_room_are_contiguous_and_the_same(kernel: Kernel) -> None:
     case = Case.draw(next(iter(PARTS.values())))
     q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
-    out, lse = kernel.forward(q, case.k, case.v, case.spans, SCALE)
+    out, lse = kernel.forward(q, case.k, case.v, case.spans, case.spec)
     expected = computed(kernel, case)
 
     assert out.is_contiguous()
@@ -543,31 +557,31 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }
     for name, entry in missing.items():
         monkeypatch.setitem(KERNELS, name, entry)
-    choose_kernel.cache_clear()
+    chosen_kernel.cache_clear()
     yield
-    choose_kernel.cache_clear()
+    chosen_kernel.cache_clear()
 
 
 def refusal(name: str, job: Job) -> str:
     with pytest.raises(UnsupportedAttentionError) as refused:
-        choose_kernel(name, job)
+        choose_kernel(name, job, SPEC)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_auto_takes_the_cpu_kernel_on_a_cpu(dtype: torch.dtype) -> None:
-    assert isinstance(choose_kernel("auto", dataclasses.replace(CPU_JOB, dtype=dtype)), CpuKernel)
+    assert isinstance(choose_kernel("auto", dataclasses.replace(CPU_JOB, dtype=dtype), SPEC), CpuKernel)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 32), (16, 24)])
 def test_auto_falls_to_the_reference_for_unequal_dimensions_on_a_cpu(head_dim: int, value_dim: int) -> None:
     job = dataclasses.replace(CPU_JOB, head_dim=head_dim, value_dim=value_dim)
 
-    assert isinstance(choose_kernel("auto", job), ReferenceKernel)
+    assert isinstance(choose_kernel("auto", job, SPEC), ReferenceKernel)
 
 
 def test_auto_takes_torchs_own_kernel_on_a_gpu_without_packages(nothing_installed: None) -> None:
-    assert isinstance(choose_kernel("auto", GPU_JOB), TorchVarlenKernel)
+    assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
 
 
 def test_auto_takes_the_fastest_kernel_that_is_installed(
@@ -582,10 +596,10 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
     for name in ("flash2", "flash3", "flash4"):
         entry = dataclasses.replace(KERNELS[name], module="json", make=partial(make, name))
         monkeypatch.setitem(KERNELS, name, entry)
-        choose_kernel.cache_clear()
-        choose_kernel("auto", GPU_JOB)
-    choose_kernel.cache_clear()
-    choose_kernel("auto", dataclasses.replace(GPU_JOB, value_dim=32))
+        chosen_kernel.cache_clear()
+        choose_kernel("auto", GPU_JOB, SPEC)
+    chosen_kernel.cache_clear()
+    choose_kernel("auto", dataclasses.replace(GPU_JOB, value_dim=32), SPEC)
 
     assert made == ["flash2", "flash3", "flash4", "flash4"]
 
@@ -599,10 +613,10 @@ def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_bo
 ) -> None:
     monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
 
-    assert isinstance(choose_kernel("auto", GPU_JOB), TorchVarlenKernel)
+    assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "kernel torch_varlen replaces a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
-    assert "flash3 module absent_flash3.interface is not installed" in line
+    assert "flash3 is not installed (from sources" in line
     assert "second line" not in line
 
 
@@ -632,7 +646,7 @@ def test_kernel_whose_package_does_not_import_is_replaced(
     entry = dataclasses.replace(KERNELS["flash4"], module=f"{package}.cute.interface")
     monkeypatch.setitem(KERNELS, "flash4", entry)
 
-    assert isinstance(choose_kernel("auto", GPU_JOB), TorchVarlenKernel)
+    assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
     assert told in caplog.text
     assert told.removeprefix("flash4 ") in refusal("flash4", GPU_JOB)
 
@@ -640,12 +654,12 @@ def test_kernel_whose_package_does_not_import_is_replaced(
 def test_kernel_that_fails_on_its_first_tokens_is_replaced(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuses(kernel: Kernel, job: Job) -> None:
+    def refuses(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:
         if isinstance(kernel, CpuKernel):
             raise RuntimeError("cannot compile for this machine")
 
     monkeypatch.setattr(choose, "try_out", refuses)
-    assert isinstance(choose_kernel("auto", CPU_JOB), ReferenceKernel)
+    assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), ReferenceKernel)
     assert "reference replaces a faster one: cpu fails: RuntimeError: cannot compile for this machine" in caplog.text
     assert "fails: RuntimeError: cannot compile" in refusal("cpu", CPU_JOB)
 
@@ -653,7 +667,7 @@ def test_kernel_that_fails_on_its_first_tokens_is_replaced(
 def test_reference_is_only_taken_on_a_gpu_when_asked_for(nothing_installed: None) -> None:
     job = dataclasses.replace(GPU_JOB, dtype=torch.float32)
 
-    assert isinstance(choose_kernel("reference", job), ReferenceKernel)
+    assert isinstance(choose_kernel("reference", job, SPEC), ReferenceKernel)
     message = refusal("auto", job)
     assert "reference is exact but slow" in message
 
@@ -684,9 +698,10 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
         ("cpu", {"device_type": "cpu", "value_dim": 32}, ["equal key and value dimensions", "64 and 32"]),
         ("cpu", {"device_type": "cpu", "dtype": torch.int64}, ["torch.float64", "torch.int64"]),
         ("reference", {"dtype": torch.float8_e4m3fn}, ["torch.float32", "torch.float8_e4m3fn"]),
-        ("flash4", {}, ["absent_flash4.interface is not installed"]),
-        ("flash3", {}, ["absent_flash3.interface is not installed"]),
-        ("flash2", {}, ["absent_flash2.interface is not installed"]),
+        ("torch_varlen", {"sinks": True}, ["does not compute sinks"]),
+        ("flash4", {}, ["is not installed (pip install flash-attn-4)"]),
+        ("flash3", {}, ["is not installed (from sources, the folder hopper"]),
+        ("flash2", {}, ["is not installed (pip install flash-attn --no-build-isolation)"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -713,13 +728,13 @@ def test_heads_that_do_not_divide_are_refused(name: str) -> None:
 def test_table_lets_kernels_do_what_they_can(name: str, dims: tuple[int, int]) -> None:
     job = dataclasses.replace(GPU_JOB, head_dim=dims[0], value_dim=dims[1])
 
-    assert KERNELS[name].capabilities.refusal(job) is None
+    assert KERNELS[name].capabilities.refusal(job, SPEC) is None
 
 
 def test_module_without_its_package_is_missing_and_not_an_error() -> None:
     entry = Entry("absent_package.part.interface", Capabilities(None, ()), ReferenceKernel)
 
-    assert entry.missing() == "module absent_package.part.interface is not installed"
+    assert entry.missing() == "is not installed"
     assert Entry("json", Capabilities(None, ()), ReferenceKernel).missing() is None
     assert Entry(None, Capabilities(None, ()), ReferenceKernel).missing() is None
 
@@ -728,9 +743,9 @@ def test_choosing_on_a_cpu_imports_no_flash_package(monkeypatch: pytest.MonkeyPa
     def refuse(name: str) -> None:
         raise AssertionError(f"imported {name}")
 
-    choose_kernel.cache_clear()
+    chosen_kernel.cache_clear()
     monkeypatch.setattr(choose.importlib, "import_module", refuse)
-    assert isinstance(choose_kernel("auto", CPU_JOB), CpuKernel)
+    assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), CpuKernel)
 
 
 def test_job_is_read_from_the_tensors() -> None:
@@ -751,3 +766,49 @@ def test_job_is_read_from_the_tensors() -> None:
 )
 def test_sums_are_kept_in_fp32_at_least(dtype: torch.dtype, expected: torch.dtype) -> None:
     assert accumulation_dtype(dtype) == expected
+
+
+# --- how to attend
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("option", "value"), [("window_tokens", 128), ("softcap", 30.0)])
+def test_options_that_no_kernel_computes_are_refused_by_name(name: str, option: str, value: float) -> None:
+    entry, spec = KERNELS[name], SPEC._replace(**{option: value})
+    job = dataclasses.replace(GPU_JOB, device_type=entry.capabilities.device_type or "cpu")
+
+    assert entry.capabilities.refusal(job, SPEC) is None
+    assert entry.capabilities.refusal(job, spec) == f"does not compute {option}={value}"
+    able = dataclasses.replace(entry.capabilities, options=frozenset({option}))
+    assert able.refusal(job, spec) is None
+
+
+def test_every_optional_field_of_a_spec_is_an_option() -> None:
+    """A field that is neither read by all kernels nor an option would be ignored."""
+    of_all_kernels = {"scale", "causal", "deterministic"}
+    assert set(AttentionSpec._fields) == of_all_kernels | set(OPTIONS) - {"sinks"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [AttentionSpec(0.125), AttentionSpec(2, False, deterministic=True), AttentionSpec(0.1, True, 128, 30.0)],
+    ids=str,
+)
+def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
+    """As the floats that the dispatcher makes of its numbers, too."""
+    for numbers in (spec.numbers, [float(number) for number in spec]):
+        arrived = spec_of(*numbers)
+        assert arrived == spec
+        assert [type(field) for field in arrived] == [float, bool, int, float, bool]
+
+
+def test_kernel_is_chosen_once_for_all_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[AttentionSpec] = []
+    monkeypatch.setattr(choose, "try_out", lambda kernel, job, spec: tried.append(spec))
+    chosen_kernel.cache_clear()
+    for scale in (0.1, 0.2):
+        for deterministic in (True, False):
+            choose_kernel("cpu", CPU_JOB, AttentionSpec(scale, deterministic=deterministic))
+    chosen_kernel.cache_clear()
+
+    assert tried == [AttentionSpec(1.0)]

@@ -69,7 +69,7 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     ),
     "unknown setting": (
         "plugin: {token_per_rank: 5}",
-        ["unknown setting 'token_per_rank'. Did you mean 'tokens_per_rank'?", "prefetch"],
+        ["unknown setting 'token_per_rank'. Did you mean 'tokens_per_rank'?"],
     ),
     "wrong type": ("plugin: {tokens_per_rank: many}", ["tokens_per_rank='many'", "int"]),
     "wrong choice": ("plugin: {overlong: drop}", ["overlong='drop'", "error, split, truncate"]),
@@ -282,6 +282,19 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
     assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [SCRIPT]")
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0)])
+def test_mistake_is_said_once_on_a_node_and_to_the_launcher(
+    local_rank: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        run.main(["script.py"])
+
+    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert "expected one --recipe, got 0" in (tmp_path / "error.json").read_text()
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])

@@ -10,6 +10,7 @@ import distca_hf
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.plans import LivePlan, find_plan
@@ -119,4 +120,4 @@ def test_wrong_number_of_rows_names_both_numbers() -> None:
     plan = _plan()
     q = torch.randn(7, 2, 8)
     with pytest.raises(PlanError, match=r"7 rows.*8"):
-        torch.ops.distca.flash_attn(q, q, q, 0.3, plan.handle)
+        torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle)

@@ -17,7 +17,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from distca_hf.testing.reference import rows_of_rank
 from support.layouts import random_layout, random_plan
-from support.parity import SCALE, Case, live_plan
+from support.parity import SPEC, Case, live_plan
 
 
 NUM_RANKS = 3
@@ -36,7 +36,7 @@ def results_of(case: Case, plan: Plan, spoilt: int | None, which: int, value: fl
         padding = int(plan.layout.padding_rows[transport.rank])
         q, k, v, dout = (torch.cat([x[rows], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)]) for x in tensors)
         held = [x.requires_grad_() for x in (q, k, v)]
-        out, *_ = flash_attn(*held, SCALE, live.handle)
+        out, *_ = flash_attn(*held, SPEC, live.handle)
         results = [out.detach(), *torch.autograd.grad(out, held, dout)]
         whole = [torch.zeros(len(tensors[0]), *x.shape[1:], dtype=x.dtype) for x in results]
         for everything, part in zip(whole, results, strict=True):
@@ -80,7 +80,7 @@ def test_setting_names_layer_and_document(which: int, name: str, checked: bool) 
         live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=checked))
         q, k, v, dout = tensors
         held = [x.requires_grad_() for x in (q, k, v)]
-        out, *_ = flash_attn(*held, SCALE, live.handle)
+        out, *_ = flash_attn(*held, SPEC, live.handle)
         torch.autograd.grad(out, held, dout)
 
     if not checked:
@@ -100,7 +100,7 @@ def test_padding_is_no_document() -> None:
         live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=True))
         q, k, v = (torch.zeros(16, 2, 4) for _ in range(3))
         k[12] = math.nan
-        flash_attn(q, k, v, SCALE, live.handle)
+        flash_attn(q, k, v, SPEC, live.handle)
 
     with pytest.raises(NotFiniteError, match="key is not finite in row 12, padding; 1 of 16"):
         run_ranks(1, run)
@@ -111,7 +111,7 @@ def test_tensors_on_another_device_than_the_plan_are_refused() -> None:
 
     def run(transport: Transport) -> None:
         live = live_plan(layout, transport, DistCAConfig(kernel="reference"))
-        attend(*(torch.zeros(5, 2, 4, device="meta") for _ in range(3)), SCALE, live)
+        attend(*(torch.zeros(5, 2, 4, device="meta") for _ in range(3)), SPEC, live)
 
     with pytest.raises(PlanError, match="tensors on meta, the plan of this batch is on cpu"):
         run_ranks(1, run)

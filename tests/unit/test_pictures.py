@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,36 @@ STEPS = json.loads((BENCHMARKS / "steps.json").read_text())
 ROWS = [(table["page"], row) for table in STEPS.values() for row in table["rows"]]
 
 
-class Images(HTMLParser):
-    """Sources of the pictures of a page, and their text alternatives."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.dark: list[str] = []
-        self.light: list[str] = []
-        self.alternatives: list[str] = []
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if tag == "source":
-            assert values["media"] == "(prefers-color-scheme: dark)"
-            self.dark.append(str(values["srcset"]))
-        if tag == "img":
-            self.light.append(str(values["src"]))
-            self.alternatives.append(str(values["alt"]))
+HTML = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img src="(?P<light>[^"]+)" alt="(?P<words>[^"]+)">\s*</picture>'
+)
+MARKDOWN = re.compile(
+    r"!\[(?P<words>[^]]+)\]\((?P<light>[^)#]+)#gh-light-mode-only\)\s*"
+    r"!\[[^]]+\]\((?P<dark>[^)#]+)#gh-dark-mode-only\)"
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def pictures_of(page: Path) -> list[re.Match[str]]:
+    """Pictures of a page, as `dark`, `light` and `words`: HTML on the front page, Markdown on pages of the site."""
+    return list((HTML if page.parent == REPOSITORY else MARKDOWN).finditer(page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_pictures_are_there_for_light_and_dark_pages_and_in_words(page: Path) -> None:
-    images = Images(page)
+    pictures = pictures_of(page)
 
-    assert [name.replace("-light.", "-dark.") for name in images.light] == images.dark
-    assert [name for name in images.light + images.dark if not (page.parent / name).is_file()] == []
-    assert all(len(words) > 80 for words in images.alternatives)
-    assert not re.search(r"!\[", page.read_text()), "a picture with one colour of page"
+    assert len(re.findall(r"-light\.svg", page.read_text())) == len(pictures), "pictures of another form"
+    for picture in pictures:
+        assert picture["light"].replace("-light.", "-dark.") == picture["dark"]
+        assert (page.parent / picture["light"]).is_file()
+        assert (page.parent / picture["dark"]).is_file()
+        assert len(picture["words"]) > 80
 
 
 def test_every_picture_is_shown() -> None:
-    shown = {Path(name).name for page in PAGES for name in (*Images(page).light, *Images(page).dark)}
+    found = [picture for page in PAGES for picture in pictures_of(page)]
+    shown = {Path(picture[style]).name for picture in found for style in ("light", "dark")}
 
     assert shown == {path.name for path in PICTURES.iterdir()}
 
@@ -93,3 +90,31 @@ def test_waiting_shows_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert words in (PICTURES / f"waiting-{style}.svg").read_text(), "run scripts/draw_waiting.py again"
     shares = re.findall(r"\d\.\d\d", words)
     assert f"{max(map(float, shares)):.2f} times the mean" in " ".join(PAGES[0].read_text().split())
+
+
+def test_first_table_of_the_readme_divides_figures_of_the_pages_it_links() -> None:
+    text = PAGES[0].read_text()
+    rows = re.findall(r"\[(\d+)\]\((docs/benchmarks/\S+\.md)\) → (\d+) ms \| \*\*([\d.]+)\*\* \| ([\d.]+) \|", text)
+
+    assert len(rows) == len(re.findall(r"→ \d+ ms", text)) > 3
+    for today, page, ours, ratio, like_for_like in rows:
+        numbers = set(re.findall(r"\d+", (REPOSITORY / page).read_text()))
+        assert {today, ours} <= numbers
+        assert f"{int(today) / int(ours):.{len(ratio.split('.')[1])}f}" == ratio
+        assert any(
+            f"{int(today) / int(number):.{len(like_for_like.split('.')[1])}f}" == like_for_like
+            for number in numbers
+            if int(number)
+        )
+    assert float(rows[-1][3]) < 1, "the last row is the one in which there is nothing to win"
+
+
+def test_losses_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    drawing = importlib.import_module("draw_losses")
+
+    assert max(map(abs, drawing.DIFFERENCES)) < 1e-5
+    for style in ("light", "dark"):
+        assert drawing.described() in (PICTURES / f"losses-{style}.svg").read_text(), (
+            "run scripts/draw_losses.py again"
+        )

@@ -33,7 +33,8 @@ from distca_hf.integrations.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.packs import PackPlanner
 from distca_hf.planning.plan import Plan
-from distca_hf.runtime.plans import LivePlan, PlanFacts
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.runtime.plans import LivePlan
 from distca_hf.testing.loopback import LoopbackTransport, run_ranks
 from support.models import tiny_model
 

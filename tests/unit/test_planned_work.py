@@ -17,7 +17,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from support.counting import CountingKernel
 from support.layouts import packed_layout
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 
 
@@ -50,9 +50,9 @@ def run_one_layer(
         rows = int(plan.layout.rank_rows[transport.rank])
         shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
         held = [torch.randn(rows, *shape, requires_grad=True) for shape in shapes]
-        counting = CountingKernel(live.kernel(*held))
-        live.kernel = lambda q, k, v, where: counting
-        flash_attn(*held, SCALE, live.handle)[0].sum().backward()
+        counting = CountingKernel(live.kernel(*held, SPEC))
+        live.kernel = lambda *given: counting
+        flash_attn(*held, SPEC, live.handle)[0].sum().backward()
         return counting, recording
 
     return run_ranks(NUM_RANKS, run)

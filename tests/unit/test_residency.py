@@ -12,15 +12,16 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.packing.placement import place
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan, PlanFacts
-from distca_hf.runtime.residency import keeps_received, kept_bytes, received_bytes, waits_for_recomputation
+from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.residency import Retention, kept_bytes, received_bytes
 from distca_hf.testing.loopback import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
 from support.models import tiny_model
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 
 
@@ -46,6 +47,7 @@ def plan_of(facts: dict[str, Any], **settings: Any) -> LivePlan:
         "key_rows_sent": (),
     }
     live.facts = PlanFacts(**numbers | facts)
+    live.retention = Retention(live.config, live.facts)
     return live
 
 
@@ -62,43 +64,46 @@ def test_auto_keeps_what_fits_the_budget_in_all_layers_that_hold_something(
     layers: int, spare: int, keeps: bool
 ) -> None:
     live = plan_of(RECEIVED, kv_budget_gib=(layers * MOST + spare) / GIB)
-    live.layers_kept = layers
+    live.retention.layers_kept = layers
 
-    assert kept_bytes(live, *tensors(5)) == MOST
-    assert keeps_received(live, *tensors(5)) == keeps
+    assert kept_bytes(live.facts, *tensors(5)) == MOST
+    assert live.retention.keeps_received(*tensors(5)) == keeps
 
 
 @pytest.mark.parametrize(("setting", "keeps"), [("keep", True), ("refetch", False)])
 def test_other_settings_do_not_look_at_the_budget(setting: str, keeps: bool) -> None:
     for budget in (0.0, 100.0):
-        assert keeps_received(plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=budget), *tensors(5)) == keeps
+        live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=budget)
+        assert live.retention.keeps_received(*tensors(5)) == keeps
 
 
 def test_without_a_budget_only_nothing_is_kept() -> None:
-    assert not keeps_received(plan_of(RECEIVED, kv_budget_gib=0), *tensors(5))
-    assert keeps_received(plan_of({"key_rows_received": (0,), "guest_rows": (0,)}, kv_budget_gib=0), *tensors(5))
+    assert not plan_of(RECEIVED, kv_budget_gib=0).retention.keeps_received(*tensors(5))
+    assert plan_of({"key_rows_received": (0,), "guest_rows": (0,)}, kv_budget_gib=0).retention.keeps_received(
+        *tensors(5)
+    )
 
 
 def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
     """Backward of a layer must know what its forward did, whatever has changed."""
     live = plan_of(RECEIVED, kv_budget_gib=MOST / GIB)
-    assert keeps_received(live, *tensors(5))
-    live.layers_kept = 100
+    assert live.retention.keeps_received(*tensors(5))
+    live.retention.layers_kept = 100
 
-    assert keeps_received(live, *tensors(5))
+    assert live.retention.keeps_received(*tensors(5))
 
 
 def test_rows_of_one_group_of_heads_are_parts_of_tokens() -> None:
-    whole = kept_bytes(plan_of(RECEIVED), *tensors(5))
+    whole = kept_bytes(plan_of(RECEIVED).facts, *tensors(5))
 
-    assert kept_bytes(plan_of(RECEIVED | {"rows_per_token": 2}), *tensors(5)) == whole // 2
+    assert kept_bytes(plan_of(RECEIVED | {"rows_per_token": 2}).facts, *tensors(5)) == whole // 2
 
 
 def test_half_precision_keeps_log_sum_exps_in_fp32() -> None:
     facts = {"key_rows_received": (1,), "guest_rows": (1,)}
     bytes_of_both = 2 * KV_HEADS * (DIM + VALUE_DIM) + HEADS * (2 * (DIM + VALUE_DIM) + 4)
 
-    assert kept_bytes(plan_of(facts), *tensors(5, torch.bfloat16)) == bytes_of_both
+    assert kept_bytes(plan_of(facts).facts, *tensors(5, torch.bfloat16)) == bytes_of_both
 
 
 def test_a_plan_may_be_used_for_inference_before_training() -> None:
@@ -106,8 +111,8 @@ def test_a_plan_may_be_used_for_inference_before_training() -> None:
     live = plan_of({"key_rows_received": (0,), "guest_rows": (0,)}, kv_residency="refetch", kernel="reference")
     inputs = tensors(5)
     with torch.inference_mode():
-        expected, *_ = flash_attn(*inputs, SCALE, live.handle)
-    out, *_ = flash_attn(*inputs, SCALE, live.handle)
+        expected, *_ = flash_attn(*inputs, SPEC, live.handle)
+    out, *_ = flash_attn(*inputs, SPEC, live.handle)
     out.sum().backward()
 
     assert torch.equal(out, expected)
@@ -121,19 +126,19 @@ def test_the_budget_counts_received_rows_of_all_calls() -> None:
     most = 700 * KEY_BYTES + 20 * 4 * HEADS * DIM
     for spare, waits in ((0, True), (-1, False)):
         live = plan_of(RECEIVED, kv_budget_gib=(7 * most + spare) / GIB)
-        live.attention_calls = 7
+        live.retention.attention_calls = 7
 
-        assert received_bytes(live, *tensors(5)) == most
-        assert waits_for_recomputation(live, *tensors(5)) == waits
-        live.attention_calls = 1000
-        assert waits_for_recomputation(live, *tensors(5)) == waits  # the first layer decides for all
+        assert received_bytes(live.facts, *tensors(5)) == most
+        assert live.retention.waits_for_recomputation(*tensors(5)) == waits
+        live.retention.attention_calls = 1000
+        assert live.retention.waits_for_recomputation(*tensors(5)) == waits  # the first layer decides for all
 
 
 @pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
 def test_other_settings_decide_alone(setting: str, waits: bool) -> None:
     live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=0)
 
-    assert waits_for_recomputation(live, *tensors(5)) == waits
+    assert live.retention.waits_for_recomputation(*tensors(5)) == waits
 
 
 # --- what is really kept
@@ -144,14 +149,14 @@ def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[in
 
     def run(transport: Transport) -> tuple[int, int, bool, int]:
         live = live_plan(plan.layout, transport, DistCAConfig(kernel="reference", **settings), plan=plan)
-        live.layers_kept = layers
+        live.retention.layers_kept = layers
         held = tensors(int(plan.layout.rank_rows[transport.rank]))
-        out, _, *kept = flash_attn(*held, SCALE, live.handle)
+        out, _, *kept = flash_attn(*held, SPEC, live.handle)
         before = transport.traffic.exchanges
         out.sum().backward()
-        assert live.keeps_received is not None
+        assert live.retention.keeps is not None
         really = sum(x.nbytes for x in kept)
-        return kept_bytes(live, *held), really, live.keeps_received, transport.traffic.exchanges - before
+        return kept_bytes(live.facts, *held), really, live.retention.keeps, transport.traffic.exchanges - before
 
     return run_ranks(NUM_RANKS, run)
 
@@ -211,4 +216,4 @@ def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any
     model(**batch).loss.backward()
 
     assert batch["distca_plan"].forward_calls == (8 if layers_kept == 1 else 4)
-    assert batch["distca_plan"].layers_kept == layers_kept
+    assert batch["distca_plan"].retention.layers_kept == layers_kept

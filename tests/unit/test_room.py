@@ -21,7 +21,7 @@ from distca_hf.runtime.core_attention import attend, attend_backward
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
 from support.memory import LiveBytes, QuietTransport
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 
 
 NUM_RANKS = 3
@@ -53,7 +53,7 @@ def test_plan_is_refused_if_it_cannot_fit(free: int | None, monkeypatch: pytest.
         live = live_plan(layout, transport, DistCAConfig(kernel="reference"), plan=plan)
         tokens = live.maps.num_rows // live.maps.rows_per_token
         try:
-            attend(*tensors(tokens, torch.float32), SCALE, live)
+            attend(*tensors(tokens, torch.float32), SPEC, live)
         except PlanError as error:
             return str(error), transport.traffic.exchanges
         return "", transport.traffic.exchanges
@@ -78,7 +78,7 @@ def test_what_comes_in_the_last_leg_needs_room_too(num_legs: int, monkeypatch: p
 
     def run(transport: Transport) -> None:
         live = live_plan(layout, transport, DistCAConfig(kernel="reference"), num_legs=num_legs)
-        attend(*tensors(int(layout.rank_rows[transport.rank]), torch.float32), SCALE, live)
+        attend(*tensors(int(layout.rank_rows[transport.rank]), torch.float32), SPEC, live)
 
     run_ranks(2, run)
     sent_and_stored = 2 * 15 * KV
@@ -163,14 +163,14 @@ def test_attention_holds_hardly_more_than_needed_bytes(
         counts, config = transport.rank == counted, DistCAConfig(kv_residency=kv_residency)
         wires = QuietTransport(transport) if counts else transport
         live = live_plan(plan.layout, wires, config, plan=plan, num_legs=num_legs)
-        live.kernel = lambda q, k, v, where: NoKernel()
+        live.kernel = lambda *given: NoKernel()
         q, k, v = tensors(int(plan.layout.rank_rows[transport.rank]), torch.bfloat16)
         forward, backward = LiveBytes(), LiveBytes()
         with forward if counts else nullcontext():
-            out, lse, kept = attend(q, k, v, SCALE, live)
+            out, lse, kept = attend(q, k, v, SPEC, live)
         dout = torch.zeros_like(out)
         with backward if counts else nullcontext():
-            attend_backward(dout, q, k, v, out, lse, kept, SCALE, live)
+            attend_backward(dout, q, k, v, out, lse, kept, SPEC, live)
         return room.needed_bytes(live.backward_maps, q, k, v), forward.most, backward.most
 
     for rank in range(NUM_RANKS):

@@ -8,7 +8,7 @@ import pytest
 
 from distca_hf.layout import Layout, Stripe
 from distca_hf.packing.placement import place
-from distca_hf.planning.calls import KernelCall
+from distca_hf.planning.calls import CallKind, KernelCall
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import Routing, route
@@ -32,7 +32,7 @@ def routings_of(plan: Plan) -> list[Routing]:
 
 def own(rows: tuple[int, int], offsets: list[int], heads: tuple[int, int] = (0, 1)) -> tuple[Any, ...]:
     """What `told` says of an own call: squares of the same rows."""
-    return rows, rows, offsets, offsets, heads, 0, True
+    return rows, rows, offsets, offsets, heads, CallKind.LOCAL
 
 
 def far(
@@ -43,7 +43,7 @@ def far(
     heads: tuple[int, int] = (0, 1),
 ) -> tuple[Any, ...]:
     """What `told` says of a far call: no mask."""
-    return queries, keys, query_offsets, key_offsets, heads, heads[1] - heads[0], False
+    return queries, keys, query_offsets, key_offsets, heads, CallKind.PREFIX
 
 
 def guests(
@@ -54,7 +54,7 @@ def guests(
     rows_per_token: int = 1,
 ) -> tuple[Any, ...]:
     """What `told` says of a call with queries of other ranks."""
-    return queries, keys, query_offsets, key_offsets, None, rows_per_token, True
+    return queries, keys, query_offsets, key_offsets, (0, rows_per_token), CallKind.REMOTE_QUERIES
 
 
 def told(calls: tuple[KernelCall, ...]) -> list[tuple[Any, ...]]:
@@ -65,8 +65,7 @@ def told(calls: tuple[KernelCall, ...]) -> list[tuple[Any, ...]]:
             call.cu_seqlens_q.tolist(),
             call.cu_seqlens_k.tolist(),
             call.heads,
-            call.stored_rows_per_token,
-            call.causal,
+            call.kind,
         )
         for call in calls
     ]
@@ -257,7 +256,7 @@ def test_all_index_arrays_are_int64(head_groups: int) -> None:
     ],
 )
 def test_pairs_of_a_causal_call(queries: list[int], keys: list[int], pairs: int) -> None:
-    call = KernelCall(0, 0, 0, 0, np.cumsum([0, *queries]), np.cumsum([0, *keys]), heads=(2, 3))
+    call = KernelCall(CallKind.LOCAL, 0, 0, 0, 0, np.cumsum([0, *queries]), np.cumsum([0, *keys]), (2, 3))
 
     assert call.pairs == pairs
 
@@ -267,23 +266,21 @@ def test_pairs_of_a_causal_call(queries: list[int], keys: list[int], pairs: int)
     [([1], [1], 1), ([4], [4], 16), ([7], [2], 14), ([3, 1], [5, 8], 15 + 8), ([2**20], [2**20], 2**40)],
 )
 def test_pairs_of_a_call_without_a_mask(queries: list[int], keys: list[int], pairs: int) -> None:
-    call = KernelCall(0, 0, 0, 0, np.cumsum([0, *queries]), np.cumsum([0, *keys]), heads=(0, 1), causal=False)
+    call = KernelCall(CallKind.PREFIX, 0, 0, 0, 0, np.cumsum([0, *queries]), np.cumsum([0, *keys]), (0, 1))
 
     assert call.pairs == pairs
 
 
 @pytest.mark.parametrize(
-    ("changes", "groups"),
+    ("heads", "groups"),
     [
-        ({"heads": (0, 4)}, 4),
-        ({"heads": (1, 3)}, 2),
-        ({"heads": (1, 3), "stored_rows_per_token": 2}, 2),
-        ({"stored_rows_per_token": 4}, 4),
+        ((0, 4), 4),
+        ((1, 3), 2),
     ],
-    ids=["own, all heads", "own, some", "far", "guests"],
+    ids=["all heads", "some"],
 )
-def test_pairs_count_every_group_of_heads(changes: dict[str, Any], groups: int) -> None:
-    call = KernelCall(0, 0, 0, 0, np.array([0, 2, 5]), np.array([0, 2, 5]), **changes)
+def test_pairs_count_every_group_of_heads(heads: tuple[int, int], groups: int) -> None:
+    call = KernelCall(CallKind.LOCAL, 0, 0, 0, 0, np.array([0, 2, 5]), np.array([0, 2, 5]), heads)
 
     assert call.groups == groups
     assert call.pairs_of_tasks.tolist() == [3 * groups, 6 * groups]

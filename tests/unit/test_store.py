@@ -12,6 +12,7 @@ from distca_hf.kernels.interface import accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.legs import Legs
 from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.planning.routing import Routing, route
 from distca_hf.runtime.core_attention import attend
 from distca_hf.runtime.maps import DeviceCall, HostMaps, HostPlanMaps, Maps
@@ -20,7 +21,7 @@ from distca_hf.runtime.rows import keys_of
 from distca_hf.runtime.store import Store, StoreGradients, apart, row_width, side_by_side
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
-from support.parity import SCALE, Case, compare, live_plan
+from support.parity import SPEC, Case, compare, live_plan
 
 
 KV_HEADS, DIM, VALUE_DIM = 2, 8, 4
@@ -105,7 +106,9 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_legs:
         assert torch.equal(stored, expected)
 
     # Backward reads what was kept in one leg.
-    backward = HostPlanMaps.prepare(plan_in_place(SCATTERED), rank, num_legs).to(torch.device("cpu")).backward
+    backward = (
+        HostPlanMaps.prepare(rank_plan(plan_in_place(SCATTERED), rank, num_legs)).to(torch.device("cpu")).backward
+    )
     store = Store.of_kept(*told(tokens[rank]), came, backward)
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
         assert torch.equal(stored, expected)
@@ -220,7 +223,7 @@ def test_keys_are_read_where_they_lie() -> None:
         rows = int(SHARED.rank_rows[transport.rank])
         q, k, v = torch.randn(rows, 4, DIM), *(torch.randn(rows, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
         live.kernel = lambda *given: Looks()  # type: ignore[method-assign,assignment]
-        attend(q, k, v, SCALE, live)
+        attend(q, k, v, SPEC, live)
         if transport.rank == 0:
             assert ("query", q.data_ptr()) in seen
             assert ("key", k.data_ptr()) in seen
@@ -241,7 +244,7 @@ def test_gradients_do_not_depend_on_how_tensors_lie() -> None:
         held = [torch.randn(rows, heads, DIM, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
         if strided:
             held = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in held]
-        out, *_ = flash_attn(*(x.requires_grad_() for x in held), SCALE, live.handle)
+        out, *_ = flash_attn(*(x.requires_grad_() for x in held), SPEC, live.handle)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), held)]
 
     whole, apart_in_memory = (run_ranks(2, partial(run, strided=strided)) for strided in (False, True))

@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_setting_that_would_make_the_loss_wrong_is_refused_by_name(name: str, make: Callable[..., Trainer]) -> None:
     arguments, told = REFUSED[name]
     trainer = make(**arguments())
-    with pytest.raises(ConfigError, match=f"this Trainer cannot be attached to: .*{told}"):
+    with pytest.raises(ConfigError, match=f"distca_hf cannot be attached to this Trainer: .*{told}"):
         attach(trainer)
 
     assert "get_train_dataloader" not in vars(trainer), "a refused Trainer must be left as it was"
@@ -330,7 +330,7 @@ def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog:
 
     trainer = make(per_device_train_batch_size=4, max_steps=1)
     attach(trainer)
-    assert "per_device_train_batch_size=4 has no effect: a micro-batch is up to 192 tokens" in caplog.text
+    assert "per_device_train_batch_size=4 has no effect: a micro-batch is tokens_per_rank=192 tokens" in caplog.text
     during = record_arguments(trainer)
     trainer.train()
 

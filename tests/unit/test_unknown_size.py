@@ -8,7 +8,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.layout import Layout
 from distca_hf.runtime.op import flash_attn
 from support.compiling import forget_graphs, graph_breaks
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 
 
 def _compiled_and_plain() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -19,7 +19,7 @@ def _compiled_and_plain() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     q, k, v = (torch.randn(12, 2, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(flash_attn(torch.tanh(q), k, v, SCALE, live.handle)[0])
+        return torch.tanh(flash_attn(torch.tanh(q), k, v, SPEC, live.handle)[0])
 
     results = []
     for run in (torch.compile(function, backend="aot_eager"), function):

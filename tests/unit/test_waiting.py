@@ -21,7 +21,7 @@ from distca_hf.runtime.plans import LivePlan
 from distca_hf.runtime.residency import Received, received_bytes
 from distca_hf.runtime.waiting import Region, waiting_contexts
 from distca_hf.testing.loopback import run_ranks
-from support.parity import SCALE, live_plan
+from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 from support.recomputing import LAYERS, Layers, Trained, expected_exchanges, train
 
@@ -59,7 +59,7 @@ def test_ranks_decide_alike_around_the_budget(make: Callable[[int], Plan]) -> No
 
     def most_bytes(transport: Transport) -> int:
         layers = Layers(plan, transport, DistCAConfig(kernel="reference"))
-        return received_bytes(layers.live, *layers.inputs)
+        return received_bytes(layers.live.facts, *layers.inputs)
 
     (most,) = set(run_ranks(NUM_RANKS, most_bytes))
     for spare, waits in ((0, True), (-1, False)):
@@ -121,7 +121,7 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
 
     def differs(live: LivePlan, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for _ in range(next(calls)):
-            x = torch.tanh(flash_attn(x, x, x, SCALE, live.handle)[0])
+            x = torch.tanh(flash_attn(x, x, x, SPEC, live.handle)[0])
         return layer(x)
 
     def run(transport: Transport) -> str:

@@ -1,0 +1,69 @@
+"""Facts of a planned micro-batch: what its plan computes and moves, as numbers to decide and to report by."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.cost import IntArray, imbalance
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import KeyTransfers
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Numbers about a micro-batch, the same on all ranks.
+
+    Attributes:
+        num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
+        work: attended pairs of each rank, as planned.
+        work_before: the same, had the documents been packed one after the other.
+        key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
+        query_rows_sent: rows of queries that each rank sends; their outputs come back.
+        key_rows_received: rows of keys and values that each rank receives.
+        guest_rows: rows of queries that each rank computes as guests, its own in tasks of others among them.
+        rows_per_token: 1, or the groups that the plan divides heads in.
+    """
+
+    num_documents: int
+    longest_document_tokens: int
+    work: tuple[int, ...]
+    work_before: tuple[int, ...]
+    key_rows_sent: tuple[int, ...]
+    query_rows_sent: tuple[int, ...] = ()
+    key_rows_received: tuple[int, ...] = ()
+    guest_rows: tuple[int, ...] = ()
+    rows_per_token: int = 1
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
+        """Returns facts of a plan, whose key transfers are computed already."""
+        layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
+        num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
+        guests = plan.pieces.select(plan.is_guest[plan.pieces.task])
+        queries_sent, guest_rows = (
+            np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64)
+            for ranks, rows in ((moved.home, moved.rows), (guests.server, guests.rows))
+        )
+        return cls(
+            num_documents=layout.num_documents,
+            longest_document_tokens=layout.longest_document_tokens,
+            work=tuple(plan.work.tolist()),
+            work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
+            key_rows_sent=tuple(keys.sum(axis=1).tolist()),
+            query_rows_sent=tuple(queries_sent.tolist()),
+            key_rows_received=tuple(keys.sum(axis=0).tolist()),
+            guest_rows=tuple(guest_rows.tolist()),
+            rows_per_token=plan.tasks.head_groups,
+            num_tokens=int(layout.document_tokens.sum()),
+        )
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of `work`."""
+        return imbalance(self.work)
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of `work_before`."""
+        return imbalance(self.work_before)

@@ -1,0 +1,142 @@
+"""The lines about a training on two ranks: once, on rank 0, with the figures of what is trained, however it is run."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import distca_hf
+from support.data import random_dataset
+from support.models import tiny_model
+from support.ranks import run_ranks
+from support.training import quiet_arguments
+
+
+ACCUMULATION = 2
+WAYS = ("attach", "resume", "callback", "loop")
+BALANCE = re.compile(r"attention work of the busiest rank ([\d.]+) -> ([\d.]+) times the mean")
+
+
+class Lines(logging.Handler):
+    """Keeps what is written at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _train_in_every_way(folder: Path) -> dict[str, tuple[list[str], list[dict[str, float]]]]:
+    """Lines, and logs of the Trainer, of every way to train."""
+    told = {}
+    for way in WAYS:
+        handler = Lines()
+        logging.getLogger("distca_hf").addHandler(handler)
+        told[way] = (handler.lines, _train(way, folder))
+        logging.getLogger("distca_hf").removeHandler(handler)
+    return told
+
+
+def _train(way: str, folder: Path) -> list[dict[str, float]]:
+    plugin, dataset = distca_hf.DistCAPlugin(tokens_per_rank=512, metrics="all"), random_dataset(200)
+    model = tiny_model(num_hidden_layers=1).train()
+    if way == "loop":
+        distca_hf.enable(model, plugin)
+        for batch in plugin.dataloader(dataset, seed=42, model=model):
+            model(**batch).loss.backward()
+        return []
+    arguments = quiet_arguments(
+        folder,
+        use_cpu=True,
+        num_train_epochs=2,
+        gradient_accumulation_steps=ACCUMULATION,
+        save_strategy="epoch",
+        seed=42,
+    )
+    packs: dict[str, Any] = {
+        "data_collator": DataCollatorWithFlattening(),
+        "callbacks": [distca_hf.DistCACallback(plugin)],
+    }
+    if way == "callback":
+        arguments |= {"per_device_train_batch_size": 8, "save_strategy": "no"}
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**arguments),
+        train_dataset=dataset,
+        **(packs if way == "callback" else {}),
+    )
+    if way != "callback":
+        plugin.attach(trainer)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if way == "resume" else None)
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], list[dict[str, float]]]]:
+    folder = tmp_path_factory.mktemp("lines")
+    first, second = run_ranks(2, _train_in_every_way, folder / "ranks", folder / "output")
+    assert {way: lines for way, (lines, _) in second.items()} == {way: [] for way in WAYS}, "rank 0 speaks for all"
+    return first
+
+
+def balance(line: str) -> list[float]:
+    found = BALANCE.search(line)
+    assert found, line
+    return [float(number) for number in found.groups()]
+
+
+def of_steps(logs: list[dict[str, float]]) -> list[float]:
+    """Imbalance before and after, over all steps."""
+    return [sum(log[f"distca/{name}"] for log in logs) / len(logs) for name in ("imbalance_before", "imbalance")]
+
+
+TOKENS = sum(len(row["input_ids"]) for row in random_dataset(200))
+
+
+@pytest.mark.parametrize(("way", "steps"), [("attach", 8), ("resume", 4)])
+def test_placed_training_begins_with_its_data_and_ends_with_what_was_done(
+    told: dict[str, tuple[list[str], list[dict[str, float]]]], way: str, steps: int
+) -> None:
+    *_, first, second, last = told[way][0]
+    logs = told[way][1][-steps:]
+    before = f"{distca_hf.__version__}: 2 ranks x 512 tokens on 1 node, kernel cpu; 200 documents, {TOKENS:,} tokens"
+
+    assert first == f"{before}, longest 150 of 1,024 possible; 4 steps per epoch"
+    assert second.endswith("in the order of the data (means over 8 micro-batches)")
+    # All micro-batches of the epoch are looked at, and both epochs are trained; the steps of a log have two each.
+    assert balance(second) == pytest.approx(of_steps(logs[:4]), abs=0.02)
+    assert last.startswith(f"trained {steps} steps: {TOKENS * steps // 4:,} tokens in ")
+    assert balance(last) == pytest.approx(of_steps(logs), abs=0.006)
+
+
+def test_resuming_says_where_it_goes_on(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
+    assert told["resume"][0][0].startswith("step 4 is epoch 1.00 of the data; 4 steps are left in this epoch")
+    assert len(told["attach"][0]) == 3
+    assert len(told["resume"][0]) == 4
+
+
+def test_packs_say_what_is_known_of_them(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
+    (first, second, last), logs = told["callback"]
+
+    assert re.fullmatch(
+        rf"{distca_hf.__version__}: 2 ranks on 1 node, kernel cpu; packs stay as they are, attention tasks move; "
+        r"first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
+        first,
+    )
+    assert second.endswith("(in the first micro-batch)")
+    assert balance(second)[0] > balance(second)[1]
+    assert last.startswith("trained 14 steps: ")
+    assert balance(last) == pytest.approx(of_steps(logs), abs=0.05), "an epoch's last step is smaller"
+
+
+def test_loop_of_ones_own_says_the_same(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
+    first, second, last = told["loop"][0]
+
+    assert first.endswith("longest 150 of 1,024 possible; 8 micro-batches per epoch")
+    assert last.startswith(f"epoch 0: {TOKENS:,} tokens in ")
+    assert balance(second) == pytest.approx(balance(last), abs=0.02)

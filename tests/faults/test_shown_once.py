@@ -1,0 +1,125 @@
+"""Errors that all ranks have are shown by one of them; the launcher's summary shows the message."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import distca_hf
+from distca_hf.comm.uncaught import ShownOnce, show_errors_once
+from distca_hf.errors import ConfigError, PackingError, PeerLostError
+from distca_hf.launcher import leave_for_launcher
+from support.commands import HANG_SECONDS, SCRIPTS
+from support.ranks import Outcome, start_ranks
+
+
+def _raise(kind: str) -> None:
+    distca_hf.DistCAPlugin()
+    rank = dist.get_rank()
+    if kind == "same":
+        raise ConfigError(f"rank {rank}, micro-batch 3: tokens_per_rank=5 is too small")
+    if kind == "own":
+        raise PackingError(f"row {rank} is empty")
+    if kind == "lost" and rank == 0:
+        raise PeerLostError("rank 0, micro-batch 3: rank 1 left: PackingError: row 5 is empty")
+    if kind == "lost":
+        raise PackingError("row 5 is empty")
+    raise ValueError("of somebody else")
+
+
+def shown(outcomes: list[Outcome]) -> list[tuple[bool, list[str]]]:
+    """Whether the exception hook of a rank shows a traceback, and the lines that point elsewhere. The process itself
+    prints one before."""
+    return [
+        (
+            outcome.output.count("Traceback (most recent call last)") == 2,
+            [line.partition("distca_hf ")[2] for line in outcome.output.splitlines() if "distca_hf [" in line],
+        )
+        for outcome in outcomes
+    ]
+
+
+def test_error_of_all_ranks_is_shown_by_one_and_the_others_point_there(tmp_path: Path) -> None:
+    outcomes = start_ranks(3, _raise, tmp_path, "same")
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1]
+    (first,) = (rank for rank, (traced, _) in enumerate(shown(outcomes)) if traced)
+    told = f"ends with the same ConfigError as rank {first}, which shows it"
+    assert shown(outcomes) == [
+        (True, []) if rank == first else (False, [f"[rank {rank}] {told}"]) for rank in range(3)
+    ]
+
+
+def test_errors_that_differ_are_all_shown(tmp_path: Path) -> None:
+    assert shown(start_ranks(2, _raise, tmp_path, "own")) == [(True, []), (True, [])]
+
+
+def test_rank_that_lost_another_points_to_it_in_one_line(tmp_path: Path) -> None:
+    line = "[rank 0] PeerLostError: rank 0, micro-batch 3: rank 1 left: PackingError: row 5 is empty"
+
+    assert shown(start_ranks(2, _raise, tmp_path, "lost")) == [(False, [line]), (True, [])]
+
+
+def test_errors_of_somebody_else_are_shown_as_ever(tmp_path: Path) -> None:
+    assert shown(start_ranks(2, _raise, tmp_path, "foreign")) == [(True, []), (True, [])]
+
+
+SCRIPT = """
+import torch.distributed as dist
+import distca_hf
+
+dist.init_process_group("gloo")
+distca_hf.DistCAPlugin(tokens_per_rank=0)
+"""
+
+
+def test_summary_of_the_launcher_shows_the_message(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = subprocess.run(
+        [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    summary = ended.stderr.partition("Root Cause")[2]
+
+    assert ended.returncode == 1
+    assert "ConfigError: tokens_per_rank=0 must be at least 1" in summary, ended.stderr
+    assert "To enable traceback see" not in summary
+    of_ranks = ended.stderr.count("Traceback (most recent call last)") - 1  # one is of the launcher itself
+    assert of_ranks == 1, ended.stderr
+
+
+# --- in one process
+
+
+def test_hook_is_put_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    show_errors_once()
+    first = sys.excepthook
+    show_errors_once()
+
+    assert isinstance(first, ShownOnce)
+    assert sys.excepthook is first
+
+
+def test_message_for_the_launcher_is_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    leave_for_launcher("first")
+    leave_for_launcher("second")
+
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "first"
+
+
+def test_error_is_shown_where_nothing_can_be_left_for_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder" / "error.json"))
+    seen: list[BaseException] = []
+    error = ConfigError("wrong")
+    ShownOnce(lambda kind, error, trace: seen.append(error))(ConfigError, error, None)
+
+    assert seen == [error]
