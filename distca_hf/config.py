@@ -358,13 +358,16 @@ def _check_type(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}")
 
 
+IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}
+
+
 def _parse(name: str, text: str, where: str) -> Any:
     kind, _ = _allowed(name)
     readers: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str, bool: _parse_bool}
     try:
         return readers[kind](text)
     except ValueError as error:
-        raise ConfigError(f"{where}={text!r} is no {kind.__name__}") from error
+        raise ConfigError(f"{where}={text!r} is not {IN_WORDS[kind]}") from error
 
 
 def _parse_bool(text: str) -> bool:

@@ -26,7 +26,7 @@ class Occasion(enum.IntEnum):
     """The next thing that a rank is about to do."""
 
     TAKE = 1  # hand out a micro-batch
-    PLAN = 2  # plan a batch that somebody else packed
+    PLAN = 2  # plan a batch that was packed before
     ATTEND = 3  # exchange rows for a model's first attention call
     DIFFERENTIATE = 4  # exchange rows again, for backward
     REPORT = 5  # log what was measured

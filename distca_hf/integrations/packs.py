@@ -1,4 +1,4 @@
-"""Packs: batches that somebody else packed. Their tokens stay, their attention tasks move.
+"""Packs: batches that were packed before they get here. Their tokens stay, their attention tasks move.
 
 lengths of this rank ── gather ──▶ layout of all packs ──▶ plan, routing ──▶ live plan
 from cu_seq_lens_q, position_ids or rows                    moving tasks     of one forward pass

@@ -40,8 +40,8 @@ class DistCAPlugin(DistCAConfig):
         super().__post_init__()
         self._transports: dict[torch.device, Transport] = {}
         for name, meant in unknown_environment_settings().items():
-            hint = f"; did you mean {meant}?" if meant else ""
-            log.warning("environment variable %s is no setting of distca_hf and has no effect%s", name, hint)
+            hint = f" (did you mean {meant}?)" if meant else ""
+            log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)
 
     def dataloader(
         self,

@@ -153,7 +153,7 @@ def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
             kernel, reason = _made(entry, job, spec)
             if kernel is not None:
                 if better:
-                    log.warning("attention kernel %s replaces a faster one: %s", candidate, "; ".join(better))
+                    log.warning("using attention kernel %s, not a faster one: %s", candidate, "; ".join(better))
                 log.debug("attention kernel %s for %s", candidate, job)
                 return kernel
             better.append(f"{candidate} {reason}")

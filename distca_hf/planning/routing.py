@@ -38,7 +38,7 @@ from distca_hf.planning.task import ALL_HEADS
 from distca_hf.planning.transfers import KeyTransfers, key_transfers
 
 
-# What of its work a rank computes beside results that fly home, if its own calls are as much.
+# What of its work a rank computes beside results that return, if its own calls are as much.
 LATE_SHARE = 0.25
 
 
@@ -106,7 +106,7 @@ class Routing(RowsInLegs):
         store_rows: rows of the store.
         own: kernel calls (see above).
         far_of_leg, guests_of_leg: kernel calls that need what a leg brings.
-        late_share: what part of the own calls to compute beside results that fly home: then ranks start these at about
+        late_share: what part of the own calls to compute beside results that return: then ranks start these at about
             the same time.
         exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
         queries: queries that move; None if no rank moves any, the same on all ranks.

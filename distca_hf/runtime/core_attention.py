@@ -5,9 +5,9 @@
     backward    keys out ─┬─ own, early ─┬─ far calls ── gradients home ─┬─ own, late ─┬─ sum     2 exchanges
                           └─── flying ───┘                               └── flying ───┘          1 if rows were kept
 
-If queries move, too, they leave right behind the keys, guest calls follow the far ones, and their results fly home
+If queries move, too, they leave right behind the keys, guest calls follow the far ones, and their results return
 beside late own calls: two exchanges more in either direction. With several legs far and guest calls of one are
-computed while the next one flies; each leg is an exchange of its own.
+computed while the next one is on its way; each leg is an exchange of its own.
 
 Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
 in which no rank sends anything makes none, on all ranks alike. (`planning.routing` says what own, far and guests are.)

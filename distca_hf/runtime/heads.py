@@ -1,7 +1,7 @@
 """Heads: which heads of own calls are computed when.
 
 Calls name groups of heads, as the plan divides them; here they get the KV heads of a layer, and own calls are divided
-in those to compute before rows of others are needed, and those to compute while results fly home: some heads of each
+in those to compute before rows of others are needed, and those to compute while results return: some heads of each
 call. Nothing is computed twice or summed for that, and one long document can be divided as well as many short ones.
 """
 
@@ -30,7 +30,7 @@ def calls_of_heads(maps: Maps, kv_heads: int, *, comes: bool, leaves: bool) -> C
 
     Args:
         comes: rows of other ranks are under way while own calls run.
-        leaves: results fly home after the other calls.
+        leaves: results return after the other calls.
     """
     key = kv_heads, comes, leaves
     if key not in maps.calls_of_heads:

@@ -5,7 +5,7 @@
 
 Otherwise the same rows would travel once more, just when gradients and weights of sharded layers travel, too. They
 take less memory than attention outputs: only rows of documents that span ranks, and no queries if all stay where they
-are. Results of guests are computed again, and fly home again.
+are. Results of guests are computed again, and sent home again.
 
 Checkpointing runs a region of a model in one context, and its recomputation in another (`context_fn` of
 `torch.utils.checkpoint.checkpoint`). They tell the operator which of the two it is in; which call is which is known by

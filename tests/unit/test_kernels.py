@@ -615,7 +615,7 @@ def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_bo
 
     assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "kernel torch_varlen replaces a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
+    assert "kernel torch_varlen, not a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
     assert "flash3 is not installed (from sources" in line
     assert "second line" not in line
 
@@ -660,7 +660,7 @@ def test_kernel_that_fails_on_its_first_tokens_is_replaced(
 
     monkeypatch.setattr(choose, "try_out", refuses)
     assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), ReferenceKernel)
-    assert "reference replaces a faster one: cpu fails: RuntimeError: cannot compile for this machine" in caplog.text
+    assert "reference, not a faster one: cpu fails: RuntimeError: cannot compile for this machine" in caplog.text
     assert "fails: RuntimeError: cannot compile" in refusal("cpu", CPU_JOB)
 
 
