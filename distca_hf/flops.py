@@ -46,7 +46,7 @@ class Rates:
     attention_backward: float
 
 
-# Fitted to steps of whole layers (docs/benchmarks/2026-11-22-four-gpus.md); Liger's kernels shorten norms, rotary
+# Fitted to steps of whole layers (docs/benchmarks/2026-11-23-plan.md); Liger's kernels shorten norms, rotary
 # embeddings and activations. Ratios of two steps hold for other GPUs as far as all rates change alike.
 H200 = Rates(matrix=518e12, attention_forward=650e12, attention_backward=600e12)
 H200_LIGER = Rates(matrix=622e12, attention_forward=650e12, attention_backward=600e12)

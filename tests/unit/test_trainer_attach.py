@@ -19,6 +19,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
     ProgressCallback,
@@ -416,6 +417,20 @@ def test_tokens_that_are_not_padding_are_counted(multiple: int, make: Callable[.
     trainer.train()
 
     assert trainer.state.num_input_tokens_seen == 2 * 60
+
+
+def test_packs_on_one_rank_say_that_there_is_nothing_to_balance(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    collator = DataCollatorWithFlattening(return_position_ids=True)
+    trainer = make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)], "data_collator": collator}, max_steps=2)
+    trainer.train()
+
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        f"{distca_hf.__version__}: one rank and packs of its own: there is nothing to balance"
+    ]
+    assert metrics_of(trainer.state.log_history) == [set()] * len(trainer.state.log_history)
 
 
 def test_metrics_report_truncated_documents(make: Callable[..., Trainer]) -> None:
