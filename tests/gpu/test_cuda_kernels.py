@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.kernels.choose import KERNELS, choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
-from distca_hf.runtime.store import apart
+from distca_hf.runtime.remote_kv import apart
 
 
 pytestmark = pytest.mark.gpu

@@ -336,7 +336,7 @@ def is_untouched_around(whole: torch.Tensor, view: torch.Tensor, heads: tuple[in
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the store."""
+    """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the remote KV."""
     rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
     width = k.shape[1] * k.shape[2]
     return rows[:, :width].unflatten(1, k.shape[1:]), rows[:, width:].unflatten(1, v.shape[1:])
@@ -349,7 +349,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.
 def test_views_into_larger_tensors_are_read_and_written_in_place(
     kernel: Kernel, causal: bool, store: bool, around: tuple[int, int]
 ) -> None:
-    """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
+    """As the runtime has them: queries are some tokens and heads of a layer's; so are local keys, while those of the
     store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
     tasks = TASKS["prefixed"] if causal else WITHOUT_MASK["more queries"]
     case = Case.draw(tasks, causal=causal)
