@@ -1,9 +1,9 @@
-"""ExchangeChunks: remote prefixes arrive in several parts, so that the first can be attended while the others fly.
+"""Exchange chunks: remote prefixes are sent in several parts, so that one is attended while the next is in flight.
 
-Prefixes that only local queries read are cut so that a server computes about as much with each chunk. With four chunks a
-server takes one for each quarter of a rank's mean work that it computes with what comes: if that is little it takes
-the last ones only, spares itself kernel calls, and lets those go first that wait for more. A prefix that remote queries read
-comes whole, in one chunk: the remote queries of a server are divided among the chunks.
+Prefixes that only local queries read are cut so that every chunk brings a server about as much work. With four chunks
+a server takes one for each quarter of a rank's mean work. If it has little remote work, it takes only the last chunks:
+it makes fewer kernel calls, and busier ranks are served first. A prefix that remote queries read comes whole, in one
+chunk; the remote queries of a server are divided among the chunks.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ExchangeChunks:
 
     @classmethod
     def cut(cls, plan: Plan, count: int) -> "ExchangeChunks":
-        """ExchangeChunks of all prefixes of a plan."""
+        """Cuts all prefixes of a plan."""
         if count == 1:
             none = np.zeros(0, dtype=np.int64)
             return cls(count, 0, none, none.reshape(0, 2))
@@ -81,15 +81,18 @@ def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> 
     """`[prefixes, count + 1]` borders of prefixes cut in equal parts for chunks [first, stop)."""
     part = np.arange(count + 1) - first[:, None]
     borders: IntArray = longest[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
-    borders[part >= (stop - first)[:, None]] = NEVER  # nobody reads beyond the prefix
+    borders[part >= (stop - first)[:, None]] = NEVER  # no row is read beyond the prefix
     return borders
 
 
 def _chunks_of_local_queries(
     servers: IntArray, work: IntArray, mean_work: float, count: int
 ) -> tuple[IntArray, IntArray]:
-    """ExchangeChunks [first, stop) of each prefix. The work of a server is a line, one prefix after the other, that is cut in as
-    many equal parts as are worth it; cuts move to the nearest border of prefixes, or of equal parts of one."""
+    """Returns the chunks [first, stop) of each prefix.
+
+    The prefixes of a server, one after the other, are cut in as many parts of equal work as are worth it. Cuts move to
+    the nearest border of prefixes, or of equal parts of one.
+    """
     _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
     before = np.cumsum(work) - work
     begin, total = before - before[first_of][server], np.bincount(server, weights=work)

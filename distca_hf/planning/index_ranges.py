@@ -14,7 +14,7 @@ class IndexRanges:
     """Ranges of integers, one after the other: `start, start + stride, ...`, `length` numbers of each.
 
     Attributes:
-        starts, lengths, strides: `[runs]` int64.
+        starts, lengths, strides: `[ranges]` int64.
     """
 
     starts: IntArray
@@ -27,12 +27,12 @@ class IndexRanges:
         return cls(starts, lengths, np.ones_like(lengths) if strides is None else strides)
 
     @classmethod
-    def join(cls, runs: Sequence["IndexRanges"]) -> "IndexRanges":
-        """Several runs as one."""
+    def join(cls, ranges: Sequence["IndexRanges"]) -> "IndexRanges":
+        """Joins several into one."""
         return cls(
-            np.concatenate([part.starts for part in runs]),
-            np.concatenate([part.lengths for part in runs]),
-            np.concatenate([part.strides for part in runs]),
+            np.concatenate([part.starts for part in ranges]),
+            np.concatenate([part.lengths for part in ranges]),
+            np.concatenate([part.strides for part in ranges]),
         )
 
     @classmethod
@@ -47,7 +47,7 @@ class IndexRanges:
 
     @cached_property
     def before(self) -> IntArray:
-        """`[runs]` numbers before each run."""
+        """`[ranges]` numbers before each range."""
         return np.cumsum(self.lengths) - self.lengths
 
     @property
@@ -74,17 +74,17 @@ class IndexRanges:
         return IndexRanges.of(starts[opens], reach[closes] - starts[opens])
 
     def cut_at(self, borders: IntArray) -> "IndexRanges":
-        """The same numbers in runs that do not go on across any border; borders are ascending, strides are 1."""
+        """The same numbers in ranges that do not go on across any border; borders are ascending, strides are 1."""
         stops = self.starts + self.lengths
         first = np.searchsorted(borders, self.starts, side="right")
         parts = np.maximum(np.searchsorted(borders, stops, side="left") - first, 0) + 1
-        run = np.repeat(np.arange(len(parts)), parts)
-        border = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
+        range_of = np.repeat(np.arange(len(parts)), parts)
+        border = first[range_of] + np.arange(len(range_of)) - np.repeat(np.cumsum(parts) - parts, parts)
         bounds = np.concatenate([[np.iinfo(np.int64).min], borders, [np.iinfo(np.int64).max]])
-        starts = np.maximum(self.starts[run], bounds[border])
-        return IndexRanges.of(starts, np.minimum(stops[run], bounds[border + 1]) - starts)
+        starts = np.maximum(self.starts[range_of], bounds[border])
+        return IndexRanges.of(starts, np.minimum(stops[range_of], bounds[border + 1]) - starts)
 
     def places_in(self, whole: "IndexRanges") -> "IndexRanges":
         """Place of every number in `whole`, which is ascending and holds them all; both have stride 1 everywhere."""
-        run = np.searchsorted(whole.starts, self.starts, side="right") - 1
-        return IndexRanges.of(whole.before[run] + self.starts - whole.starts[run], self.lengths)
+        range_of = np.searchsorted(whole.starts, self.starts, side="right") - 1
+        return IndexRanges.of(whole.before[range_of] + self.starts - whole.starts[range_of], self.lengths)

@@ -1,4 +1,9 @@
-"""Local parts: queries that stay at home, with the keys beside them."""
+"""Kernel calls of one rank: tasks that one varlen attention call computes together.
+
+local parts    | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] |    one LOCAL call: squares of neighbours with the same heads
+their prefixes |                 | d1[0:5] d2[0:6] |    one PREFIX call per chunk: the squares' queries, no mask
+remote tasks   | d9[2:7] against d9[0:7]           |    one REMOTE_QUERIES call
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -16,8 +21,8 @@ from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 @dataclass(frozen=True, eq=False)
 class LocalParts(Ranges):
-    """Ranges of tokens whose rows follow each other at home, sorted by (document, head, start). A part that does not
-    begin its document attends to a prefix, too.
+    """Ranges of tokens that their owner rank computes and whose rows follow each other there, sorted by (document,
+    head, start). A part that does not begin its document attends to a prefix, too.
 
     Attributes:
         token_row: layout row of the first token; rows here are tokens.
@@ -67,10 +72,10 @@ class LocalParts(Ranges):
 class CallKind(Enum):
     """Where a call reads its queries and its keys, and how it masks.
 
-                    queries              keys               mask
-    LOCAL           tokens held here     tokens held here   causal
-    PREFIX          tokens held here     remote-KV rows         none: all keys come before all queries
-    REMOTE_QUERIES  remote-query rows           remote-KV rows         causal
+                    queries            keys            mask
+    LOCAL           local tokens       local tokens    causal
+    PREFIX          local tokens       remote-KV rows  none: all keys come before all queries
+    REMOTE_QUERIES  remote-query rows  remote-KV rows  causal
     """
 
     LOCAL = auto()
@@ -90,8 +95,8 @@ class KernelCall:
     Attributes:
         query_start, query_stop, key_start, key_stop: tokens or rows, see `CallKind`.
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` offsets of each task in tokens, relative to the starts above.
-        heads: head groups [first, last) that the call computes: of all groups of a token that is held here, of those
-            side by side in a token's remote-query rows. RemoteKVLayout rows hold these groups side by side, token after token.
+        heads: head groups [first, last) that the call computes: of all groups of a local token, or of the groups side
+            by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after token.
     """
 
     kind: CallKind
@@ -122,7 +127,7 @@ class KernelCall:
 
 
 def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
-    """Squares of local rows: one call for all neighbours of which the same heads are computed."""
+    """Returns squares of local rows: one call for all neighbours of which the same heads are computed."""
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
     row, tokens, first, last = row[order], tokens[order], first[order], last[order]
@@ -138,7 +143,7 @@ def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
 
 
 def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
-    """Local parts against what one chunk brings of their prefixes, without a mask."""
+    """Returns calls of local parts against the part of their prefixes that a chunk brings, without a mask."""
     groups, chosen = local.head_groups, local.continued
     line = remote_kv.index_of(local.prefix_lines)
     first, stop = remote_kv.starts[line, chunk], np.minimum(remote_kv.stops[line, chunk], local.prefixes)
@@ -171,8 +176,12 @@ def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tu
 def remote_query_calls(
     tasks: Tasks, remote_queries: IntArray, first_query_row: IntArray, remote_kv: RemoteKVLayout, chunk: int
 ) -> tuple[KernelCall, ...]:
-    """Tasks of one chunk with queries of other ranks, in the order of their remote-query rows, against their stored causal
-    prefixes."""
+    """Returns calls of the tasks of one chunk with queries of other ranks, against their whole causal prefixes.
+
+    Args:
+        remote_queries: indices of the tasks, in the order of their remote-query rows.
+        first_query_row: `[tasks]` first remote-query row of each.
+    """
     groups = tasks.head_groups
     document, head, start, stop = (x[remote_queries] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
     line, per_token = remote_kv.index_of(line_keys(document, head, groups)), rows_per_token(head, groups)
@@ -203,9 +212,11 @@ def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
 
 
 def _opens(line: IntArray, per_token: IntArray, stop: IntArray, remote_kv: RemoteKVLayout, chunk: int) -> np.ndarray:
-    """Which readers of a chunk need a new call: keys of a call follow each other, so all but its last task read all that
-    the chunk brings, each of another line. An earlier reader of a line that has several gets a call of its local, on the
-    beginning of the same keys."""
+    """Returns which readers of a chunk need a new call.
+
+    Keys of a call follow each other, so all but its last task read all rows of the chunk, each of another line. An
+    earlier reader of a line that has several gets a call for itself, on the beginning of the same keys.
+    """
     reads_all = stop == remote_kv.stops[line, chunk]
     after = remote_kv.offset[line, chunk] + (remote_kv.stops - remote_kv.starts)[line, chunk] * per_token
     follows = remote_kv.offset[line, chunk][1:] == after[:-1]
@@ -222,7 +233,7 @@ Span = tuple[int, int]
 
 
 def adding_calls(spans: Sequence[Span]) -> frozenset[int] | None:
-    """Calls that read what a larger one reads, too; all others read keys of their local.
+    """Calls that read what a larger one reads, too; all others read keys of their own.
 
     Args:
         spans: [start, stop) rows of each call, none of them empty.

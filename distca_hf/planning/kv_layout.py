@@ -1,4 +1,4 @@
-"""RemoteKVLayout: where keys of documents that are held elsewhere, or in several pieces, lie on a server."""
+"""Layout of the remote KV: where a rank keeps the keys of documents held elsewhere, or held in several pieces."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class RemoteKVLayout:
 
     @classmethod
     def of(cls, lines: IntArray, prefixes: IntArray, borders: IntArray, head_groups: int) -> "RemoteKVLayout":
-        """The store for readers of prefixes of some lines, with the borders of their chunks."""
+        """Lays out the prefixes of some lines for their readers, with the borders of their chunks."""
         lines, first, reader = np.unique(lines, return_index=True, return_inverse=True)
         prefix = np.zeros(len(lines), dtype=np.int64)
         np.maximum.at(prefix, reader, prefixes)
@@ -45,19 +45,19 @@ class RemoteKVLayout:
         return cls(lines, starts, stops, offset, int(rows.sum()), head_groups)
 
     def row(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """RemoteKVLayout row of the first row of some tokens that are here."""
+        """Returns the remote-KV row of the first row of some tokens that are here."""
         line = self.index_of(line_keys(documents, heads, self.head_groups))
         chunk = (tokens[:, None] >= self.stops[line, :-1]).sum(axis=1)
         into_chunk = (tokens - self.starts[line, chunk]) * rows_per_token(heads, self.head_groups)
         return self.offset[line, chunk] + into_chunk
 
     def index_of(self, lines: IntArray) -> IntArray:
-        """Index of lines that are here."""
+        """Returns the index of lines that are here."""
         return np.searchsorted(self.lines, lines)
 
     def parts_of(self, held: Pieces) -> tuple[IntArray, IntArray, IntArray]:
-        """Parts of held pieces that are in the remote_kv: index of the piece, start and stop of each part; none goes on
-        from one chunk to the next."""
+        """Returns parts of held pieces that are in the remote KV: index of the piece, start and stop of each part. No
+        part goes on from one chunk to the next."""
         lines = line_keys(held.document, held.head, self.head_groups)
         stored = np.flatnonzero(np.isin(lines, self.lines))
         line = self.index_of(lines[stored])

@@ -1,7 +1,8 @@
-"""Ranges: tokens of documents and groups of heads, as columns. What pieces and transfers have in common.
+"""Pieces: segments and tasks cut at each other's borders, so that every piece has one owner rank and one server.
 
 If a plan divides heads, a *row* is one token of one group of heads, and ranks hold `head_groups` rows per token, token
-after token. Otherwise a row is a token.
+after token. Otherwise a row is a token. A piece of all heads is consecutive rows on its owner rank; one of a single
+group is every `head_groups`-th row. Where pieces are computed, their rows follow each other either way.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -20,7 +20,7 @@ class PlanFacts:
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends; their outputs come back.
         key_rows_received: rows of keys and values that each rank receives.
-        remote_query_rows: rows of queries that each rank computes as remote_queries, its own in tasks of others among them.
+        remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
         rows_per_token: 1, or the groups that the plan divides heads in.
     """
 

@@ -1,20 +1,21 @@
 """Routing: the index maps of one rank, derived from a plan. Ranges of integers only; `runtime` writes them out on a
 device and uses them.
 
-A rank computes three kinds of attention:
+A rank computes three kinds of attention (`kernel_calls.CallKind`):
 
-    own      queries that stay, against keys that lie beside them: whole documents, and the square at the end of a
-             document that began elsewhere. Needs nothing from anybody.
-    far      the queries of such a square, once more, against what comes before it: the prefix, without a mask. Both
-             parts are merged by their log-sum-exps.
-    remote queries   tasks with queries of other ranks, against their whole causal prefix
+    local           queries that stay, against keys that lie beside them: whole documents, and the square at the end of
+                    a document that began elsewhere. Needs nothing of other ranks.
+    prefix          the queries of such a square, once more, against the keys before it, without a mask. Both parts
+                    are merged by their log-sum-exps.
+    remote queries  tasks with queries of other ranks, against their whole causal prefix
 
-    local rows    | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] | padding         in the order of the layout
-    remote-KV rows  | d1[0:5] d2[0:6] | d9[0:7] |                         keys of far and remote queries, received or copied
-    remote-query rows  | d9[2:7] |                                           queries of remote queries
+    local rows         | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] | padding    in the order of the layout
+    remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied
+    remote-query rows  | d9[2:7] |                                      queries of the last kind
 
-Remote-KV and remote-query rows come in chunks (see `chunks`) and lie in their order. Local queries, keys and values are read where they
-lie; only what is sent is copied. If the plan divides heads, a row is one token of one group of heads (see `ranges`).
+Remote-KV and remote-query rows come in chunks (see `chunks`) and lie in their order. Local queries, keys and values
+are read where they lie; only rows to send are copied. If the plan divides heads, a row is one token of one group of
+heads (see `pieces`).
 """
 
 from dataclasses import dataclass
@@ -42,13 +43,13 @@ from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import KeyTransfers, key_transfers
 
 
-# What of its work a rank computes beside results that are sent back, if its local calls are as much.
+# Maximum fraction of a rank's mean work that is computed while results are sent back.
 LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class RowsInChunks:
-    """How many rows one rank sends and receives.
+    """Split sizes of one rank.
 
     Attributes:
         chunk_send_counts, chunk_receive_counts: `[chunks, ranks]` rows sent to and received from each rank.
@@ -76,8 +77,8 @@ class QueryMoves(RowsInChunks):
         num_rows: remote-query rows.
         send_rows: `[sent]` layout rows computed elsewhere, grouped by chunk and server.
         received_to_queries: `[received]` remote query row of each received row.
-        local_rows, local_to_queries: `[own]` layout rows of this rank in tasks whose other queries are remote_queries, and the remote query
-            rows they become.
+        local_rows, local_to_queries: `[local]` layout rows of this rank in tasks with remote queries, and the
+            remote-query rows they become.
     """
 
     num_rows: int
@@ -104,13 +105,13 @@ class Routing(RowsInChunks):
         send_rows: `[sent]` layout rows of keys to send, grouped by chunk and destination.
         received_to_remote_kv: `[received]` remote-KV row of each received row.
         kept_to_remote_kv: the same of rows that were received before, perhaps in other chunks, and kept.
-        local_rows, local_to_remote_kv: `[own]` layout rows that are copied into the remote_kv, and where to.
-        shared_rows: layout rows whose key gradients have parts from elsewhere or from the remote KV.
+        local_rows, local_to_remote_kv: `[local]` layout rows that are copied into the remote KV, and where to.
+        shared_rows: layout rows whose key gradients have parts from other ranks or from the remote KV.
         send_in_shared, local_in_shared: where `send_rows` and `local_rows` are in `shared_rows`.
         remote_kv_rows: rows of the remote KV.
-        own: kernel calls (see above).
+        local: kernel calls (see above).
         prefix_of_chunk, remote_queries_of_chunk: kernel calls that need what a chunk brings.
-        late_share: what part of the local calls to compute beside results that are sent back: then ranks start these at about
+        late_share: fraction of the local calls to compute while results are sent back: ranks then send these at about
             the same time.
         exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
         queries: queries that move; None if no rank moves any, the same on all ranks.
@@ -176,7 +177,7 @@ def route(
     chunks: ExchangeChunks | None = None,
     kept: KeyTransfers | None = None,
 ) -> Routing:
-    """The routing of `rank`.
+    """Returns the routing of `rank`.
 
     Args:
         transfers: if they were computed already, with the same chunks.
@@ -193,19 +194,11 @@ def route(
     remote_lines = line_keys(tasks.document[remote], tasks.head[remote], groups)
     chunk_of_task = chunks.of_remote_queries(tasks.server[remote], remote_lines)
     of_group = tasks.head[remote] != ALL_HEADS
-    order = np.lexsort(
-        (
-            tasks.start[remote],
-            tasks.head[remote],
-            tasks.document[remote],
-            of_group,
-            chunk_of_task,
-        )
-    )
+    order = np.lexsort((tasks.start[remote], tasks.head[remote], tasks.document[remote], of_group, chunk_of_task))
     remote, chunk_of_task, remote_lines = remote[order], chunk_of_task[order], remote_lines[order]
-    remote_query_rows = (tasks.stop - tasks.start)[remote] * rows_per_token(tasks.head[remote], groups)
+    query_rows = (tasks.stop - tasks.start)[remote] * rows_per_token(tasks.head[remote], groups)
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
-    first_query_row[remote] = np.cumsum(remote_query_rows) - remote_query_rows
+    first_query_row[remote] = np.cumsum(query_rows) - query_rows
     lines = np.concatenate([local.prefix_lines, remote_lines])
     prefixes = np.concatenate([local.prefixes, tasks.stop[remote]])
     remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
@@ -258,7 +251,7 @@ def route(
 
 
 def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
-    """What comes to a rank, in the order in which it comes."""
+    """Returns the transfers to a rank, in the order in which they come."""
     received = transfers.select(transfers.destination == rank)
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
 
@@ -303,7 +296,8 @@ def _held(layout: Layout, rank: int) -> IntArray:
 
 
 def _late_share(plan: Plan, rank: int) -> float:
-    """As much work on all ranks, at most a share of it, and no more than any of them has local calls for."""
+    """Returns the fraction of a rank's local work to defer. The deferred work is equal on all ranks: `LATE_SHARE` of
+    the mean work, but no more than the local work of the rank that has least."""
     tasks = plan.tasks
     squares = (tasks.stop - tasks.start) * (tasks.stop - tasks.start + 1) / 2
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
@@ -315,8 +309,11 @@ def _late_share(plan: Plan, rank: int) -> float:
 
 
 def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: ExchangeChunks) -> QueryMoves:
-    """Queries that one rank sends and computes for others; `first_query_row` is the first remote query row of each task it
-    computes."""
+    """Returns the queries that one rank sends, and those that it computes for others.
+
+    Args:
+        first_query_row: `[tasks]` first remote-query row of each task that the rank computes.
+    """
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
 
     def query_rows_of(chosen: Pieces) -> IndexRanges:

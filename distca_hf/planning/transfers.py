@@ -1,4 +1,4 @@
-"""Transfers: which keys and values every server is missing, who sends them, and in which chunk."""
+"""Transfers: which keys and values every server is missing, which rank sends them, and in which chunk."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from distca_hf.planning.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class KeyTransfers(Ranges):
-    """Keys and values that travel, sorted by (source, chunk, destination, document, head, start).
+    """Keys and values that are sent, sorted by (source, chunk, destination, document, head, start).
 
     Attributes:
         chunk: see `ExchangeChunks`.
@@ -24,15 +24,15 @@ class KeyTransfers(Ranges):
     chunk: IntArray
 
     def rows_between(self, num_ranks: int) -> IntArray:
-        """`[source, destination]` rows of keys and values that travel."""
+        """`[source, destination]` rows of keys and values that are sent."""
         rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         np.add.at(rows, (self.source, self.destination), self.rows)
         return rows
 
 
 def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:
-    """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server. All
-    travel in one chunk unless others are given."""
+    """Returns the keys that every server is missing for its tasks, from the ranks that hold them; each row once per
+    server. All are sent in one chunk unless others are given."""
     tasks, groups = plan.tasks, plan.tasks.head_groups
     reads = plan.reads_others
     server, prefix = tasks.server[reads], tasks.stop[reads]

@@ -1,16 +1,16 @@
 """Core attention of one layer: dispatch, kernels, combine; forward and its explicit backward.
 
-    forward     keys out ─┬─ local calls ─┬─ prefix calls ── merge                                     1 exchange
-                          └── flying ───┘
-    backward    keys out ─┬─ own, early ─┬─ prefix calls ── gradients home ─┬─ own, late ─┬─ sum     2 exchanges
-                          └─── flying ───┘                               └── flying ───┘          1 if rows were kept
+    forward    send keys ─┬─ local calls ─┬─ prefix calls ── merge                                  1 exchange
+                          └── exchange ───┘
+    backward   send keys ─┬─ early local ─┬─ prefix calls ── send gradients ─┬─ late local ─┬─ sum  2 exchanges, or
+                          └── exchange ───┘                                  └── exchange ──┘       1 if rows were kept
 
-If queries move, too, they leave right behind the keys, remote query calls follow the prefix calls, and their results are sent back
-beside late local calls: two exchanges more in either direction. With several chunks far and remote query calls of one are
-computed while the next one flies; each chunk is an exchange of its local.
+If queries move, too, they are sent right behind the keys. Remote-query calls follow the prefix calls, and their
+results are sent back beside late local calls: two exchanges more in either direction. With several chunks, prefix and
+remote-query calls of one are computed while the next one is in flight; each chunk is an exchange.
 
 Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
-in which no rank sends anything makes none, on all ranks alike. (`planning.routing` says what own, far and remote queries are.)
+in which no rank sends anything makes none, on all ranks alike. `planning.routing` defines the kinds of calls.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
@@ -40,13 +40,13 @@ def attend(
     """Attends from every row to the causal prefix of its document, wherever that prefix is held.
 
     Args:
-        received: what came from other ranks before, when the same was computed; it does not travel again.
+        received: rows of other ranks from an earlier run of the same layer; they are not sent again.
         sinks_N: scores of the heads' sinks.
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
         lse: `[T, N]` log-sum-exp of the scaled scores in max(fp32, dtype), zero in padding rows.
-        kept: what came from other ranks and is to be kept for backward.
+        kept: rows of other ranks that are kept for backward.
 
     Raises:
         PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says, or what
@@ -160,8 +160,8 @@ def attend_backward(
 def _empty_gradients(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns room for gradients, zero where neither local calls write nor gradients come combine. Keys whose queries moved
-    get all theirs from elsewhere."""
+    """Returns room for gradients, zero where no local call writes. Keys whose queries moved get all their gradients
+    from other ranks."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_TGH, v_TGV))
     if routing.queries is not None:
         dk.zero_()
@@ -171,7 +171,7 @@ def _empty_gradients(
 
 
 def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
-    """Rows behind the last token become zero."""
+    """Sets the rows behind the last token to zero."""
     if routing.num_tokens * routing.rows_per_token < routing.num_rows:
         for x in tensors_T:
             x[routing.num_tokens :] = 0

@@ -1,7 +1,8 @@
-"""Room: whether what attention of one layer has to hold fits the device. Asked once per plan, before anything is sent.
+"""Checks of a call: whether attention fits the device, and, if asked for, whether its numbers are finite.
 
-A document's keys gather where its last queries are computed, so a plan may need more memory on some rank than its
-tokens suggest; out of memory in the midst of a step all other ranks would have to wait for the deadline.
+Room is checked once per plan, before anything is sent. A document's keys gather where its last queries are computed,
+so a plan may need more memory on some rank than its tokens suggest. Out of memory in the midst of a step, all other
+ranks would wait for the deadline. Finite numbers are looked for by those who debug: it waits for the device.
 """
 
 import torch
@@ -23,9 +24,9 @@ def check_room(plan: LivePlan, where: str, q: torch.Tensor, k: torch.Tensor, v: 
     if free is not None and needed > free:
         raise PlanError(
             f"rank {plan.transport.rank}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
-            f"{plan.routing.remote_kv_rows // plan.routing.rows_per_token} tokens of documents that span ranks, among others), "
-            f"but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on more ranks, "
-            "or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
+            f"{plan.routing.remote_kv_rows // plan.routing.rows_per_token} tokens of documents that span ranks, among "
+            f"others), but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on "
+            "more ranks, or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
         )
 
 
@@ -42,7 +43,7 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
     stored = routing.remote_kv_rows * elements * (k.element_size() + summed)
     on_store = [call for chunk in routing.chunks for call in (*chunk.prefix, *chunk.remote_queries)]
     stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
-    # Keys that were fetched again, and gradients on their way home.
+    # Keys that were fetched again, and gradients that are sent back.
     under_way = 2 * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
     prefix = 0  # gradients of queries that are added to those of local calls
@@ -80,6 +81,6 @@ def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise NotFiniteError(
-                f"rank {plan.transport.rank}, {where}: {name} is not finite in row {row}, {plan.routing.name_of(row)}; "
-                f"{int(wrong.sum())} of {len(rows)} rows are not"
+                f"rank {plan.transport.rank}, {where}: {name} is not finite in row {row}, "
+                f"{plan.routing.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
             )

@@ -1,4 +1,9 @@
-"""DeviceRouting: a routing as tensors on the device, made once per micro-batch and used by every layer."""
+"""Routing on the device: index tensors and kernel calls of one rank, made once per micro-batch and used by every
+layer.
+
+Routing ── gather ──▶ PinnedRouting ── two copies ──▶ DeviceRouting
+planning              host, two buffers               index tensors, written out on the device
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +45,7 @@ class DeviceCall:
 
 @dataclass(frozen=True)
 class ExchangeSplits:
-    """What of the rows that leave, and of those that come, travels in one chunk."""
+    """Split sizes of one chunk: its part of all rows that are sent, and of all that are received."""
 
     send: slice
     receive: slice
@@ -48,18 +53,18 @@ class ExchangeSplits:
     receive_counts: list[int]
 
     def dispatch(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
-        """The chunk's part of all rows that leave, into its part of all that come."""
+        """Returns the all-to-all from the chunk's part of `sent` into its part of `received`."""
         rows, into = some_rows(sent, self.send), some_rows(received, self.receive)
         return AllToAll(rows, self.send_counts, self.receive_counts, where, into)
 
     def combine(self, rows: torch.Tensor, returned: torch.Tensor, where: str) -> AllToAll:
-        """What became of rows that came in the chunk, into its part of all that left."""
+        """Returns the all-to-all that answers `dispatch`: from `rows` into the chunk's part of `returned`."""
         return AllToAll(rows, self.receive_counts, self.send_counts, where, some_rows(returned, self.send))
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkRouting:
-    """One chunk: rows of keys and of queries that travel together, and the calls that they are for.
+    """One chunk: rows of keys and of queries that are sent together, and the calls that read them.
 
     Attributes:
         queries: no rows if on no rank queries move.
@@ -88,10 +93,10 @@ class DeviceRouting:
     """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
 
     Attributes:
-        own: kernel calls that need no chunk.
+        local: kernel calls that need no chunk.
         queries: queries that move, or None if on no rank any does.
         calls_of_heads: what `runtime.kernel_calls` made of the calls, by layer.
-        sums: where gradients of sent keys, and of local rows of the remote_kv, are added.
+        sums: where gradients of sent keys, and of local rows of the remote KV, are added.
         sums_remote_kv: gradients of remote keys are sums of many calls.
     """
 
@@ -127,7 +132,7 @@ class DeviceRouting:
 
 @dataclass(frozen=True, eq=False)
 class PinnedRouting:
-    """DeviceRouting before they are copied and written out: all integers of a micro-batch in two pinned buffers."""
+    """A routing before it is copied and written out: all its integers in two buffers, pinned if asked."""
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
@@ -162,7 +167,7 @@ class PinnedRouting:
         )
 
     def to(self, device: torch.device) -> DeviceRouting:
-        """DeviceRouting on the device: two copies that the host does not wait for."""
+        """Returns the routing on the device: two copies that the host does not wait for."""
         routing = self.routing
         index = _written_out(self.table.to(device, non_blocking=True), self.totals)
         send, received, kept, local, local_to, shared, send_in, local_in, *moves = index
@@ -187,7 +192,7 @@ class PinnedRouting:
             local=local_calls,
             chunks=_chunks(routing, others),
             late_share=routing.late_share,
-            queries=_query_maps(routing.queries, moves),
+            queries=_query_routing(routing.queries, moves),
         )
 
 
@@ -201,14 +206,14 @@ class DeviceRankPlan:
 
 @dataclass(frozen=True, eq=False)
 class PinnedRankPlan:
-    """The same before they are copied."""
+    """The same before it is copied."""
 
     forward: PinnedRouting
     backward: PinnedRouting
 
     @classmethod
     def prepare(cls, plan: RankPlan, pin: bool = False) -> "PinnedRankPlan":
-        """Returns maps of a rank's plan; safe in a background thread.
+        """Gathers the routings of a rank; safe in a background thread.
 
         Args:
             pin: puts them in memory that a GPU copies from while the host goes on.
@@ -217,7 +222,7 @@ class PinnedRankPlan:
         return cls(forward, forward if plan.backward is plan.forward else PinnedRouting.prepare(plan.backward, pin))
 
     def to(self, device: torch.device) -> DeviceRankPlan:
-        """DeviceRouting on the device; the host does not wait."""
+        """Returns both on the device; the host does not wait."""
         forward = self.forward.to(device)
         return DeviceRankPlan(forward, forward if self.backward is self.forward else self.backward.to(device))
 
@@ -243,7 +248,7 @@ def _parts(counts: IntArray) -> tuple[slice, ...]:
     return tuple(slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True) if count)
 
 
-def _query_maps(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryRouting | None:
+def _query_routing(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryRouting | None:
     if moves is None:
         return None
     return QueryRouting(moves.num_rows, moves.come_in_order, *index)

@@ -1,6 +1,15 @@
-"""Dispatch: keys and values travel to the servers that need them.
+"""Exchanges of one layer, in chunks: two dispatches and the two combines that answer them.
 
-All tensors are `[rows, ...]`, rows as in `planning.pieces`.
+                  to the servers                      back to the owner ranks
+    keys, values  KVDispatch     remote-KV rows       KVGradCombine   gradients, summed with those of local calls
+    queries       QueryDispatch  remote-query rows    ResultCombine   outputs and log-sum-exps; in backward gradients
+
+A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk and finished
+once. Gradients of keys are summed in max(fp32, their dtype) and in a fixed order: local calls, local rows of the
+remote KV, then chunk by chunk the servers by rank.
+
+Tensors whose rows go the same way are sent side by side, as bytes: outputs are in the dtype of the model, log-sum-exps
+in fp32. All tensors are `[rows, ...]`, rows as in `planning.pieces`. Shape legend in `kernels.interface`.
 """
 
 import math
@@ -20,12 +29,12 @@ class KVDispatch:
     """Keys and values on their splits to the servers.
 
     Args:
-        sends: whether any do, on all ranks alike; otherwise there is nothing to receive.
-        received: what they brought before; then they stay, and what came is put where it is read once more.
+        sends: whether any rank sends keys; otherwise there is nothing to receive.
+        received: rows of an earlier dispatch; they are put where they are read, and nothing is sent.
 
     Attributes:
         sends: whether keys are sent now.
-        received: `[received rows, G * H + G * V]`; a chunk's rows are there once it has arrived.
+        received: `[received rows, G * H + G * V]`; complete chunk by chunk.
     """
 
     def __init__(
@@ -47,12 +56,12 @@ class KVDispatch:
             self._sent = side_by_side(k, v, routing.send_rows)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Starts one chunk."""
+        """Starts the exchange of a chunk."""
         if self.sends:
             self._started.append(transport.exchange(chunk.keys.dispatch(self._sent, self.received, f"{where}, keys")))
 
     def receive(self, chunk: ChunkRouting, remote_kv: RemoteKV) -> None:
-        """Waits for the next chunk, and puts its rows where they are read."""
+        """Waits for a chunk, and puts its rows where they are read."""
         if self.sends:
             self._started.pop(0).wait()
         if self._receives:
@@ -60,7 +69,7 @@ class KVDispatch:
 
 
 class KVGradCombine:
-    """Gradients of received keys and values on their splits home."""
+    """Combine of key and value gradients on the owner ranks."""
 
     def __init__(self, gradients: RemoteKVGradients, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
         self._gradients, self._routing = gradients, routing
@@ -68,14 +77,14 @@ class KVGradCombine:
         self._returned = k.new_empty((len(routing.send_rows), row_width(k, v)))
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Starts one chunk, whose gradients are complete."""
+        """Sends the gradients of a chunk, which are complete."""
         if self._routing.exchanges:
             rows = self._gradients.rows_to_send(chunk.keys.receive)
             asked = chunk.keys.combine(rows, self._returned, f"{where}, key gradients")
             self._started.append(transport.exchange(asked))
 
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Waits for all chunks, and adds to the gradients of local rows what the remote KV and other servers contributed."""
+        """Waits for all chunks, and adds gradients of the remote KV and of other servers to those of local rows."""
         for exchange in self._started:
             exchange.wait()
         total = self._gradients.total
@@ -84,11 +93,14 @@ class KVGradCombine:
 
 
 class QueryDispatch:
-    """Rows of layout tensors on their splits to where their queries are computed.
+    """Dispatch of query rows to the servers that compute them.
+
+    Args:
+        tensors: `[rows, ...]` of this rank.
 
     Attributes:
-        tensors: `[remote-query rows, ...]` for each of the tensors, rows of this rank's own tasks among them. Those of a chunk
-            are there once it has arrived.
+        tensors: `[remote-query rows, ...]` for each of them, with local rows of the same tasks; complete chunk by
+            chunk.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
@@ -106,12 +118,12 @@ class QueryDispatch:
                 copy_rows((x,), moves.local_rows, (rows,), moves.local_to_queries)
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
-        """Starts one chunk."""
+        """Starts the exchange of a chunk."""
         asked = splits.dispatch(self._sent, self._received, f"{where}, queries")
         self._started.append(transport.exchange(asked))
 
     def receive(self, splits: ExchangeSplits) -> None:
-        """Waits for the next chunk, and puts its rows where they are computed."""
+        """Waits for a chunk, and puts its rows where they are computed."""
         self._started.pop(0).wait()
         if self._in_place:
             return
@@ -122,7 +134,11 @@ class QueryDispatch:
 
 
 class ResultCombine:
-    """Rows of remote queries on their splits back to the layout rows that they belong to."""
+    """Combine of remote-query rows into the layout rows that their owner ranks hold.
+
+    Args:
+        tensors: `[remote-query rows, ...]` results.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._tensors, self._moves = tensors, moves
@@ -131,17 +147,17 @@ class ResultCombine:
         self._returned = like.new_empty((len(moves.send_rows), *like.shape[1:]))
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
-        """Starts one chunk, whose rows are computed."""
+        """Sends the results of a chunk, which are computed."""
         if self._moves.come_in_order:
             rows = [some_rows(x, splits.receive) for x in self._tensors]
         else:
-            remote_queries = some_rows(self._moves.received_to_queries, splits.receive)
-            rows = [x.index_select(0, remote_queries) for x in self._tensors]
+            places = some_rows(self._moves.received_to_queries, splits.receive)
+            rows = [x.index_select(0, places) for x in self._tensors]
         asked = splits.combine(_pack(rows), self._returned, f"{where}, results")
         self._started.append(transport.exchange(asked))
 
     def finish(self, targets: Sequence[torch.Tensor]) -> None:
-        """Waits for all chunks and puts their rows into `targets`."""
+        """Waits for all chunks, and puts their rows into `targets`, `[rows, ...]` of this rank."""
         for exchange in self._started:
             exchange.wait()
         for part, computed, target in zip(_unpack(self._returned, self._tensors), self._tensors, targets, strict=True):
@@ -151,8 +167,8 @@ class ResultCombine:
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of several tensors side by side, as bytes; those with the largest elements first, so that all are aligned
-    where sizes permit."""
+    """Returns rows of several tensors side by side, as bytes; those with the largest elements first, so that all are
+    aligned where sizes permit."""
     if len(tensors) == 1:
         return tensors[0].flatten(1)
     rows = [x.flatten(1).contiguous().view(torch.uint8) for x in _largest_elements_first(tensors)]
@@ -160,7 +176,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpack(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that were packed, with the row shapes and dtypes of `like`; views where they are aligned."""
+    """Returns the tensors that were packed, with the row shapes and dtypes of `like`; views where they are aligned."""
     if len(like) == 1:
         return [rows.view(len(rows), *like[0].shape[1:])]
     order = _largest_elements_first(like)

@@ -1,6 +1,12 @@
-"""Kernel calls of a layer whose queries are the rows of some tensors: own ones, or remote queries.
+"""Kernel calls of a layer: which rows and heads each one reads, when it is computed, and what becomes of its results.
 
-Shape legend in `kernels.interface`.
+Calls name groups of heads, as the plan divides them; here they get the KV heads of a layer. Local calls are divided in
+an early part, computed before rows of other ranks are needed, and a late part, computed while results are sent back:
+some heads of each call. Nothing is computed twice or summed for that, and one long document can be divided as well as
+many short ones.
+
+Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
+`planning.pieces`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +23,7 @@ from distca_hf.runtime.views import part, transposed
 
 
 class ForwardCalls:
-    """Forward."""
+    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps."""
 
     def __init__(
         self, kernel: Kernel, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, spec: AttentionSpec, kv_heads: int
@@ -51,7 +57,7 @@ class ForwardCalls:
 
 
 class BackwardCalls:
-    """Backward."""
+    """Backward kernels for one set of query rows, local or remote."""
 
     def __init__(
         self,
@@ -78,16 +84,16 @@ class BackwardCalls:
     def derive_remote_queries(
         self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients
     ) -> None:
-        """The same with keys in the remote KV."""
+        """Writes the gradients of remote queries, and those of the remote KV."""
         for call in calls:
-            self._run_stored(call, remote_kv, gradients, self._dq_of(call))
+            self._run_on_remote_kv(call, remote_kv, gradients, self._dq_of(call))
 
     def derive_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
-        """The part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient; that of
-        queries is added by `add_prefixes`, once local calls have written theirs."""
+        """Computes the part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient;
+        that of queries is added by `add_prefixes`, once local calls have written theirs."""
         for call in calls:
             dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
-            self._run_stored(call, remote_kv, gradients, dq)
+            self._run_on_remote_kv(call, remote_kv, gradients, dq)
             self._prefix_parts.append((call, dq))
 
     def add_prefixes(self) -> None:
@@ -96,11 +102,11 @@ class BackwardCalls:
             self._dq_of(call).add_(dq)
 
     def _dq_of(self, call: DeviceCall) -> torch.Tensor:
-        """Where the gradients of the call's queries belong."""
+        """Returns the rows where the gradients of the call's queries belong."""
         [dq] = queries_of(call, self._kv_heads, self._dq)
         return dq
 
-    def _run_stored(
+    def _run_on_remote_kv(
         self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
     ) -> None:
         total = gradients.total
@@ -118,14 +124,14 @@ class BackwardCalls:
 
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
+    """Returns room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
     shape = q.shape[:2]
     return q.new_empty((*shape, v.shape[2])), q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
 
 
 @dataclass(frozen=True)
 class CallsOfHeads:
-    """Calls of a layer; their `heads` count KV heads.
+    """Calls of a layer; their `heads` count KV heads, not groups.
 
     Attributes:
         early, late: local calls.
@@ -137,35 +143,35 @@ class CallsOfHeads:
     prefix: tuple[tuple[DeviceCall, ...], ...]
 
 
-def calls_of_heads(maps: DeviceRouting, kv_heads: int, *, comes: bool, leaves: bool) -> CallsOfHeads:
-    """Calls of a layer with so many KV heads; made once per micro-batch.
+def calls_of_heads(routing: DeviceRouting, kv_heads: int, *, comes: bool, leaves: bool) -> CallsOfHeads:
+    """Returns the calls of a layer with `kv_heads`; made once per micro-batch.
 
     Args:
         comes: rows of other ranks are in flight while local calls run.
         leaves: results are sent back after the other calls.
     """
     key = kv_heads, comes, leaves
-    if key not in maps.calls_of_heads:
-        per_group = kv_heads // maps.rows_per_token
-        local = with_kv_heads(maps.local, per_group)
-        share = maps.late_share / 2 if comes else maps.late_share
+    if key not in routing.calls_of_heads:
+        per_group = kv_heads // routing.rows_per_token
+        local = with_kv_heads(routing.local, per_group)
+        share = routing.late_share / 2 if comes else routing.late_share
         early, late = divide_heads(local, share) if leaves else (local, ())
-        maps.calls_of_heads[key] = CallsOfHeads(
-            early, late, tuple(with_kv_heads(chunk.prefix, per_group) for chunk in maps.chunks)
+        routing.calls_of_heads[key] = CallsOfHeads(
+            early, late, tuple(with_kv_heads(chunk.prefix, per_group) for chunk in routing.chunks)
         )
-    calls: CallsOfHeads = maps.calls_of_heads[key]
+    calls: CallsOfHeads = routing.calls_of_heads[key]
     return calls
 
 
 def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[DeviceCall, ...]:
-    """Own and prefix calls whose `heads` count KV heads instead of groups."""
+    """Returns local and prefix calls whose `heads` count KV heads instead of groups."""
     return tuple(
         replace(call, heads=(call.heads[0] * heads_per_group, call.heads[1] * heads_per_group)) for call in calls
     )
 
 
 def divide_heads(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[DeviceCall, ...], tuple[DeviceCall, ...]]:
-    """Local calls in two parts, the second with about a share of their work."""
+    """Returns local calls in two parts, the second with about a share of their work."""
     early: list[DeviceCall] = []
     late: list[DeviceCall] = []
     calls = tuple(calls)
@@ -182,28 +188,29 @@ def divide_heads(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[Devic
 
 
 def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Each `[T, heads, D]` as `[T * groups, heads / groups, D]`, `[T, heads]` as `[T * groups, heads / groups]`."""
+    """Returns each `[T, heads, D]` as `[T * groups, heads / groups, D]`, `[T, heads]` as `[T * groups, heads /
+    groups]`."""
     if groups == 1:
         return tensors_TND
     return [x.view(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
 
 
 def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The call's part of each of own `[T, heads, ...]`, or of remote queries' `[R, heads, ...]`."""
+    """Returns the call's part of each local `[T, heads, ...]`, or of each remote `[R, heads, ...]`."""
     if call.kind is CallKind.REMOTE_QUERIES:
         return _as_tokens(_some_rows(tensors, call.queries), call.rows_per_token)
     return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
 
 
 def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The call's part of each of own `[T, heads, D]`, or of the remote KV's `[R, heads, D]`."""
+    """Returns the call's part of each local `[T, heads, D]`, or of each remote `[R, heads, D]`."""
     if call.kind is CallKind.LOCAL:
         return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
     return _as_tokens(_some_rows(tensors, call.keys), call.rows_per_token)
 
 
 def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
-    """All rows of each own `[T, heads, ...]`, and of their heads those that belong to the KV heads of the call."""
+    """Returns all rows of each local `[T, heads, ...]`, with the heads that belong to the KV heads of the call."""
     first, stop = call.heads
     if (first, stop) == (0, kv_heads):
         return tensors_TND

@@ -19,7 +19,7 @@ from distca_hf.runtime.retention import Kept, current_scope
 from distca_hf.runtime.unknown_size import unknown_size
 
 
-# Output, log-sum-exp, and what is kept of other ranks: keys and values, remote queries' queries, outputs, log-sum-exps.
+# Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -1,8 +1,8 @@
-"""RemoteKV: keys and values of the prefixes that are read here, in document order, and their gradients.
+"""Remote KV: keys and values of the document prefixes that a rank reads, in document order, and their gradients.
 
-Keys and values of a row lie side by side, `[G * H | G * V]`, as they travel: what came in order is the remote_kv, and its
-gradients leave as they were written. Only where groups of heads that belong to one token must lie side by side, too,
-they lie apart.
+Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
+the remote KV, and its gradients are sent as they were written. Where groups of heads that belong to one token must lie
+side by side, too, keys and values lie apart.
 
 Shape legend in `kernels.interface`; rows are those of `planning.pieces`.
 """
@@ -27,22 +27,22 @@ class RemoteKV:
 
     @classmethod
     def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
-        """A store with this rank's local rows among `k` and `v`; `received` rows are there once they have arrived."""
+        """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
         if routing.come_in_order and _side_by_side(k, routing):
             return cls(*apart(received, k, v), beside=received)
-        return cls._with_own(k, v, routing)
+        return cls._with_local_rows(k, v, routing)
 
     @classmethod
     def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
-        """The whole store from rows that were received before."""
+        """Returns the whole remote KV from rows that were received before."""
         if routing.kept_in_order and _side_by_side(k, routing):
             return cls(*apart(kept, k, v), beside=kept)
-        remote_kv = cls._with_own(k, v, routing)
+        remote_kv = cls._with_local_rows(k, v, routing)
         remote_kv._put(routing.kept_to_remote_kv, kept)
         return remote_kv
 
     @classmethod
-    def _with_own(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
+    def _with_local_rows(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
         remote_kv = cls.empty(k, v, routing, k.dtype)
         if len(routing.local_rows):
             copy_rows((k, v), routing.local_rows, remote_kv._tensors, routing.local_to_remote_kv)
@@ -71,7 +71,7 @@ class RemoteKV:
         return cls(k, v)
 
     def rows_to_send(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows as they travel."""
+        """Returns some rows as they are sent."""
         if self.beside is None:
             return side_by_side(self.k, self.v, rows).to(dtype)
         chosen = some_rows(self.beside, rows) if isinstance(rows, slice) else self.beside.index_select(0, rows)
@@ -110,7 +110,7 @@ class RemoteKVGradients:
         self._to_add.clear()
 
     def rows_to_send(self, rows: slice) -> torch.Tensor:
-        """Gradients of some received rows, in their order."""
+        """Returns the gradients of some received rows, in their order."""
         routing = self._routing
         if routing.come_in_order:
             return self.total.rows_to_send(rows, self._dtype)

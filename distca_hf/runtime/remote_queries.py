@@ -1,4 +1,5 @@
-"""Remote queries of a layer, from where they come to where they return: queries that other ranks hold and this one computes.
+"""Remote queries of a layer: queries that other ranks hold and this one computes, from their dispatch to their
+combine.
 
 Made only where queries move. Their exchanges follow those of the keys, chunk by chunk.
 
@@ -19,13 +20,13 @@ from distca_hf.runtime.retention import Kept
 
 
 class ForwardRemoteQueries:
-    """Forward.
+    """Remote queries in forward.
 
     Args:
-        received: `[remote-query rows, ...]` remote queries that came before; the queries stay then.
+        received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
 
     Attributes:
-        kept: queries, outputs and log-sum-exps of remote_queries, `[remote-query rows, ...]`; complete after the last chunk.
+        kept: queries, outputs and log-sum-exps, `[remote-query rows, ...]`; complete after the last chunk.
     """
 
     def __init__(
@@ -48,24 +49,24 @@ class ForwardRemoteQueries:
         self.kept = remote_q, out, lse
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Queries of a chunk leave for where they are remote queries."""
+        """Sends the queries of a chunk to their servers."""
         if self._dispatch is not None:
             self._dispatch.start(chunk.queries, transport, where)
 
     def attend(self, chunk: ChunkRouting, remote_kv: RemoteKV, transport: Transport, where: str) -> None:
-        """Waits for the chunk's remote_queries, attends, and sends their results home."""
+        """Waits for the remote queries of a chunk, attends, and sends the results to their owner ranks."""
         if self._dispatch is not None:
             self._dispatch.receive(chunk.queries)
         self._calls.attend(chunk.remote_queries, remote_kv.k, remote_kv.v)
         self._combine.start(chunk.queries, transport, where)
 
     def finish(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Puts results that came home into `out` and `lse`."""
+        """Waits for the results of local queries, and puts them into `out` and `lse`."""
         self._combine.finish([out, lse])
 
 
 class BackwardRemoteQueries:
-    """Backward; what of forward was not kept comes once more.
+    """Remote queries in backward; rows of forward that were not kept are sent once more.
 
     Args:
         of_queries: `[rows, ...]` output gradients, queries, outputs and log-sum-exps of this rank.
@@ -87,18 +88,18 @@ class BackwardRemoteQueries:
         self._combine = ResultCombine([dq], moves)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """What backward needs of a chunk's queries leaves for where they are remote queries."""
+        """Sends the rows of a chunk that backward needs to their servers."""
         self._dispatch.start(chunk.queries, transport, where)
 
     def derive(self, chunk: ChunkRouting, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
-        """Waits for the chunk's remote_queries, and derives their gradients and those of the keys that they read."""
+        """Waits for the remote queries of a chunk, and derives their gradients and those of the keys they read."""
         self._dispatch.receive(chunk.queries)
         self._calls.derive_remote_queries(chunk.remote_queries, remote_kv, gradients)
 
     def send_gradients(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends gradients of the chunk's queries home."""
+        """Sends the gradients of a chunk's queries to their owner ranks."""
         self._combine.start(chunk.queries, transport, where)
 
     def finish(self, dq: torch.Tensor) -> None:
-        """Puts gradients that came home into `dq`."""
+        """Waits for the gradients of local queries, and puts them into `dq`."""
         self._combine.finish([dq])

@@ -1,8 +1,19 @@
-"""Residency: whether what came from other ranks stays in memory until backward, or is fetched again.
+"""Retention: rows of other ranks that stay in memory until backward, or until checkpointing recomputes attention.
 
-Kept are keys and values, and queries of remote queries with their outputs. Where attention is recomputed one layer after the
-other, received rows of all layers may wait for that, too (`runtime.retention`). Both decisions are the same on all ranks
-and in all layers of a micro-batch: fetching is an exchange.
+    forward     attend ── keys and queries of other ranks ──┐          backward    attend again, without fetching them
+                                                            └────────▶
+
+Kept until backward are received keys and values, and remote queries with their results. Where attention is recomputed,
+received rows of all layers may be kept until then. Otherwise the same rows would be sent once more, just when
+gradients and weights of sharded layers are sent, too. They take less memory than attention outputs: only rows of
+documents that span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent
+again.
+
+Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
+
+Checkpointing runs a region of a model in one context, and its recomputation in another (`context_fn` of
+`torch.utils.checkpoint.checkpoint`). From these the operator reads in which of the two it is. Calls are matched by
+their order.
 """
 
 from contextvars import ContextVar, Token
@@ -19,7 +30,7 @@ from distca_hf.planning.plan_facts import PlanFacts
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """What is kept of one layer; empty tensors for what is not.
+    """Rows of one layer that are kept until backward; empty tensors if they are not.
 
     Attributes:
         keys: `[rows, G * H + G * V]` received keys and values.
@@ -37,7 +48,7 @@ class Kept:
         return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)))
 
     def received(self) -> "Received":
-        """What of it came from other ranks."""
+        """Returns the part that came from other ranks."""
         return Received(self.keys, self.remote_q).once_more()
 
     @property
@@ -48,7 +59,7 @@ class Kept:
 
 @dataclass(eq=False, slots=True)
 class Received:
-    """What came from other ranks in a layer's forward pass.
+    """Rows that came from other ranks in a layer's forward pass.
 
     Attributes:
         keys: `[rows, G * H + G * V]` keys and values.
@@ -59,7 +70,7 @@ class Received:
     remote_q: torch.Tensor
 
     def once_more(self) -> "Received":
-        """The same memory in tensors of their own: an operator's outputs get a history."""
+        """Returns detached aliases: an operator's outputs get a history, so kept rows must be other tensors."""
         return Received(self.keys.detach(), self.remote_q.detach())
 
 
@@ -135,7 +146,7 @@ def received_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v
 
 
 def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, query_bytes: int) -> int:
-    """Returns bytes of received keys and values, and of remote queries with `query_bytes` each, on the rank with the most."""
+    """Returns bytes of received keys and values, and of remote queries of `query_bytes` each, where these are most."""
     key_bytes = (k_TGH.shape[1:].numel() + v_TGV.shape[1:].numel()) * k_TGH.element_size()
     received = zip(facts.key_rows_received, facts.remote_query_rows, strict=True)
     most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)
@@ -143,21 +154,21 @@ def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, quer
 
 
 class Region:
-    """Attention calls of a checkpointed region: what each received, or None if that does not wait."""
+    """Received rows of every attention call of a checkpointed region, None where they are not kept."""
 
     def __init__(self) -> None:
         self._received: list[Received | None] = []
 
     def begin(self) -> None:
-        """The region runs forward: nothing has been received yet."""
+        """Forgets the calls of an earlier forward pass."""
         self._received.clear()
 
     def keep(self, received: Received | None) -> None:
-        """The next call's, in forward."""
+        """Keeps the rows of the next call in forward."""
         self._received.append(received)
 
     def of_call(self, number: int) -> Received | None:
-        """What a call received in forward.
+        """Returns the rows that a call received in forward.
 
         Raises:
             RuntimeError: there were fewer calls.
@@ -193,25 +204,25 @@ class Scope:
         self._outer = None
 
     def keep(self, received: Received | None) -> None:
-        """Keeps what a call of forward received."""
+        """Keeps the rows that a call of forward received."""
         self._region.keep(received)
 
     def take(self) -> Received | None:
-        """What the next call received in forward."""
+        """Returns the rows that the next call received in forward."""
         number, self._calls = self._calls, self._calls + 1
         received = self._region.of_call(number)
         return None if received is None else received.once_more()
 
 
-_scope: ContextVar[Scope | None] = ContextVar("distca_waiting", default=None)
+_scope: ContextVar[Scope | None] = ContextVar("distca_checkpointed_region", default=None)
 
 
 def current_scope() -> Scope | None:
-    """Where the caller's thread is; None outside checkpointed regions that keep what they receive."""
+    """Returns the scope of the caller's thread; None outside checkpointed regions that keep received rows."""
     return _scope.get()
 
 
 def retaining_contexts() -> tuple[Scope, Scope]:
-    """The `context_fn` of checkpointed modules; called once for each region and forward pass."""
+    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
     region = Region()
     return Scope(region, recomputes=False), Scope(region, recomputes=True)

@@ -156,8 +156,9 @@ class Simulation:
         return {task for row, task in self.task_of.items() if self.servers[row] != self.home_of[row]}
 
     def store_by_definition(self, rank: int) -> list[Row]:
-        """For every document, or group of its heads: the longest prefix that is read in the remote KV. That of remote queries is
-        all they attend to; that of local queries is what comes before an unbroken stretch of them in the layout."""
+        """For every document, or group of its heads: the longest prefix that is read in the remote KV. That of remote
+        queries is all they attend to; that of local queries is what comes before an unbroken stretch of them in the
+        layout."""
         longest: dict[tuple[int, int], int] = {}
 
         def read(row: Row, prefix: int) -> None:
@@ -311,8 +312,8 @@ def check_attention(simulation: Simulation) -> None:
 
 
 def check_keys(simulation: Simulation) -> None:
-    """Ranks receive the keys they lack, each once and nothing else; stores hold prefixes, chunk by chunk, in order of the
-    documents."""
+    """Ranks receive the keys they lack, each once and nothing else; stores hold prefixes, chunk by chunk, in order of
+    the documents."""
     sends = any(simulation.keys_received)
     for rank, routing in enumerate(simulation.routings):
         needed = {
@@ -326,8 +327,8 @@ def check_keys(simulation: Simulation) -> None:
 
 
 def check_kept(simulation: Simulation) -> None:
-    """Backward gets in one chunk what forward got in several: kept rows find their place in its remote KV, and remote queries that
-    are kept are its remote queries."""
+    """Backward gets in one chunk what forward got in several: kept rows find their place in its remote KV, and remote
+    queries that are kept are its remote queries."""
     at_once, kept = Simulation(simulation.plan), key_transfers(simulation.plan, simulation.chunks)
     for rank in simulation.ranks:
         routing = route(simulation.plan, rank, kept=kept)
@@ -376,7 +377,8 @@ def check_orders(simulation: Simulation) -> None:
 
 
 def check_chunks(simulation: Simulation) -> None:
-    """Calls of a chunk read what it brings, and what is there anyway; all of a prefix if they attend for remote queries."""
+    """Calls of a chunk read what it brings, and what is there anyway; all of a prefix if they attend for remote
+    queries."""
     for rank, routing in enumerate(simulation.routings):
         assert len(routing.prefix_of_chunk) == len(routing.remote_queries_of_chunk) == simulation.chunks.count
         own = set(simulation.keys_copied[rank])

@@ -58,14 +58,14 @@ def test_plan_is_refused_if_it_cannot_fit(free: int | None, monkeypatch: pytest.
             return str(error), transport.traffic.exchanges
         return "", transport.traffic.exchanges
 
-    for rank, (message, exchanges) in enumerate(run_ranks(NUM_RANKS, run)):
+    for rank, (message, num_exchanges) in enumerate(run_ranks(NUM_RANKS, run)):
         if free == 0:
             assert f"rank {rank}, micro-batch 0, layer 0, forward: attention needs" in message
             assert "but 0 bytes are free on cpu; nothing was sent. Lower tokens_per_rank" in message
-            assert exchanges == 0
+            assert num_exchanges == 0
         else:
             assert message == ""
-            assert exchanges > 0
+            assert num_exchanges > 0
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4])
@@ -123,7 +123,7 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
 )
 def test_needed_bytes_by_hand(layout: Layout, dtype: torch.dtype, expected: list[int]) -> None:
     def run(transport: Transport) -> int:
-        maps = live_plan(layout, transport, DistCAConfig()).maps
+        maps = live_plan(layout, transport, DistCAConfig()).routing
         return checks.needed_bytes(maps, *tensors(int(layout.rank_rows[transport.rank]), dtype))
 
     assert run_ranks(2, run) == expected

@@ -78,7 +78,8 @@ def test_nothing_to_bring_is_cut_in_no_parts() -> None:
 
 
 def test_guests_of_a_server_are_divided_among_the_chunks() -> None:
-    """Each document comes whole, in the chunk of its remote queries; local queries of the same document take it from there."""
+    """Each document comes whole, in the chunk of its remote queries; local queries of the same document take it from
+    there."""
     lengths = [4, 4, 4, 6]
     layout = Layout.from_segments(lengths, [[(0, 0, 4), (1, 0, 4), (2, 0, 4), (3, 0, 4)], [(3, 4, 6)]])
     tasks = [(0, 0, 4, 1), (1, 0, 4, 1), (2, 0, 4, 1), (3, 0, 2, 0), (3, 2, 4, 1), (3, 4, 6, 1)]

@@ -68,7 +68,7 @@ def test_rows_that_come_in_order_are_the_store() -> None:
     store = RemoteKV.open(k, v, received, maps)
     came = torch.randn_like(received)
     received.copy_(came)
-    store.arrive(received, slice(0, 2), maps)
+    store.put_received(received, slice(0, 2), maps)
 
     assert store.beside is received
     assert torch.equal(side_by_side(store.k, store.v, ALL), came)
@@ -98,7 +98,7 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
     store = RemoteKV.open(*told(tokens[rank]), received, maps)
     for chunk in maps.chunks:
         received[chunk.keys.receive] = came[chunk.keys.receive]
-        store.arrive(received, chunk.keys.receive, maps)
+        store.put_received(received, chunk.keys.receive, maps)
 
     prefixes = [[(0, at) for at in range(7)] + [(1, at) for at in range(3)], [(0, at) for at in range(4)]]
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
@@ -159,7 +159,7 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
         assert torch.equal(total, sum_of.to(total.dtype))
     came = maps.received_to_remote_kv
     for rows in (slice(0, len(came)), slice(2, 5)):
-        travelling = gradients.travelling(rows)
+        travelling = gradients.rows_to_send(rows)
         assert travelling.dtype == dtype
         assert torch.equal(travelling, side_by_side(*(x[came[rows]].to(dtype) for x in expected), ALL))
 
@@ -174,7 +174,7 @@ def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_fro
             target.copy_(part)
             gradients.settle(call, target, total)
 
-    travelling = gradients.travelling(slice(0, 2))
+    travelling = gradients.rows_to_send(slice(0, 2))
     assert travelling.data_ptr() == gradients.total.k.data_ptr()
     assert torch.equal(travelling, side_by_side(*parts, ALL))
 
@@ -207,7 +207,8 @@ def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed:
 
 
 def test_keys_are_read_where_they_lie() -> None:
-    """Local calls get views of the very tensors, in the order of the layout, and calls on the remote KV views of it."""
+    """Local calls get views of the very tensors, in the order of the layout, and calls on the remote KV views of
+    it."""
     seen: list[tuple[str, int]] = []
 
     class Looks:
