@@ -230,7 +230,7 @@ def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
     import torch
 
-    from distca_hf.kernels.choose import KERNELS
+    from distca_hf.kernels.registry import KERNELS
 
     console = Console()
     versions = Table("package", "version", title=f"distca_hf {__version__}, Python {platform.python_version()}")

@@ -16,7 +16,7 @@ import torch
 from distca_hf.comm.transport import AllToAll
 from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
-from distca_hf.kernels.sum_rows import RowSums
+from distca_hf.kernels.rows.add import RowSums
 from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.rank_plan import RankPlan

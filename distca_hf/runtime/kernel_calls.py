@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel, accumulation_dtype, without_mask
-from distca_hf.kernels.merge import merge
+from distca_hf.kernels.rows.merge import merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients

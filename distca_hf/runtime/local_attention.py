@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from distca_hf.config import KernelName
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Job,
@@ -22,6 +21,7 @@ from distca_hf.kernels.interface import (
     made_deterministic,
     spec_of,
 )
+from distca_hf.kernels.registry import choose_kernel
 from distca_hf.runtime.custom_op import define_op
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.rows.copy import copy_rows
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.views import some_rows
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.choose import KERNELS, choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
+from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.runtime.remote_kv import apart
 
 

@@ -25,8 +25,8 @@ from transformers.cache_utils import StaticCache
 import distca_hf
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.attention import distca_attention
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Kernel
+from distca_hf.kernels.registry import choose_kernel
 from distca_hf.runtime import local_attention
 from distca_hf.testing.reference import attend_documents
 from support.models import SIZES, VOCABULARY, tiny_config, tiny_model

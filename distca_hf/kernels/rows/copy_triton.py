@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.launch import Launch
-from distca_hf.kernels.row_kinds import KindOfRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.rows.formats import KindOfRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.rows.triton_launcher import Launch
 
 
 MOST_ELEMENTS_OF_A_BLOCK = 2048

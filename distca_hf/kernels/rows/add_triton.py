@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.launch import Launch
+from distca_hf.kernels.rows.triton_launcher import Launch
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "own_of_shared", "order", "offsets"])  # type: ignore[untyped-decorator]

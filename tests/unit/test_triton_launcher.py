@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels import launch
-from distca_hf.kernels.launch import ALIGNMENT, Launch
+from distca_hf.kernels.rows.triton_launcher import ALIGNMENT, Launch
 
 
 DEVICE = torch.device("cuda", 3)
@@ -40,7 +39,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(launch, "current_stream", lambda device: f"stream of device {device}")
+    monkeypatch.setattr(triton_launcher, "current_stream", lambda device: f"stream of device {device}")
     return Kernel()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca_hf.kernels.row_kinds import kinds_of_rows, widths_of_parts
+from distca_hf.kernels.rows.formats import kinds_of_rows, widths_of_parts
 
 
 def copy_rows(
@@ -32,7 +32,7 @@ def copy_rows(
     if count != _count(targets, places):
         raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
     if targets[0].is_cuda:
-        from distca_hf.kernels.copy_rows_triton import copy_rows_on_gpu
+        from distca_hf.kernels.rows.copy_triton import copy_rows_on_gpu
 
         copy_rows_on_gpu(sources, rows, targets, places, count)
         return

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.launch import Launch
+from distca_hf.kernels.rows.triton_launcher import Launch
 
 
 MOST_HEADS_OF_A_BLOCK = 8

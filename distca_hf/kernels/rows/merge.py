@@ -24,7 +24,7 @@ def merge(
     if stop > out_TNV.shape[0]:
         raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")
     if has_fused_kernels(out_TNV):
-        from distca_hf.kernels.merge_triton import merge_on_gpu
+        from distca_hf.kernels.rows.merge_triton import merge_on_gpu
 
         merge_on_gpu(out_TNV, lse_TN, far_out_RNV, far_lse_NR, start)
         return

@@ -55,7 +55,7 @@ def add_rows(target_RD: torch.Tensor, own_RD: torch.Tensor, returned_RD: torch.T
     if not len(sums.rows):
         return
     if has_fused_kernels(target_RD):
-        from distca_hf.kernels.sum_rows_triton import add_rows_on_gpu
+        from distca_hf.kernels.rows.add_triton import add_rows_on_gpu
 
         add_rows_on_gpu(target_RD, own_RD, returned_RD, sums.rows, sums.own_of_shared, sums.order, sums.offsets)
         return
