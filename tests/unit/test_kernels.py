@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels import reference
+from distca_hf.kernels import reference, registry
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.interface import (
     OPTIONS,

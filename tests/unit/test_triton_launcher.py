@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from distca_hf.kernels.rows import triton_launcher
 from distca_hf.kernels.rows.triton_launcher import ALIGNMENT, Launch
 
 
