@@ -33,6 +33,8 @@ SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times",
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
+# Kernels of that table by the names that Transformers has for them.
+OF_TRANSFORMERS = {f"flash_attention_{version}": f"flash{version}" for version in (2, 3, 4)}
 Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "offload", "recompute"]
@@ -252,7 +254,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
     return content
@@ -331,9 +333,8 @@ def _check_names(unnamed: Sequence[object], settings: Iterable[object], where: s
         )
     for name in settings:
         if name not in known:
-            raise UnknownSettingError(
-                f"{where}: unknown setting {name!r}.{did_you_mean(name, known)} Known settings: {', '.join(known)}"
-            )
+            hint = did_you_mean(name, known) or f" Known settings: {', '.join(known)}"
+            raise UnknownSettingError(f"{where}: unknown setting {name!r}.{hint}")
 
 
 @cache
@@ -349,11 +350,15 @@ def _check_type(name: str, value: Any) -> None:
     kind, choices = _allowed(name)
     if choices:
         if value not in choices:
-            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+            hint = f". Transformers' {value} is {OF_TRANSFORMERS[value]!r} here" if value in OF_TRANSFORMERS else ""
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}{hint}")
         return
     accepted: type | types.UnionType = float | int if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}")
+
+
+IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}
 
 
 def _parse(name: str, text: str, where: str) -> Any:
@@ -362,7 +367,7 @@ def _parse(name: str, text: str, where: str) -> Any:
     try:
         return readers[kind](text)
     except ValueError as error:
-        raise ConfigError(f"{where}={text!r} is no {kind.__name__}") from error
+        raise ConfigError(f"{where}={text!r} is not {IN_WORDS[kind]}") from error
 
 
 def _parse_bool(text: str) -> bool:

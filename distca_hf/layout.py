@@ -161,7 +161,7 @@ class Layout:
 
     @classmethod
     def from_packs(cls, packs: Sequence[Sequence[int] | IntArray]) -> "Layout":
-        """Layout of whole documents: each rank's document lengths in row order, as somebody else packed them. A rank
+        """Layout of whole documents: each rank's document lengths in row order, as they were packed. A rank
         without tokens has one row of padding, because models cannot run on none.
 
         Raises:

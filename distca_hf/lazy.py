@@ -1,4 +1,4 @@
-"""Imports that wait: a function that runs when somebody else's module has been imported.
+"""Imports that wait: a function that runs when a module of another package has been imported.
 
 `import distca_hf` must make "distca" known to Transformers, but the launcher and the command line must run before
 torch and Transformers read the environment. So the registration waits for the module that it registers with.

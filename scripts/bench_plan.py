@@ -15,8 +15,9 @@ from bench_step_documents import parse_documents
 
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray
+from distca_hf.flops import H200, H200_LIGER
 from distca_hf.insight.plan_memory import TrainingSetup, estimate_memory
-from distca_hf.insight.plan_time import H200, H200_LIGER, StepCost
+from distca_hf.insight.plan_time import step_cost
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.baselines.result import Baseline
@@ -52,9 +53,9 @@ def estimated_ratio(row: StepRow) -> float:
     """Returns the step of packing alone over that of placed documents, as estimated."""
     rates = H200_LIGER if row.liger else H200
     tokens, pairs, _ = loads(row.documents, row.num_ranks, "whole" if row.whole else "local")
-    local = StepCost.of(row.size, HEADS, row.local_checkpointing, rates).step_seconds(tokens, pairs)
+    local = step_cost(row.size, HEADS, row.local_checkpointing, rates).step_seconds(tokens, pairs)
     tokens, pairs, _ = loads(row.documents, row.num_ranks, "placed")
-    return local / StepCost.of(row.size, HEADS, row.checkpointing, rates).step_seconds(tokens, pairs)
+    return local / step_cost(row.size, HEADS, row.checkpointing, rates).step_seconds(tokens, pairs)
 
 
 def estimated_gib(row: PeakRow) -> float:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from bench_step_calls import OwnKeys, make_call
 from bench_step_model import Shape
 
+from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype
@@ -19,7 +20,6 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 256}
 MOST_KERNEL_TOKENS = 65_536
 REPEATS, CALLS = 3, 4
 # Dense bf16 products, in vendors' data sheets.
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def measure_rates(
 
 def peak_flops(device: torch.device) -> float | None:
     """Of bf16 matrix products, by the name of the device; None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return next((1e12 * tflops for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    return flops.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def synchronize(device: torch.device) -> None:

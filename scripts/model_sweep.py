@@ -32,7 +32,7 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model_check import IMPLEMENTATION, check_model
+from distca_hf.integrations.model_check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.testing.loopback import run_ranks
 
 
@@ -105,6 +105,7 @@ def examine(config_class: type[PreTrainedConfig]) -> Outcome:
     verdict, told = _verdict(config_class)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
     told = told.removeprefix(f"{model_class} cannot run on distca: ").removeprefix(f"{model_class}: ")
+    told = told.removesuffix(f". {REMEDY}")
     told = textwrap.shorten(told.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
     return Outcome(model_class, config_class.model_type, verdict, told)
 

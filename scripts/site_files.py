@@ -1,7 +1,7 @@
-"""MkDocs hook: what pages link to outside of docs/ (examples, scripts, recipes) gets a page of the site.
+"""MkDocs hook: pages that are written for a repository's viewer become pages of a site.
 
-In the repository such a link is relative, `../examples/lora.py`, and leads to the file. The site holds docs/ alone, so
-that the file is shown on a page of its own, and the link leads there.
+Links out of docs/, such as `../examples/lora.py`, lead to files that the site does not hold: each gets a page of its
+own. A `<picture>` for light and dark follows the system; on the site it follows the switch in the header.
 """
 
 import posixpath
@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(((?:\.\./)+(?:examples|scripts|recipes|patches)/[^)#]+)\)")
+PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img src="([^"]+)" alt="([^"]+)".*?</picture>', re.DOTALL)
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 
 
@@ -29,13 +30,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leads the links of a page to these pages."""
+    """Leads the links of a page to these pages, and its pictures by the switch."""
     here = page.file.src_uri
 
     def inside(match: re.Match[str]) -> str:
         return f"]({posixpath.relpath(_page_uri(_path(match[1], here)), posixpath.dirname(here) or '.')})"
 
-    return LINK.sub(inside, markdown)
+    return PICTURE.sub(_both_pictures, LINK.sub(inside, markdown))
+
+
+def _both_pictures(match: re.Match[str]) -> str:
+    """Returns the light and the dark picture; the theme shows one of them."""
+    dark, light, alternative = match.groups()
+    alternative = " ".join(alternative.split())
+    return f"![{alternative}]({light}#only-light)\n![{alternative}]({dark}#only-dark)"
 
 
 def _path(link: str, page_uri: str) -> str:

@@ -26,7 +26,7 @@ class Occasion(enum.IntEnum):
     """The next thing that a rank is about to do."""
 
     TAKE = 1  # hand out a micro-batch
-    PLAN = 2  # plan a batch that somebody else packed
+    PLAN = 2  # plan a batch that was packed before
     ATTEND = 3  # exchange rows for a model's first attention call
     DIFFERENTIATE = 4  # exchange rows again, for backward
     REPORT = 5  # log what was measured
@@ -38,6 +38,9 @@ class Occasion(enum.IntEnum):
 WIDTH = 12
 # The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
+# Of what differs, the first: later facts follow from earlier ones.
+FACTS_SHOWN = 2
+RANKS_SHOWN = 4
 
 
 @dataclass
@@ -134,9 +137,11 @@ class Agreement:
         return [f"{name} is {by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
 
     def _mismatch(self, differences: Sequence[str]) -> PlanMismatchError:
+        others = len(differences) - FACTS_SHOWN
+        more = f" (and {others} facts more)" if others > 0 else ""
         return PlanMismatchError(
-            f"{self._where}: ranks disagree, nothing was sent: {'; '.join(differences)}. All ranks need the same "
-            "dataset, seed, model, settings and versions, and must run the same micro-batches in one order."
+            f"{self._where}: ranks disagree, nothing was sent: {'; '.join(differences[:FACTS_SHOWN])}{more}. Ranks "
+            "need equal data, seeds, models, settings, versions and order of micro-batches"
         )
 
 
@@ -151,4 +156,6 @@ def by_value(values: Sequence[str]) -> str:
 def _named(ranks: list[str]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    if len(ranks) > RANKS_SHOWN:
+        return f"ranks {', '.join(ranks[: RANKS_SHOWN - 1])} and {len(ranks) - RANKS_SHOWN + 1} more"
     return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"

@@ -84,7 +84,7 @@ class RollCall:
 
     def announce_uncaught_errors(self) -> None:
         """Leaves a message, from now on, before an exception ends this process. An exception that another rank's end
-        brought about, in a collective of somebody else, gets a note that names that rank; ours have asked already."""
+        brought about, in a collective of other code, gets a note that names that rank; ours have asked already."""
         earlier = sys.excepthook
 
         def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

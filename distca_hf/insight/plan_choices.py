@@ -7,9 +7,9 @@ import numpy as np
 
 from distca_hf.config import OverlongPolicy
 from distca_hf.cost import IntArray
+from distca_hf.flops import StepCost
 from distca_hf.insight.plan_epoch import pack_in_order
 from distca_hf.insight.plan_speed import speed_over_plain
-from distca_hf.insight.plan_time import StepCost
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.source import fit_documents
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import get_args
 
 from distca_hf.errors import ConfigError
+from distca_hf.flops import H200, H200_LIGER, StepCost
 from distca_hf.insight.models import ModelShape
 from distca_hf.insight.plan_epoch import EpochPlans
 from distca_hf.insight.plan_memory import Memory, Sharding, TrainingSetup, estimate_memory
 from distca_hf.insight.plan_speed import Speed, estimate_speed
-from distca_hf.insight.plan_time import H200, H200_LIGER, Checkpointing, StepCost
+from distca_hf.insight.plan_time import Checkpointing, step_cost
 
 
 CHECKPOINTING = get_args(Checkpointing)
@@ -58,7 +59,7 @@ class Assumptions:
         """Returns what tokens and pairs cost; None if the model's size is not known."""
         if model.size is None:
             return None
-        return StepCost.of(model.size, model.heads, self.checkpointing, H200_LIGER if self.liger else H200)
+        return step_cost(model.size, model.heads, self.checkpointing, H200_LIGER if self.liger else H200)
 
     def memory(
         self, model: ModelShape, num_ranks: int, received_bytes: int

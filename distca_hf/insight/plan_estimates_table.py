@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from distca_hf.insight.plan_answer import PlanAnswer
 from distca_hf.insight.plan_choices import Choice
 from distca_hf.insight.plan_estimates import USABLE_SHARE, Estimates
-from distca_hf.insight.plan_text import block, in_gib, plain_table
+from distca_hf.insight.plan_text import block, counted, in_gib, plain_table
 
 
 SHARDING = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
@@ -72,9 +72,9 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
         "none": "no activation checkpointing",
     }[assumed.checkpointing]
     words = (
-        f"Assumed: all weights trained in fp32 with AdamW, shared by {ranks} ranks; bf16; {kept} (--checkpointing); "
-        f"{'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); speeds of an H200 with "
-        f"FlashAttention 4; {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
+        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); speeds of "
+        f"an H200 with FlashAttention 4; {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
     ).replace("%", " %")
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:

@@ -6,7 +6,7 @@ configuration, or a config.json. Their weights are counted in a model without me
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distca_hf.errors import ConfigError
 from distca_hf.insight.models import PRESETS, ModelShape, preset, read_config, read_model_config, shape_of_config
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
-EXPERT_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
-EXPERT = ".experts."
+FLOPS_OF_WEIGHT = 2  # of one token, forward
 
 
 def find_model(name: str) -> ModelShape:
@@ -76,8 +75,8 @@ def _type_of(name: str) -> str | None:
     return classes.get(name)
 
 
-def _count(config: "PretrainedConfig", name: str) -> ModelSize:
-    """Counts the weights of a causal language model.
+def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
+    """Counts the weights of a causal language model; None where it is not known how many of them a token meets.
 
     Raises:
         ConfigError: Transformers has none with this configuration, or cannot build it.
@@ -85,27 +84,22 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from distca_hf.integrations.model_flops import step_flops
+
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # a model's code raises whatever it likes
         raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
-    weights = dict(model.named_parameters())  # a head that is the embedding is there once
-    parameters = sum(weight.numel() for weight in weights.values())
-    ends = embedding.numel() + (0 if head is embedding else head.numel())
-    experts = sum(weight.numel() for weight_name, weight in weights.items() if EXPERT in weight_name)
+    flops = step_flops(model)
+    if flops is None:
+        return None
     return ModelSize(
         layers=config.num_hidden_layers,
         hidden_size=head.shape[1],
         vocabulary=head.shape[0],
-        parameters=parameters,
-        layer_parameters=parameters - ends - experts + round(experts * _share_of_experts(config)),
-        embedding_parameters=ends,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        layer_parameters=round(flops.layers_forward / FLOPS_OF_WEIGHT),
+        embedding_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
     )
-
-
-def _share_of_experts(config: Any) -> float:
-    """Returns the share of a layer's experts that a token is sent to; 1 without experts."""
-    most = max((getattr(config, name, None) or 1 for name in EXPERT_NUMBERS), default=1)
-    return (getattr(config, "num_experts_per_tok", None) or most) / most

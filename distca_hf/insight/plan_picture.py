@@ -3,9 +3,14 @@
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distca_hf.errors import ConfigError
 from distca_hf.insight.plan_answer import PlanAnswer
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_can_draw(path: Path) -> None:
@@ -29,12 +34,28 @@ def check_can_draw(path: Path) -> None:
 
 
 def draw_answer(answer: PlanAnswer, path: Path) -> None:
-    """Draws the work of every rank over the mean in the first optimizer step, before and after, and how imbalanced the
-    micro-batches of the epoch are in order; the file appears when it is complete.
+    """Draws an answer; the file appears when it is complete.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    figure = figure_of(answer)
+    try:
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        os.close(handle)
+        try:
+            figure.savefig(unfinished, dpi=120)
+            os.chmod(unfinished, 0o644)
+            os.replace(unfinished, path)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+
+
+def figure_of(answer: PlanAnswer) -> "Figure":
+    """Returns the work of every rank over the mean in the first optimizer step, before and after, and how imbalanced
+    the micro-batches of the epoch are in order."""
     from matplotlib.figure import Figure
 
     report = answer.step
@@ -65,14 +86,4 @@ def draw_answer(answer: PlanAnswer, path: Path) -> None:
         x=0.01,
         ha="left",
     )
-    try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-        os.close(handle)
-        try:
-            figure.savefig(unfinished, dpi=120)
-            os.chmod(unfinished, 0o644)
-            os.replace(unfinished, path)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+    return figure

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca_hf.flops import StepCost
 from distca_hf.insight.plan_epoch import EpochPlans, InOrder
-from distca_hf.insight.plan_time import StepCost
 
 
 @dataclass(frozen=True)

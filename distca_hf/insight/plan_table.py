@@ -11,19 +11,23 @@ from distca_hf.insight.plan_answer import EpochFigures, PlanAnswer
 from distca_hf.insight.plan_compare_table import compare_table
 from distca_hf.insight.plan_estimates_table import estimates_tables
 from distca_hf.insight.plan_report import Outcome, PlanReport
-from distca_hf.insight.plan_text import block, in_bytes, in_range, plain_table
+from distca_hf.insight.plan_text import block, counted, in_bytes, in_gib, in_range, plain_table
 
 
 # More ranks than bars share a bar: it shows the heaviest of them.
 MOST_BARS = 32
+# Below it a step is as fast as before, within what one run differs from the next.
+WORTH_IT = 1.02
 # What stands beside the two bars of a rank, and how long these are.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 
 
 def print_answer(answer: PlanAnswer, console: Console) -> None:
-    """Prints what the documents are, the epoch, estimates, other choices, and the first step with its baselines."""
-    blocks: list[RenderableType] = [_world(answer), _epoch(answer.epoch, answer.step.request.layout)]
+    """Prints what the documents are, the answer in two sentences, the epoch, estimates, other choices, and the first
+    step with its baselines."""
+    blocks: list[RenderableType] = [_world(answer), in_short(answer)]
+    blocks.append(_epoch(answer.epoch, answer.step.request.layout))
     blocks += estimates_tables(answer, console.width)
     blocks.append(_figures(answer.step))
     if answer.step.baselines:
@@ -43,13 +47,27 @@ def _world(answer: PlanAnswer) -> str:
     if step.drawn is None:
         packed = "exactly these documents"
     else:
-        packed = f"{epoch.micro_batches:,} micro-batches in an epoch, seed {step.drawn.seed}"
+        packed = f"{counted(epoch.micro_batches, 'micro-batch')} in an epoch, seed {step.drawn.seed}"
     return (
-        f"{step.source}: {epoch.documents:,} documents, {epoch.tokens:,} tokens, the longest has "
-        f"{epoch.longest_document_tokens:,}. {request.model.name} on {request.num_ranks} ranks x "
-        f"{request.tokens_per_rank:,} tokens{steps}, {request.ranks_per_node} ranks per node, {request.layout} "
-        f"layout: {packed}."
+        f"{step.source}: {counted(epoch.documents, 'document')}, {counted(epoch.tokens, 'token')}, the longest has "
+        f"{epoch.longest_document_tokens:,}. {request.model.name} on {counted(request.num_ranks, 'rank')} x "
+        f"{counted(request.tokens_per_rank, 'token')}{steps}, {request.ranks_per_node} ranks per node, "
+        f"{request.layout} layout: {packed}."
     )
+
+
+def in_short(answer: PlanAnswer) -> str:
+    """Returns the answer in two sentences: what balancing changes, and what that brings and needs."""
+    before, after = answer.epoch.imbalance_before.mean, answer.epoch.imbalance.mean
+    words = (
+        f"In short: the busiest rank has {before:.2f} times the mean attention work, with distca {after:.2f} times."
+    )
+    if answer.estimates is None:
+        return words
+    faster, memory = answer.estimates.speed.over_plain, answer.estimates.memory["fsdp2"]
+    fits = "" if memory.total <= answer.estimates.room_bytes else "more than there is: "
+    words += f" Steps get {faster:.2f} times as fast" if faster >= WORTH_IT else " Steps hardly get faster"
+    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2. Estimated, as below."
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
@@ -81,7 +99,7 @@ def _figures(report: PlanReport) -> RenderableType:
         ("  largest rank", in_bytes(figures.bytes_max_rank)),
         ("  largest rank, between nodes", in_bytes(figures.bytes_internode_max)),
         ("  total / bound", _ratio(outcome)),
-        ("documents that are cut", f"{report.cut_documents:,}, into {report.shards:,} tasks"),
+        ("documents that are cut", f"{report.cut_documents:,}, into {counted(report.shards, 'task')}"),
         ("planning time", f"{1e3 * outcome.planning_seconds:.1f} ms"),
         ("fingerprint", outcome.fingerprint),
     ):
@@ -95,7 +113,7 @@ def _first_step(report: PlanReport) -> str:
         return "exactly these documents"
     steps, drawn = report.request.micro_steps, report.drawn
     first = f"the first {steps}" if steps > 1 else "the first"
-    return f"{first} of {drawn.epoch_micro_batches:,} micro-batches of epoch {drawn.epoch}, seed {drawn.seed}"
+    return f"{first} of {counted(drawn.epoch_micro_batches, 'micro-batch')} of epoch {drawn.epoch}, seed {drawn.seed}"
 
 
 def _ratio(outcome: Outcome) -> str:

@@ -22,6 +22,11 @@ def plain_table(*columns: str) -> Table:
     return table
 
 
+def counted(number: int, thing: str) -> str:
+    """Returns a number of things: "1 document", "2,000 documents", "3 micro-batches"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith("ch") else "s")
+
+
 def in_bytes(number: int) -> str:
     """Returns bytes in the unit that leaves few digits."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):

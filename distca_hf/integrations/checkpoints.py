@@ -22,14 +22,17 @@ def check_checkpoint(output_dir: str, resume_from_checkpoint: Any) -> None:
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
 
     Raises:
-        ConfigError: it has not; names the newest one that has.
+        ConfigError: it has not, or is not there; names the newest one that has.
     """
     if not resume_from_checkpoint:
         return
     named = isinstance(resume_from_checkpoint, str | Path)
     given = resume_from_checkpoint if named else get_last_checkpoint(output_dir)
     if given is None or not Path(given).is_dir():
-        return  # Trainer says it
+        raise ConfigError(
+            f"there is no checkpoint to resume from at {given or output_dir}: name the folder of one (checkpoint-9), "
+            "or leave resume_from_checkpoint out to begin anew"
+        )
     reason = _reason_against(Path(given))
     if reason is None:
         return

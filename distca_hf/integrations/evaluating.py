@@ -90,11 +90,11 @@ def _reason_against(trainer: Trainer, dataset: datasets.Dataset) -> str | None:
     name = getattr(collator, "__name__", type(collator).__name__)
     try:
         batch = collator([rows[shortest], rows[longest]] if several else [rows[longest]])
-    except Exception as error:  # whatever a collator of somebody else raises
+    except Exception as error:  # a collator of any package may raise anything
         return (
             f"{name} cannot put rows of {lengths[shortest]} and {lengths[longest]} tokens into one batch "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0][:120]}). Give Trainer a collator that pads "
-            "(DataCollatorForSeq2Seq(tokenizer)), or set per_device_eval_batch_size=1, or evaluate='distca'"
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0][:60]}). Set evaluate='distca' or "
+            "per_device_eval_batch_size=1, or give Trainer a collator that pads (DataCollatorForSeq2Seq)"
         )
     missing = [label for label in trainer.label_names if label not in batch]
     if missing:

@@ -23,6 +23,16 @@ from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.unknown_size import unknown_size
 
 
+# In a mask that was made as long as its cache: places behind those that the caller gave.
+NOT_GIVEN = -1
+
+
+def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
+    """Returns a mask of one length for all passes with a static cache: int8 `[B, places]`, `NOT_GIVEN` at its end."""
+    given = padding.bool().to(torch.int8)
+    return torch.nn.functional.pad(given, (0, max(0, places - given.shape[1])), value=NOT_GIVEN)
+
+
 def find_documents(
     device: torch.device,
     batch_size: int,
@@ -45,7 +55,7 @@ def find_documents(
         device: of the documents.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
         cached: `q_offset` of a static cache, which counts on its device.
-        padding: `[B, places]`, False where a place of a row is padding.
+        padding: `[B, places]`, False where a place of a row is padding; or as `all_places` returns it.
         numbers: the same before it was made bool.
         positions: of the queries.
         goes_on: bool `[B, T - 1]`, True where a token is of the same document as the one before it. It counts
@@ -105,14 +115,16 @@ def _tokens(
         return None
     tokens = (torch.arange(begin, end, device=device) < filled).expand(batch_size, end - begin)
     if padding is not None:
-        places = padding.shape[1]
+        if padding.dtype == torch.int8:
+            places = int((padding[0] != NOT_GIVEN).sum())
+        else:
+            places, padding = padding.shape[1], all_places(padding, end)
         if places < filled:
             raise PackingError(
                 f"attention_mask has {places} places in a row for {filled} tokens; give one per token, also "
                 "for tokens whose keys are in the cache"
             )
-        padding = torch.nn.functional.pad(padding.bool(), (0, max(0, end - places)))
-        tokens = tokens & padding[:, begin:end]
+        tokens = tokens & (padding[:, begin:end] == 1)
     return None if tokens.all() else tokens
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.errors import PlanError
-from distca_hf.flops import DoneFlops
+from distca_hf.flops import StepCost
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
@@ -195,14 +195,14 @@ class ForwardWatch:
             if module.training and torch.is_grad_enabled():
                 plan.use.trained = True
                 if not self.report.written:
-                    self.report.begin(plan, self._done_flops(module))
+                    self.report.begin(plan, self._step_cost(module))
 
-    def _done_flops(self, module: nn.Module) -> DoneFlops | None:
-        """Returns the operations of a step as the model is checkpointed; None if they are not known."""
+    def _step_cost(self, module: nn.Module) -> StepCost | None:
+        """Returns what a step costs as the model is checkpointed; None if its operations are not known."""
         if self.flops is None:
             return None
         checkpointed = self._checkpointed_modules(module)
-        return self.flops.done(
+        return self.flops.cost(
             recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
         )
 

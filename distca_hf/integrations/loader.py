@@ -282,7 +282,11 @@ class PlacedLoader:
         self._unused.note(plan)
         if not plan.label_tokens and not self._warned_of_labels:
             self._warned_of_labels = True
-            log.warning("micro-batch %d holds no label to learn, on any rank: its loss is 0", number)
+            log.warning(
+                "micro-batch %d holds no label to learn, on any rank: its loss is 0. If all are like it, look at the "
+                "dataset's labels and masks (a chat template without assistant tokens, for example)",
+                number,
+            )
         return batch
 
     def _facts(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.finding import find_documents, find_in_graph
+from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
 from distca_hf.integrations.local_documents import Documents
 
 
@@ -27,7 +27,7 @@ class RowMask:
     Args:
         shape: of the mask that it stands for, `[B, 1, T, S]`.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        padding: bool, False where a place of a row is padding; None if no mask was given.
+        padding: False (or 0) where a place of a row is padding; None if no mask was given.
         numbers: the mask as the model was given it, before it was made bool; None if it is not known.
         positions: of the queries, as Transformers was given them; None if they are not known.
         packed: a function that lets a token see the one before it if both are of one document; None if there is none.
@@ -163,10 +163,13 @@ def document_mask(
         )
     if isinstance(q_offset, torch.Tensor):  # a static cache counts on in it
         q_offset = q_offset.clone()
+        if attention_mask is not None:  # one graph for all tokens that are generated
+            attention_mask = all_places(attention_mask, kv_offset + kv_length)
     filled = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
     if q_length == 1 and filled and attention_mask is None and refusal is None and local_size is None:
         return None
-    positions, numbers = _read_from_callers()
+    # One token per row belongs to the document before it. A graph for it would depend on the mask's growing length.
+    positions, numbers = _read_from_callers() if q_length > 1 else (None, None)
     # Transformers finds packed documents where there is neither a mask nor a cache.
     packed = name == "and_mask" and attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1
     return RowMask(

@@ -31,6 +31,7 @@ from distca_hf.kernels.registry import choose_kernel
 
 
 IMPLEMENTATION = "distca"
+REMEDY = "Else train it without distca_hf"
 CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 # Layers of these kinds carry state from token to token.
 RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
@@ -74,7 +75,7 @@ def check_model(
     if attention_layers(inner):
         reasons += _kernel(inner, kernel, torch.device(device))
     if reasons:
-        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: " + "; ".join(reasons))
+        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
 
 def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:
@@ -98,11 +99,12 @@ def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
         layers = [index for index, name in enumerate(kinds) if name == kind]
-        yield f"layers {layers} are of type {kind!r}, which cannot be cut between ranks"
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        yield f"layers {layers[:3]}{more} are of type {kind!r}, which cannot be cut between ranks"
     parts = ((name, module) for name, module in model.named_modules() if not isinstance(module, PreTrainedModel))
     mixers = [name for name, module in parts if _mixes_tokens(module)]
     if mixers:
-        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens: its documents cannot be cut"
+        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens"
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

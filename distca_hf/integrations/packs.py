@@ -1,4 +1,4 @@
-"""Packs: batches that somebody else packed. Their tokens stay, their attention tasks move.
+"""Packs: batches that were packed before they get here. Their tokens stay, their attention tasks move.
 
 lengths of this rank ── gather ──▶ layout of all packs ──▶ plan, routing ──▶ live plan
 from cu_seq_lens_q, position_ids or rows                    moving tasks     of one forward pass
@@ -119,7 +119,8 @@ class PackPlanner:
         ).wait()
         if any(numbers["learns nothing"]):
             log.warning(
-                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN",
+                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
+                "Look at the dataset's labels and masks",
                 _ranks(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )

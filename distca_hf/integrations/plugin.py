@@ -40,8 +40,8 @@ class DistCAPlugin(DistCAConfig):
         super().__post_init__()
         self._transports: dict[torch.device, Transport] = {}
         for name, meant in unknown_environment_settings().items():
-            hint = f"; did you mean {meant}?" if meant else ""
-            log.warning("environment variable %s is no setting of distca_hf and has no effect%s", name, hint)
+            hint = f" (did you mean {meant}?)" if meant else ""
+            log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)
 
     def dataloader(
         self,
@@ -113,12 +113,30 @@ class DistCAPlugin(DistCAConfig):
         """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.
 
         Raises:
-            ConfigError: the trainer is set up in a way that would make the loss wrong.
+            ConfigError: it is no Trainer, or is set up in a way that would make the loss wrong.
             UnsupportedAttentionError: the model cannot run on distca.
         """
+        from transformers import Trainer
+
         from distca_hf.integrations.trainer import attach
 
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"attach takes a Trainer, not {type(trainer).__name__}; in a loop of your own call "
+                "distca_hf.enable(model, plugin), and take batches of plugin.dataloader(dataset)"
+            )
         attach(trainer, self)
+
+    def on_init_end(self, *args: object, **kwargs: object) -> None:
+        """Refuses to be a Trainer's callback, which is asked for this first.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a DistCAPlugin is no callback: call plugin.attach(trainer), or for batches that are packed already give "
+            "callbacks=[distca_hf.DistCACallback(plugin)]"
+        )
 
 
 DistCAPlugin.__doc__ = describe_settings(DistCAPlugin)

@@ -35,9 +35,14 @@ def longest_rotary_tokens(config: Any) -> int | None:
 
 def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
     """Returns why documents of this length cannot be trained with rotary embeddings that have this limit."""
+    if limit == 0:
+        return (
+            "its rotary frequencies (rope_type 'dynamic') change with the longest document of a batch, and ranks see "
+            "parts of it; use 'yarn' or 'default'"
+        )
     return (
-        f"its rotary frequencies (rope_type 'dynamic' or 'longrope') depend on the longest document of a batch beyond "
-        f"{limit} tokens, and documents have up to {longest_document_tokens}; use 'yarn' or 'default', or split them"
+        f"its rotary frequencies (rope_type 'longrope') change with a document of more than {limit} tokens, and they "
+        f"have up to {longest_document_tokens}; use 'yarn' or 'default', or split them"
     )
 
 

@@ -29,7 +29,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
     """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
 
     It should be the last callback: then an evaluation that was due does not come before the checkpoint, and those that
-    report to trackers end first. A handler that somebody else has installed, Trainer's `enable_jit_checkpoint` for
+    report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
     example, stays; so do the default ones where training does not run on the main thread. A second Ctrl-C ends
     training at once, without a checkpoint.
 
@@ -63,7 +63,14 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
             first = min(got)
             self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
             name = signal.Signals(self._signal).name
-            log.warning("step %d: %s on rank %s; saving a checkpoint and leaving", state.global_step, name, ranks)
+            again = "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else ""
+            log.warning(
+                "step %d: %s on rank %s; saving a checkpoint and leaving (%ssave_on_signal=False never saves)",
+                state.global_step,
+                name,
+                ranks,
+                again,
+            )
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 
@@ -117,7 +124,7 @@ class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
                 self._earlier[number] = signal.signal(number, self._handle)
             else:
                 log.warning(
-                    "%s has a handler already, which stays: distca_hf saves no checkpoint when it comes",
+                    "another handler of %s is installed and stays: distca_hf will not save on this signal",
                     signal.Signals(number).name,
                 )
 

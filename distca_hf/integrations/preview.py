@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -70,7 +71,7 @@ class PlacedData:
     def preview(self) -> Preview:
         """Looks at micro-batches all over the epoch."""
         counted = list(self._spread(COUNTED))
-        placed = set(self._spread(PLACED))
+        placed = set(islice(self._spread(PLACED), PLACED))
         tokens, pairs, before, after = [], [], [], []
         for index in counted:
             lengths = self.document_tokens[self.micro_batches.micro_batch(index)]

@@ -3,7 +3,7 @@
 import logging
 
 from distca_hf.config import DistCAConfig
-from distca_hf.flops import DoneFlops
+from distca_hf.flops import StepCost
 from distca_hf.integrations.preview import PlacedPlan, Preview
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger, this_rank
@@ -32,12 +32,12 @@ class RunReport:
         """Writes the first lines again when the next training begins; its optimizer steps per epoch, where known."""
         self._steps_per_epoch, self.written = steps_per_epoch, False
 
-    def begin(self, plan: LivePlan, flops: DoneFlops | None) -> None:
+    def begin(self, plan: LivePlan, cost: StepCost | None) -> None:
         """Writes the two lines, behind the first forward pass of a training.
 
         Args:
             plan: of that pass.
-            flops: operations of the model, recomputed ones included; None if they are not known.
+            cost: of a token and a pair, as the model is checkpointed; None if it is not known.
         """
         self.written = True
         if this_rank() != 0 or not log.isEnabledFor(logging.INFO):
@@ -47,7 +47,7 @@ class RunReport:
             preview, seen = plan.data.preview, f"means over {len(plan.data.preview.tokens)} micro-batches"
         else:
             preview, seen = Preview.of(plan.facts), "in the first micro-batch"
-        log.info("%s", what_it_brings(preview, flops, plan.transport.world_size, seen))
+        log.info("%s", what_it_brings(preview, cost, plan.transport.world_size, seen))
 
     def _what_is_trained(self, plan: LivePlan) -> str:
         """Returns the words of the first line."""
@@ -76,12 +76,12 @@ class RunReport:
         )
 
 
-def what_it_brings(preview: Preview, flops: DoneFlops | None, num_ranks: int, seen: str) -> str:
+def what_it_brings(preview: Preview, cost: StepCost | None, num_ranks: int, seen: str) -> str:
     """Returns the words of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
         preview: micro-batches of the training.
-        flops: operations of the model; None if they are not known.
+        cost: of a token and a pair; None if it is not known.
         seen: which micro-batches these are.
     """
     words = []
@@ -90,11 +90,11 @@ def what_it_brings(preview: Preview, flops: DoneFlops | None, num_ranks: int, se
     else:
         before, after = preview.imbalance_before.mean(), preview.imbalance.mean()
         words.append(f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean")
-    if flops is not None:
-        share = flops.attention_share(preview.tokens.sum(), preview.pairs.sum())
-        words.append(f"attention is {share:.0%} of a step's operations")
+    if cost is not None:
+        share = cost.attention_share(preview.tokens.sum(), preview.pairs.sum())
+        words.append(f"attention is about {share:.0%} of a step")
         if num_ranks > 1:
-            speed_up = flops.speed_up(preview.tokens, preview.pairs, preview.imbalance_before, preview.imbalance)
+            speed_up = cost.speed_up(preview.tokens, preview.pairs, preview.imbalance_before, preview.imbalance)
             words.append(f"steps should be {speed_up:.2f} times as fast as in the order of the data")
     return f"{'; '.join(words)} ({seen})"
 

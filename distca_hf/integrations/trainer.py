@@ -56,7 +56,7 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
-        raise ConfigError("this Trainer cannot be attached to: " + "; ".join(reasons))
+        raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
     attachment = Attachment(trainer)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, trainer, trainer.train))
@@ -150,7 +150,7 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
         report = log.debug if args.per_device_train_batch_size == default else log.warning
         report(
-            "per_device_train_batch_size=%d has no effect: a micro-batch is up to %d tokens per rank",
+            "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
             plugin.tokens_per_rank,
         )

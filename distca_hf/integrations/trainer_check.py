@@ -1,6 +1,8 @@
 """Trainer check: settings of a Trainer that would make the loss wrong, or would be ignored without a word."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -45,7 +47,7 @@ def arguments_without_effect(args: TrainingArguments) -> list[str]:
 
 
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
-    """Yields all reasons why a Trainer cannot be attached to."""
+    """Yields all reasons why distca_hf cannot be attached to a Trainer."""
     args = trainer.args
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
@@ -54,7 +56,10 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     elif config.sort_packs:
         yield from _replaced(trainer, ["_get_train_sampler"], "sort_packs would replace it; set it to False")
     if args.n_gpu > 1:
-        yield f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU"
+        yield (
+            f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU: torchrun "
+            f"--nproc-per-node {args.n_gpu} {Path(sys.argv[0]).name}"
+        )
     if args.auto_find_batch_size:
         yield "auto_find_batch_size restarts with other batches; set tokens_per_rank or the batch size instead"
     if trainer.model_init is not None:
@@ -65,7 +70,7 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             yield f"{kind} was asked for, but Accelerate runs {got}, as it does on CPUs"
     for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
         if size > 1:
-            yield f"{name}_size={size}: ranks that share documents already; distca spans all ranks by itself"
+            yield f"{name}_size={size}: set it to 1; distca_hf spreads documents over all ranks already"
 
 
 def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:

@@ -27,12 +27,14 @@ TRIED_TOKENS = 256
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of the table: its module (None: always there), what it can do, and how it is made."""
+    """A kernel of the table: its module (None: always there), what it can do, how it is made, and how its package is
+    installed."""
 
     module: str | None
     capabilities: Capabilities
     make: Callable[[], Kernel]
     automatic: bool = True
+    install: str = ""
 
     def missing(self) -> str | None:
         """Why the kernel cannot be imported, or None if it can, as far as is known before."""
@@ -44,7 +46,8 @@ class Entry:
             if not (isinstance(error, ModuleNotFoundError) and f"{self.module}.".startswith(f"{error.name}.")):
                 return _failure(error)
             found = False
-        return None if found else f"module {self.module} is not installed"
+        how = f" ({self.install})" if self.install else ""
+        return None if found else f"is not installed{how}"
 
 
 # In order of preference: the fastest that can do the job is taken. Dimensions and GPU generations are those of the
@@ -54,11 +57,13 @@ KERNELS: dict[str, Entry] = {
         "flash_attn.cute.interface",
         Capabilities("cuda", HALF, max_head_dim=256, head_dim_multiple=8, compute_capability=(9, 10, 11, 12)),
         lambda: Flash4Kernel(importlib.import_module("flash_attn.cute.interface")),
+        install="pip install flash-attn-4",
     ),
     "flash3": Entry(
         "flash_attn_interface",
         Capabilities("cuda", HALF, max_head_dim=256, head_dim_multiple=8, equal_dims=True, compute_capability=(9,)),
         lambda: Flash3Kernel(importlib.import_module("flash_attn_interface")),
+        install="from sources, the folder hopper of FlashAttention",
     ),
     "flash2": Entry(
         "flash_attn.flash_attn_interface",
@@ -71,6 +76,7 @@ KERNELS: dict[str, Entry] = {
             compute_capability=(8, 9, 10, 11, 12),
         ),
         lambda: Flash2Kernel(importlib.import_module("flash_attn.flash_attn_interface")),
+        install="pip install flash-attn --no-build-isolation",
     ),
     "torch_varlen": Entry(
         None,
@@ -134,7 +140,7 @@ def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
             named, reason = _made(KERNELS[name], job, spec)
         if named is None:
             raise UnsupportedAttentionError(
-                f"kernel={name!r} cannot be used: {reason}; kernel='auto' takes one that can"
+                f"kernel={name!r} cannot be used: {name} {reason}; kernel='auto' takes one that can"
             )
         return named
     reasons: list[str] = []
@@ -147,7 +153,7 @@ def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
             kernel, reason = _made(entry, job, spec)
             if kernel is not None:
                 if better:
-                    log.warning("attention kernel %s replaces a faster one: %s", candidate, "; ".join(better))
+                    log.warning("using attention kernel %s, not a faster one: %s", candidate, "; ".join(better))
                 log.debug("attention kernel %s for %s", candidate, job)
                 return kernel
             better.append(f"{candidate} {reason}")

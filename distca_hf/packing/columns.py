@@ -110,6 +110,7 @@ def open_columns(dataset: Any) -> tuple[dict[str, Column], IntArray]:
         if len(wrong := np.flatnonzero(column.lengths != lengths)):
             raise PackingError(
                 f"row {wrong[0]}: column {name!r} has {column.lengths[wrong[0]]} values for {lengths[wrong[0]]} tokens"
+                " of input_ids; make it of the same tokens, or remove it"
             )
     return dict(columns), lengths
 

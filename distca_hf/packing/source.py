@@ -159,8 +159,8 @@ class DocumentSource:
         if overlong == "error":
             raise PackingError(
                 f"document {first} (row {self._row[first]}) has {tokens[first]} tokens, all ranks together hold "
-                f"{capacity_tokens}{and_more(len(too_long) - 1)}. Use more ranks or tokens_per_rank, or "
-                "choose overlong='split' or 'truncate'."
+                f"{capacity_tokens}{and_more(len(too_long) - 1)}. Raise ranks x tokens_per_rank to {tokens.max()} "
+                "(the longest), or choose overlong='split' or 'truncate'."
             )
         document, start, self.document_tokens = fit_documents(tokens, capacity_tokens, overlong)
         self._row, self._start = self._row[document], self._start[document] + start

@@ -193,9 +193,7 @@ def test_settings_are_given_by_name(error: type[Exception]) -> None:
     ],
 )
 def test_the_nearest_setting_is_named_for_a_misspelt_one(written_name: str, meant: str, tmp_path: Path) -> None:
-    assert f"unknown setting {written_name!r}. Did you mean {meant!r}? Known settings: " in refusal(
-        **{written_name: 1}
-    )
+    assert refusal(**{written_name: 1}).endswith(f"unknown setting {written_name!r}. Did you mean {meant!r}?")
     for text in (f"{written_name}: 1\n", f"plugin:\n  {written_name}: 1\n"):
         with pytest.raises(ConfigError, match=f"settings.yaml: .* Did you mean {meant!r}"):
             DistCAConfig.from_yaml(written(tmp_path, text))
@@ -250,16 +248,16 @@ def test_help_of_the_plugin_begins_with_its_own_words() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "kind"),
     [
-        ("DISTCA_TOKENS_PER_RANK", "many", "int"),
-        ("DISTCA_TOKENS_PER_RANK", "8k", "int"),
-        ("DISTCA_TOKENS_PER_RANK", "8192.0", "int"),
-        ("DISTCA_TOKENS_PER_RANK", "", "int"),
-        ("DISTCA_PREFETCH", "1.5", "int"),
-        ("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "5 minutes", "float"),
-        ("DISTCA_KV_BUDGET_GIB", "4 GiB", "float"),
-        ("DISTCA_DETERMINISTIC", "maybe", "bool"),
-        ("DISTCA_DETERMINISTIC", "2", "bool"),
-        ("DISTCA_DETERMINISTIC", "", "bool"),
+        ("DISTCA_TOKENS_PER_RANK", "many", "a whole number"),
+        ("DISTCA_TOKENS_PER_RANK", "8k", "a whole number"),
+        ("DISTCA_TOKENS_PER_RANK", "8192.0", "a whole number"),
+        ("DISTCA_TOKENS_PER_RANK", "", "a whole number"),
+        ("DISTCA_PREFETCH", "1.5", "a whole number"),
+        ("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "5 minutes", "a number"),
+        ("DISTCA_KV_BUDGET_GIB", "4 GiB", "a number"),
+        ("DISTCA_DETERMINISTIC", "maybe", "yes or no"),
+        ("DISTCA_DETERMINISTIC", "2", "yes or no"),
+        ("DISTCA_DETERMINISTIC", "", "yes or no"),
     ],
 )
 def test_text_that_is_no_value_is_refused_by_variable(
@@ -379,7 +377,7 @@ def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "tokens_per_rank", "plans_in_flight"]),
+        ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "Did you mean 'tokens_per_rank'?"]),
         ("plugin:\n  prefetch: 2\n  Kernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
         ("5: 6\n", ["settings.yaml", "unknown setting 5"]),
         ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),
@@ -488,5 +486,5 @@ def test_the_plugin_warns_of_unknown_environment_settings(
     monkeypatch.setenv("DISTCA_TOKEN_PER_RANK", "4")
     DistCAPlugin()
 
-    assert "DISTCA_TOKEN_PER_RANK is no setting of distca_hf and has no effect" in caplog.text
+    assert "ignoring environment variable DISTCA_TOKEN_PER_RANK: unknown setting of distca_hf" in caplog.text
     assert "did you mean DISTCA_TOKENS_PER_RANK?" in caplog.text

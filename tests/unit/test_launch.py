@@ -69,7 +69,7 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     ),
     "unknown setting": (
         "plugin: {token_per_rank: 5}",
-        ["unknown setting 'token_per_rank'. Did you mean 'tokens_per_rank'?", "prefetch"],
+        ["unknown setting 'token_per_rank'. Did you mean 'tokens_per_rank'?"],
     ),
     "wrong type": ("plugin: {tokens_per_rank: many}", ["tokens_per_rank='many'", "int"]),
     "wrong choice": ("plugin: {overlong: drop}", ["overlong='drop'", "error, split, truncate"]),

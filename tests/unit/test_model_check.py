@@ -263,11 +263,11 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     ),
     "Phi 3 with long rotary embeddings for long documents": (
         long_rotary(LONGEST_TOKENS - 1),
-        ["rope_type 'dynamic' or 'longrope'", "beyond 149 tokens, and documents have up to 150", "use 'yarn'"],
+        ["rope_type 'longrope'", "more than 149 tokens, and they have up to 150", "use 'yarn'"],
     ),
     "Llama with dynamic rotary embeddings": (
         LlamaConfig(rope_parameters=DYNAMIC, **GROUPED),
-        ["rope_type 'dynamic'", "documents have up to 150"],
+        ["rope_type 'dynamic'", "change with the longest document", "use 'yarn'"],
     ),
     "Gemma 3 with dynamic rotary embeddings in one kind of layer": (
         Gemma3TextConfig(
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
             rope_parameters={"full_attention": DYNAMIC, "sliding_attention": rotary("default")},
             **HEADS_OF_16,
         ),
-        ["rope_type 'dynamic'", "documents have up to 150"],
+        ["rope_type 'dynamic'", "change with the longest document", "use 'yarn'"],
     ),
     "Gemma 4": (
         Gemma4TextConfig(sliding_window=512, vocab_size_per_layer_input=VOCABULARY, **HEADS_OF_16),
@@ -605,7 +605,7 @@ def test_document_longer_than_rotary_embeddings_allow_is_refused_when_it_comes()
     short, long = (Dataset.from_dict({"input_ids": [list(range(3, 13)) * tens]}) for tens in (10, 11))
 
     assert model(**next(iter(loader_of(short, LocalTransport())))).loss.isfinite()
-    told = "micro-batch 0: .* beyond 100 tokens, and documents have up to 110"
+    told = "micro-batch 0: .* more than 100 tokens, and they have up to 110"
     with pytest.raises(UnsupportedAttentionError, match=told):
         model(**next(iter(loader_of(long, LocalTransport()))))
 

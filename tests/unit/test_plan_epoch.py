@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
+from distca_hf.flops import StepCost
 from distca_hf.insight.draw import draw_epoch
 from distca_hf.insight.models import preset
 from distca_hf.insight.plan_choices import TOKENS_PER_RANK, Choice, make_choices
 from distca_hf.insight.plan_epoch import MOST_PLANNED_RANKS, pack_in_order, plan_epoch
 from distca_hf.insight.plan_request import PlanRequest
-from distca_hf.insight.plan_time import StepCost
 from distca_hf.integrations import loader
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.packing.epochs import EpochPacker

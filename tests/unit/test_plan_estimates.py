@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.errors import ConfigError
+from distca_hf.flops import Rates, StepCost
 from distca_hf.insight.models import PRESETS, preset
 from distca_hf.insight.plan_epoch import EpochPlans, InOrder
 from distca_hf.insight.plan_estimates import Assumptions
@@ -16,7 +17,7 @@ from distca_hf.insight.plan_memory import TrainingSetup, estimate_memory
 from distca_hf.insight.plan_model import find_model
 from distca_hf.insight.plan_size import ModelSize
 from distca_hf.insight.plan_speed import Speed, estimate_speed
-from distca_hf.insight.plan_time import Rates, StepCost
+from distca_hf.insight.plan_time import step_cost
 from distca_hf.planning.heads import Heads
 from support.commands import REPOSITORY
 
@@ -114,11 +115,11 @@ def test_step_costs_by_hand() -> None:
     attention backward makes five."""
     rates = Rates(matrix=2.0, attention_forward=4.0, attention_backward=5.0)
     pair_flops = 2 * (4 + 4) * 2 * 3
-    saved = StepCost.of(SIZE, SMALL, "saved", rates)
+    saved = step_cost(SIZE, SMALL, "saved", rates)
     assert saved.token_seconds == (2 * 4 * SIZE.layer_parameters + 2 * 3 * 80) / 2
     assert saved.pair_seconds == pair_flops * (1 / 4 + 2.5 / 5)
-    assert StepCost.of(SIZE, SMALL, "recomputed", rates).pair_seconds == pair_flops * (2 / 4 + 2.5 / 5)
-    assert StepCost.of(SIZE, SMALL, "none", rates).token_seconds == (2 * 3 * SIZE.layer_parameters + 480) / 2
+    assert step_cost(SIZE, SMALL, "recomputed", rates).pair_seconds == pair_flops * (2 / 4 + 2.5 / 5)
+    assert step_cost(SIZE, SMALL, "none", rates).token_seconds == (2 * 3 * SIZE.layer_parameters + 480) / 2
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:

@@ -8,7 +8,7 @@ import pytest
 import distca_hf
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
-from distca_hf.flops import StepFlops
+from distca_hf.flops import StepCost
 from distca_hf.integrations.meter import Reading, duration
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.integrations.preview import COUNTED, PLACED, PlacedData, Preview
@@ -26,10 +26,10 @@ TWO = Preview(np.array([100, 100]), np.array([1000, 3000]), np.array([1.5, 3.5])
 
 def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
     # Matrices take 6 x 200 = 1,200, attention 0.7 x 4,000 = 2,800; before it was 0.7 x (1,500 + 10,500) = 8,400.
-    flops = StepFlops.of(1, 1, 0.2).done(recomputes_layers=False, recomputes_attention=False)
+    cost = StepCost(token_seconds=6.0, pair_seconds=0.7)
 
-    assert what_it_brings(TWO, flops, 4, "seen") == (
-        "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is 70% of a step's operations; "
+    assert what_it_brings(TWO, cost, 4, "seen") == (
+        "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is about 70% of a step; "
         "steps should be 2.40 times as fast as in the order of the data (seen)"
     )
 
@@ -163,7 +163,7 @@ def test_loop_of_ones_own_writes_two_lines_and_one_for_every_epoch(caplog: pytes
         f"{distca_hf.__version__}: 1 rank x 512 tokens on 1 node, kernel cpu; 40 documents, {loader.num_tokens:,} "
         f"tokens, longest 150 of 512 possible; {len(loader)} micro-batches per epoch"
     )
-    assert lines_of(caplog)[1].startswith("one rank: there is nothing to balance; attention is ")
+    assert lines_of(caplog)[1].startswith("one rank: there is nothing to balance; attention is about ")
     assert [line.split(" in ")[0] for line in lines_of(caplog)[2:]] == [
         f"epoch {epoch}: {loader.num_tokens:,} tokens" for epoch in range(2)
     ]

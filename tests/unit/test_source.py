@@ -568,7 +568,7 @@ def test_long_document_is_an_error_with_document_row_and_both_lengths() -> None:
     for part in ("document 0 (row 0)", "10 tokens", "hold 8", "1 more", "split", "truncate", "tokens_per_rank"):
         assert part in message
     message = refusal(Dataset.from_dict({"input_ids": LONG}), capacity=22, overlong="error")
-    for part in ("document 2 (row 2)", "23 tokens", "hold 22. Use more ranks"):
+    for part in ("document 2 (row 2)", "23 tokens", "hold 22. Raise ranks x tokens_per_rank to 23"):
         assert part in message
 
 

@@ -19,6 +19,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
     ProgressCallback,
@@ -204,7 +205,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_setting_that_would_make_the_loss_wrong_is_refused_by_name(name: str, make: Callable[..., Trainer]) -> None:
     arguments, told = REFUSED[name]
     trainer = make(**arguments())
-    with pytest.raises(ConfigError, match=f"this Trainer cannot be attached to: .*{told}"):
+    with pytest.raises(ConfigError, match=f"distca_hf cannot be attached to this Trainer: .*{told}"):
         attach(trainer)
 
     assert "get_train_dataloader" not in vars(trainer), "a refused Trainer must be left as it was"
@@ -330,7 +331,7 @@ def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog:
 
     trainer = make(per_device_train_batch_size=4, max_steps=1)
     attach(trainer)
-    assert "per_device_train_batch_size=4 has no effect: a micro-batch is up to 192 tokens" in caplog.text
+    assert "per_device_train_batch_size=4 has no effect: a micro-batch is tokens_per_rank=192 tokens" in caplog.text
     during = record_arguments(trainer)
     trainer.train()
 
@@ -416,6 +417,20 @@ def test_tokens_that_are_not_padding_are_counted(multiple: int, make: Callable[.
     trainer.train()
 
     assert trainer.state.num_input_tokens_seen == 2 * 60
+
+
+def test_packs_on_one_rank_say_that_there_is_nothing_to_balance(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    collator = DataCollatorWithFlattening(return_position_ids=True)
+    trainer = make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)], "data_collator": collator}, max_steps=2)
+    trainer.train()
+
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        f"{distca_hf.__version__}: one rank and packs of its own: there is nothing to balance"
+    ]
+    assert metrics_of(trainer.state.log_history) == [set()] * len(trainer.state.log_history)
 
 
 def test_metrics_report_truncated_documents(make: Callable[..., Trainer]) -> None:

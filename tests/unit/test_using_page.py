@@ -15,11 +15,12 @@ from support.commands import REPOSITORY
 DOCS = REPOSITORY / "docs"
 TEXT = (DOCS / "using.md").read_text()
 ERRORS = (DOCS / "errors.md").read_text()
+SECTIONS = "\n".join((DOCS / f"{name}.md").read_text() for name in ("settings", "log", "errors")).split("\n## ")
 PARTS_OF_MESSAGES = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
 
 
 def section(title: str) -> str:
-    (found,) = (part for part in (TEXT + ERRORS).split("\n## ") if part.startswith(f"{title}\n"))
+    (found,) = (part for part in SECTIONS if part.startswith(f"{title}\n"))
     return found
 
 
@@ -30,7 +31,7 @@ def table(title: str) -> list[list[str]]:
 
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:
-    written = [(name, default) for name, default, _ in table("Settings")]
+    written = [(name, default) for name, default, _ in table("All settings")]
 
     assert written == [
         (f"`{setting.name}`", f"`{setting.metadata['default']}`") for setting in dataclasses.fields(DistCAConfig)
@@ -38,7 +39,7 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
 
 
 def test_choices_of_a_setting_are_named() -> None:
-    meanings = {name.strip("`"): meaning for name, _, meaning in table("Settings")}
+    meanings = {name.strip("`"): meaning for name, _, meaning in table("All settings")}
     for setting in dataclasses.fields(DistCAConfig):
         choices = getattr(setting.type, "__args__", ())
         missing = [choice for choice in choices if f"`{choice}`" not in meanings[setting.name] and choice != "auto"]
@@ -74,6 +75,17 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     quoted = PARTS_OF_MESSAGES.findall(ours)
     assert len(quoted) > 40
     assert [part for part in quoted if part not in said] == []
+
+
+def test_line_of_what_balance_brings_is_that_of_the_code() -> None:
+    (line,) = re.findall(
+        r"\[rank 0\] (attention work of the busiest rank .*) \(means over", section("One log, line by line")
+    )
+    said = "\n".join(messages())
+
+    parts = [re.sub(r"[\d.]+%?", "…", part) for part in line.split("; ")]
+    assert len(parts) == 3
+    assert [part for part in parts if part not in said] == []
 
 
 def test_every_example_is_linked() -> None:

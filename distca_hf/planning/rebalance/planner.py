@@ -1,4 +1,4 @@
-"""Moving tasks: a plan for a layout that must stay as it is, because somebody else packed it.
+"""Moving tasks: a plan for a layout that must stay as it is, because its batches were packed before.
 
 Tokens stay where they are. Ranks with more than their share of the work hand queries to others: heads of their longest
 documents, the latest queries first (`stacks`), since these take most work along for the same bytes. How deep and how

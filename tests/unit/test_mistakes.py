@@ -1,0 +1,546 @@
+"""What newcomers get wrong: each mistake is answered in at most four lines of a terminal, with what is wrong, where,
+and what to do. Mistakes that take two ranks are in `faults/test_mistakes_on_ranks.py`."""
+
+import logging
+import math
+import re
+import signal
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    MambaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import distca_hf
+from distca_hf import run
+from distca_hf.errors import DistCAError
+from distca_hf.integrations.callback import DistCACallback
+from distca_hf.kernels.choose import KERNELS, choose_kernel
+from distca_hf.kernels.interface import AttentionSpec, Job
+from support.commands import REPOSITORY
+from support.data import random_dataset
+from support.models import tiny_config, tiny_model
+from support.training import quiet_arguments
+
+
+Make = Callable[..., Trainer]
+
+TOKENS = 192
+COLUMNS, LINES = 80, 4
+HOPPER = Job("cuda", 9, torch.bfloat16, 8, 8, 128, 128)
+SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Makes a Trainer of a tiny model: its dataset, its model, what else it is given, and its arguments."""
+
+    def make(dataset: Any = None, model: Any = None, given: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
+        args = quiet_arguments(tmp_path / "run", **{"max_steps": 2, "use_cpu": True} | arguments)
+        return Trainer(
+            model=tiny_model(num_hidden_layers=1) if model is None else model,
+            args=TrainingArguments(**args),
+            train_dataset=random_dataset(40) if dataset is None else dataset,
+            **given or {},
+        )
+
+    return make
+
+
+def attach(trainer: Trainer, **settings: Any) -> Trainer:
+    distca_hf.DistCAPlugin(**{"tokens_per_rank": TOKENS} | settings).attach(trainer)
+    return trainer
+
+
+def rows(*lengths: int, **columns: Any) -> Dataset:
+    """Documents of these lengths."""
+    return Dataset.from_dict({"input_ids": [[3] * length for length in lengths], **columns})
+
+
+def model_of(config: Any) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+
+
+# --- mistakes, each made as a newcomer makes it
+
+
+def model_for_sdpa(make: Make) -> None:
+    attach(make(model=tiny_model(implementation="sdpa")))
+
+
+def loop_without_enable(make: Make) -> None:
+    loader = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS).dataloader(random_dataset(40))
+    tiny_model()(**next(iter(loader)))
+
+
+def collator_of_ones_own(make: Make) -> None:
+    attach(make(given={"data_collator": lambda documents: documents}))
+
+
+def batch_size(make: Make) -> None:
+    attach(make(per_device_train_batch_size=4))
+
+
+def stream(make: Make) -> None:
+    attach(make(IterableDataset.from_generator(lambda: iter([]))))
+
+
+def list_of_rows(make: Make) -> None:
+    attach(make([{"input_ids": [1, 2]}]))
+
+
+def dataset_of_torch(make: Make) -> None:
+    attach(make(torch.utils.data.TensorDataset(torch.ones(3))))
+
+
+def texts(make: Make) -> None:
+    attach(make(Dataset.from_dict({"text": ["a"]})))
+
+
+def no_label(make: Make) -> None:
+    attach(make(rows(3, 3, labels=[[-100] * 3] * 2))).train()
+
+
+def labels_of_other_tokens(make: Make) -> None:
+    attach(make(rows(41, labels=[[3] * 40])))
+
+
+def padded_rows(make: Make) -> None:
+    attach(make(rows(5, 5, attention_mask=[[1] * 5, [1, 1, 1, 0, 0]]))).train()
+
+
+def refused_model(config: Any, make: Make) -> None:
+    attach(make(model=model_of(config)))
+
+
+def rope_of_batches(make: Make) -> None:
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    refused_model(tiny_config("llama", rope_parameters=parameters), make)
+
+
+def document_too_long(make: Make) -> None:
+    attach(make(rows(5, 500, 300)))
+
+
+def callback_and_attach(make: Make) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)
+    plugin.attach(make(given={"callbacks": [DistCACallback(plugin)]}))
+
+
+def several_gpus_in_one_process(make: Make) -> None:
+    trainer = make()
+    trainer.args._n_gpu = 2
+    attach(trainer)
+
+
+def loader_workers(make: Make) -> None:
+    attach(make(dataloader_num_workers=4))
+
+
+def resume_from_nothing(make: Make) -> None:
+    attach(make()).train(resume_from_checkpoint=True)
+
+
+def resume_from_another_training(make: Make) -> None:
+    plain = make(rows(5, 9, labels=[[3] * 5, [3] * 9]), save_strategy="steps", save_steps=1, max_steps=1)
+    plain.train()
+    attach(make()).train(resume_from_checkpoint=True)
+
+
+def misspelt_setting(make: Make) -> None:
+    distca_hf.DistCAPlugin(token_per_rank=65536)
+
+
+def missing_package(make: Make) -> None:
+    choose_kernel("flash2", HOPPER, AttentionSpec(1.0))
+
+
+def number_as_text(make: Make) -> None:
+    distca_hf.DistCAPlugin(tokens_per_rank="65536")  # type: ignore[arg-type]
+
+
+def kernel_of_transformers(make: Make) -> None:
+    distca_hf.DistCAPlugin(kernel="flash_attention_2")  # type: ignore[arg-type]
+
+
+def evaluation_that_does_not_pad(make: Make) -> None:
+    dataset = rows(41, 57, labels=[[3] * 41, [3] * 57])
+    attach(make(given={"eval_dataset": dataset}, eval_strategy="steps", per_device_eval_batch_size=8))
+
+
+def evaluation_without_labels(make: Make) -> None:
+    attach(make(given={"eval_dataset": rows(41)}, eval_strategy="steps", per_device_eval_batch_size=1))
+
+
+def setting_without_a_name(make: Make) -> None:
+    distca_hf.DistCAPlugin(65536)  # type: ignore[misc]
+
+
+def attach_to_a_model(make: Make) -> None:
+    distca_hf.DistCAPlugin().attach(tiny_model())  # type: ignore[arg-type]
+
+
+def plugin_as_callback(make: Make) -> None:
+    make(given={"callbacks": [distca_hf.DistCAPlugin()]})
+
+
+def longer_than_the_model_knows(make: Make) -> None:
+    attach(make(rows(150), model=tiny_model(max_position_embeddings=100)))
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C in the first step."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def keyboard_interrupt(make: Make) -> None:
+    trainer = attach(make())
+    trainer.callback_handler.callbacks.insert(0, Interrupt())
+    with pytest.raises(SystemExit):
+        trainer.train()
+
+
+# What is wrong, where, what to do; numbers are those of the study of newcomers.
+TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
+    "03 a model for sdpa": (
+        model_for_sdpa,
+        "uses attn_implementation='sdpa'",
+        "LlamaForCausalLM",
+        'load it with from_pretrained(..., attn_implementation="distca") after `import distca_hf`',
+    ),
+    "04 enable is forgotten": (
+        loop_without_enable,
+        "a model that was not enabled: its loss would be wrong",
+        "a batch of plugin.dataloader",
+        "Call distca_hf.enable(model, plugin) before",
+    ),
+    "06 a collator of one's own": (
+        collator_of_ones_own,
+        "would not be called",
+        "its data collator",
+        "Let the dataset hold what it makes",
+    ),
+    "07 a batch size": (batch_size, "has no effect", "per_device_train_batch_size=4", "tokens_per_rank=192"),
+    "08 a stream": (
+        stream,
+        "cannot be packed by placement",
+        "an IterableDataset",
+        "Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream))",
+    ),
+    "09 a list": (list_of_rows, "expected a tokenised datasets.Dataset", "not list", "datasets.Dataset.from_list"),
+    "09 a dataset of torch": (
+        dataset_of_torch,
+        "expected a tokenised datasets.Dataset",
+        "not TensorDataset",
+        "from_generator make one",
+    ),
+    "10 texts": (texts, "no column 'input_ids', only ['text']", "the dataset", "tokenise it first"),
+    "11 nothing to learn": (no_label, "no label to learn", "micro-batch 0", "look at the dataset's labels and masks"),
+    "12 labels of other tokens": (
+        labels_of_other_tokens,
+        "has 40 values for 41 tokens of input_ids",
+        "row 0: column 'labels'",
+        "make it of the same tokens, or remove it",
+    ),
+    "13 padded rows": (
+        padded_rows,
+        "the dataset is padded",
+        "row 1: attention_mask is 0 at token 3",
+        "Tokenise it without padding",
+    ),
+    "14 Gemma 2": (
+        partial(refused_model, Gemma2Config(**SMALL)),
+        "attn_logit_softcapping=50.0 is not computed",
+        "Gemma2ForCausalLM",
+        "Else train it without distca_hf",
+    ),
+    "14 GPT-OSS": (
+        partial(refused_model, GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
+        "sliding window 128 is shorter than documents of 150 tokens",
+        "model.layers.0.self_attn",
+        "Else train it without distca_hf",
+    ),
+    "14 Mamba": (
+        partial(refused_model, MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=9)),
+        "none of its layers looks attention up by name",
+        "layers [0, 1, 2] and 6 more",
+        "Else train it without distca_hf",
+    ),
+    "14 Bloom": (
+        partial(refused_model, BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=2)),
+        "it would ignore attn_implementation",
+        "BloomForCausalLM",
+        "Else train it without distca_hf",
+    ),
+    "14 dynamic RoPE": (
+        rope_of_batches,
+        "its rotary frequencies (rope_type 'dynamic') change",
+        "LlamaForCausalLM",
+        "use 'yarn' or 'default'",
+    ),
+    "15 a document that is too long": (
+        document_too_long,
+        "has 500 tokens, all ranks together hold 192 (and 1 more like it)",
+        "document 1 (row 1)",
+        "Raise ranks x tokens_per_rank to 500",
+    ),
+    "16 callback and attach": (
+        callback_and_attach,
+        "attach brings one",
+        "DistCACallback",
+        "leave it out of callbacks",
+    ),
+    "20 several GPUs in one process": (
+        several_gpus_in_one_process,
+        "DataParallel over 2 GPUs in one process",
+        "this Trainer",
+        "launch one process per GPU: torchrun --nproc-per-node 2",
+    ),
+    "21 workers of a loader": (loader_workers, "no effect", "dataloader_num_workers", "setting prefetch"),
+    "23 nothing to resume from": (
+        resume_from_nothing,
+        "there is no checkpoint to resume from",
+        "run",
+        "leave resume_from_checkpoint out",
+    ),
+    "23 a checkpoint without a position": (
+        resume_from_another_training,
+        "holds no position in placed batches",
+        "the checkpoint of step 1",
+        "ignore_data_skip=True begins the data anew",
+    ),
+    "24 a misspelt setting": (
+        misspelt_setting,
+        "unknown setting 'token_per_rank'",
+        "DistCAPlugin",
+        "Did you mean 'tokens_per_rank'?",
+    ),
+    "26 a missing package": (
+        missing_package,
+        "flash2 is not installed",
+        "kernel='flash2'",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    "27 a number as a text": (number_as_text, "not str", "tokens_per_rank='65536'", "must be of type int"),
+    "28 a kernel's name in Transformers": (
+        kernel_of_transformers,
+        "must be one of auto, flash4",
+        "kernel='flash_attention_2'",
+        "flash_attention_2 is 'flash2' here",
+    ),
+    "29 evaluation that does not pad": (
+        evaluation_that_does_not_pad,
+        "cannot put rows of 41 and 57 tokens into one batch",
+        "the evaluation dataset",
+        "Set evaluate='distca' or per_device_eval_batch_size=1, or give Trainer a collator that pads",
+    ),
+    "30 evaluation without labels": (
+        evaluation_without_labels,
+        "makes no 'labels'",
+        "the evaluation dataset",
+        "add a column 'labels', or set evaluate='distca'",
+    ),
+    "31 a setting without a name": (
+        setting_without_a_name,
+        "65536 has no name",
+        "DistCAPlugin",
+        "for example tokens_per_rank=65536",
+    ),
+    "31 attach to a model": (
+        attach_to_a_model,
+        "takes a Trainer",
+        "not LlamaForCausalLM",
+        "call distca_hf.enable(model, plugin)",
+    ),
+    "31 a plugin as callback": (
+        plugin_as_callback,
+        "is no callback",
+        "a DistCAPlugin",
+        "call plugin.attach(trainer)",
+    ),
+    "33 longer than the model knows": (
+        longer_than_the_model_knows,
+        "has 150 tokens, and the model was made for 100 (max_position_embeddings)",
+        "the training dataset",
+        "Scale them (rope_parameters, 'yarn'), or split documents",
+    ),
+    "35 Ctrl-C": (
+        keyboard_interrupt,
+        "SIGINT on rank 0; saving a checkpoint and leaving",
+        "step 1",
+        "Ctrl-C again leaves without it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_mistake_is_answered_with_what_where_and_what_to_do(
+    name: str, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    mistake, what, where, do = TOLD[name]
+    caplog.set_level(logging.WARNING, "distca_hf")
+    try:
+        mistake(make)
+        (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if what in text]
+    except DistCAError as error:
+        message = str(error)
+
+    assert [part for part in (what, where, do) if part not in message] == [], message
+    assert len(textwrap.wrap(message, COLUMNS)) <= LINES, message
+
+
+# --- those that other packages answer: the page of errors quotes them
+
+
+def not_imported(make: Make) -> None:
+    """Transformers says the same whatever name it does not know."""
+    tiny_model(implementation="distka")
+
+
+def attach_is_forgotten(make: Make) -> None:
+    make().train()
+
+
+def falcon(make: Make) -> None:
+    model_of(FalconConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "do"),
+    [
+        (not_imported, "import it first"),
+        (attach_is_forgotten, "plugin.attach(trainer)"),
+        (falcon, "flash_attention_2"),
+    ],
+    ids=["01 import is forgotten", "02 attach is forgotten", "14b Falcon"],
+)
+def test_error_of_another_package_is_on_the_page_of_errors(
+    mistake: Callable[[Make], None], do: str, make: Make
+) -> None:
+    page = (REPOSITORY / "docs" / "errors.md").read_text().partition("## Before distca_hf")[2].partition("\n## ")[0]
+    quoted = {
+        parts[0].strip(" `"): parts[2] for row in page.splitlines() if len(parts := row.strip("|").split("|")) > 2
+    }
+    with pytest.raises(Exception) as caught:  # noqa: PT011  whatever the other package raises
+        mistake(make)
+    said = f"{type(caught.value).__name__}: {caught.value}".replace("distka", "distca").replace("`", "")
+
+    (advice,) = [advice for begin, advice in quoted.items() if begin.rstrip("… ") in said]
+    assert do in advice
+
+
+# --- a command line of its own
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "told"),
+    [
+        ("", ["--recipe", "cpu_2proc", "lora"], "is a configuration of Accelerate, no recipe"),
+        ("plugin: {", ["--recipe", "recipe.yaml", "lora"], "cannot read recipe.yaml"),
+        ("plugins: {}", ["--recipe", "recipe.yaml", "lora"], "unknown section 'plugins'. Did you mean 'plugin'?"),
+        ("plugin: {}", ["--recipe", "recipe.yaml"], "expected a script"),
+        ("", ["lora"], "expected one --recipe, got 0"),
+        ("plugin: {token_per_rank: 1}", ["--recipe", "recipe.yaml", "lora"], "Did you mean 'tokens_per_rank'?"),
+    ],
+)
+def test_wrong_recipe_is_answered_before_anything_is_imported(
+    recipe: str,
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(recipe)
+    with pytest.raises(SystemExit) as caught:
+        run.main(words)
+    said = capsys.readouterr().err
+
+    assert caught.value.code == 2
+    assert told in said
+    assert sum(len(textwrap.wrap(line, COLUMNS)) for line in said.splitlines()) <= LINES + 1, said
+
+
+# --- what only looks like a mistake
+
+
+def test_packages_that_are_missing_are_named_with_how_to_install_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """26: the kernel of torch computes where no other is installed, and says so."""
+    monkeypatch.setattr("distca_hf.kernels.choose.try_out", lambda *arguments: None)
+    choose_kernel.cache_clear()
+    try:
+        choose_kernel("auto", HOPPER, AttentionSpec(1.0))
+    finally:
+        choose_kernel.cache_clear()
+    (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "replaces" in text]
+
+    assert "attention kernel torch_varlen replaces a faster one" in message
+    assert all(KERNELS[name].install in message for name in ("flash4", "flash3", "flash2"))
+    assert len(textwrap.wrap(message, COLUMNS)) <= LINES
+
+
+def test_attaching_twice_counts_once(make: Make) -> None:
+    """16: the last plugin counts, and each callback is there once."""
+    trainer = attach(attach(make()))
+    kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+    assert (kinds.count("DistCACallback"), kinds.count("LeaveOnSignal")) == (1, 1)
+
+
+def test_attaching_after_a_training_changes_the_next_one(make: Make) -> None:
+    """17."""
+    trainer = make(rows(5, 9, labels=[[3] * 5, [3] * 9]))
+    trainer.train()
+    attach(trainer).train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+
+    assert len(logs) == 2
+    assert all(any(name.startswith("distca/") for name in log) for log in logs)
+
+
+def test_half_precision_on_a_cpu_trains(make: Make) -> None:
+    """19."""
+    trainer = attach(make(fp16=True))
+    trainer.train()
+
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
+
+
+def test_steps_are_optimizer_steps_under_accumulation(make: Make) -> None:
+    """22."""
+    trainer = attach(make(max_steps=3, gradient_accumulation_steps=2))
+    trainer.train()
+
+    assert trainer.state.global_step == 3
+    assert trainer.state.epoch == pytest.approx(3 / math.floor(len(trainer.get_train_dataloader()) / 2))
+
+
+def test_all_errors_can_be_imported_from_the_package() -> None:
+    """34."""
+    named = re.findall(r"^\| `(\w+Error)` \|", (REPOSITORY / "docs" / "errors.md").read_text(), re.MULTILINE)
+
+    assert "NotFiniteError" in named
+    assert [name for name in named if not issubclass(getattr(distca_hf, name), DistCAError)] == []
