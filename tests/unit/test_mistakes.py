@@ -30,7 +30,7 @@ import distca_hf
 from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.callback import DistCACallback
-from distca_hf.kernels.choose import KERNELS, choose_kernel
+from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job
 from support.commands import REPOSITORY
 from support.data import random_dataset
@@ -487,7 +487,7 @@ def test_packages_that_are_missing_are_named_with_how_to_install_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """26: the kernel of torch computes where no other is installed, and says so."""
-    monkeypatch.setattr("distca_hf.kernels.choose.try_out", lambda *arguments: None)
+    monkeypatch.setattr("distca_hf.kernels.registry.try_out", lambda *arguments: None)
     choose_kernel.cache_clear()
     try:
         choose_kernel("auto", HOPPER, AttentionSpec(1.0))
