@@ -30,8 +30,8 @@ import distca_hf
 from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.callback import DistCACallback
-from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.registry import KERNELS, choose_kernel, chosen_kernel
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_config, tiny_model
@@ -488,11 +488,11 @@ def test_packages_that_are_missing_are_named_with_how_to_install_them(
 ) -> None:
     """26: the kernel of torch computes where no other is installed, and says so."""
     monkeypatch.setattr("distca_hf.kernels.registry.try_out", lambda *arguments: None)
-    choose_kernel.cache_clear()
+    chosen_kernel.cache_clear()
     try:
         choose_kernel("auto", HOPPER, AttentionSpec(1.0))
     finally:
-        choose_kernel.cache_clear()
+        chosen_kernel.cache_clear()
     (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "replaces" in text]
 
     assert "attention kernel torch_varlen replaces a faster one" in message
