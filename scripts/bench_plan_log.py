@@ -76,7 +76,7 @@ def train(lengths: np.ndarray, tokens_per_rank: int) -> list[dict[str, Any]]:
             use_cpu=True,
         )
         trainer = Trainer(model=model, args=args, train_dataset=dataset)
-        distca_hf.DistCAPlugin(tokens_per_rank=tokens_per_rank).attach(trainer)
+        distca_hf.DistCAPlugin(tokens_per_rank=tokens_per_rank, metrics="all").attach(trainer)
         trainer.train()
     return [log for log in trainer.state.log_history if "loss" in log]
 

@@ -48,9 +48,11 @@ class ShownOnce:
         shown_by = first_rank_with(words, rank)
         if shown_by != rank:
             self._point(f"ends with the same {kind.__name__} as rank {shown_by}, which shows it")
-        elif isinstance(error, PeerLostError):  # names the rank whose error it is; where this one waited says nothing
-            self._point(words)
-        else:
+            return
+        self._point(words)  # before a traceback of many lines
+        if not isinstance(
+            error, PeerLostError
+        ):  # names the rank whose error it is; where this one waited says nothing
             self._earlier(kind, error, trace)
 
     def _point(self, words: str) -> None:

@@ -46,7 +46,7 @@ def compare_table(report: PlanReport, columns: int) -> RenderableType:
             else (largest,)
         )
         table.add_row(spoken(name), f"{figures.imbalance:.3f}", *cells)
-    return block("the same documents, run otherwise", table, NOTES)
+    return block("other ways to run the same documents", table, NOTES)
 
 
 def spoken(name: str) -> str:

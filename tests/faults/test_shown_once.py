@@ -48,19 +48,23 @@ def test_error_of_all_ranks_is_shown_by_one_and_the_others_point_there(tmp_path:
     assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1]
     (first,) = (rank for rank, (traced, _) in enumerate(shown(outcomes)) if traced)
     told = f"ends with the same ConfigError as rank {first}, which shows it"
+    message = f"[rank {first}] ConfigError: rank {first}, micro-batch 3: tokens_per_rank=5 is too small"
     assert shown(outcomes) == [
-        (True, []) if rank == first else (False, [f"[rank {rank}] {told}"]) for rank in range(3)
+        (True, [message]) if rank == first else (False, [f"[rank {rank}] {told}"]) for rank in range(3)
     ]
 
 
 def test_errors_that_differ_are_all_shown(tmp_path: Path) -> None:
-    assert shown(start_ranks(2, _raise, tmp_path, "own")) == [(True, []), (True, [])]
+    lines = [[f"[rank {rank}] PackingError: row {rank} is empty"] for rank in range(2)]
+
+    assert shown(start_ranks(2, _raise, tmp_path, "own")) == [(True, line) for line in lines]
 
 
 def test_rank_that_lost_another_points_to_it_in_one_line(tmp_path: Path) -> None:
-    line = "[rank 0] PeerLostError: rank 0, micro-batch 3: rank 1 left: PackingError: row 5 is empty"
+    lost = "[rank 0] PeerLostError: rank 0, micro-batch 3: rank 1 left: PackingError: row 5 is empty"
+    own = "[rank 1] PackingError: row 5 is empty"
 
-    assert shown(start_ranks(2, _raise, tmp_path, "lost")) == [(False, [line]), (True, [])]
+    assert shown(start_ranks(2, _raise, tmp_path, "lost")) == [(False, [lost]), (True, [own])]
 
 
 def test_errors_of_somebody_else_are_shown_as_ever(tmp_path: Path) -> None:
@@ -91,6 +95,8 @@ def test_summary_of_the_launcher_shows_the_message(tmp_path: Path) -> None:
     assert "To enable traceback see" not in summary
     of_ranks = ended.stderr.count("Traceback (most recent call last)") - 1  # one is of the launcher itself
     assert of_ranks == 1, ended.stderr
+    before = ended.stderr.partition("Traceback (most recent call last)")[0]
+    assert "ConfigError: tokens_per_rank=0 must be at least 1" in before, "the message comes first"
 
 
 # --- in one process

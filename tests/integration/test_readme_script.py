@@ -1,6 +1,7 @@
 """The script in README, run as it is printed there, on two CPU processes with a small model and tokenizer."""
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
-from distca_hf.shipped import RECIPES
-from support.commands import REPOSITORY
+from distca_hf.cli import app
+from distca_hf.shipped import EXAMPLES, RECIPES
+from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.scripts import run_script
 from support.texts import END, WORDS, save_word_model, write_documents
 
@@ -31,7 +34,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 def script() -> str:
-    (code,) = re.findall(r"```python\n(# train\.py .*?)```", TEXT, re.DOTALL)
+    (code,) = re.findall(r"```python\n(\"\"\"train\.py .*?)```", TEXT, re.DOTALL)
     return str(code)
 
 
@@ -72,10 +75,37 @@ def test_new_lines_of_the_script_are_marked() -> None:
     assert sum("distca" in line for line in script().splitlines()) == 3
 
 
-def test_launch_lines_name_a_shipped_recipe_and_the_script() -> None:
-    lines = [line for line in TEXT.splitlines() if "train.py MODEL DOCUMENTS" in line and not line.startswith("#")]
-    (recipe,) = re.findall(r"\$\(distca recipes (\w+)\)", lines[0])
+def test_script_comes_with_the_package() -> None:
+    assert EXAMPLES.find("train").read_text() == script()
+
+
+def test_launch_lines_are_those_of_the_script() -> None:
+    lines = [line for line in TEXT.splitlines() if line.endswith("MODEL DOCUMENTS") or "MODEL DOCUMENTS  " in line]
 
     assert len(lines) == 2
-    assert f"accelerate/{recipe}" in RECIPES.files()
     assert all(shlex.split(line, comments=True)[-3:] == ["train.py", "MODEL", "DOCUMENTS"] for line in lines)
+
+
+def test_files_that_commands_name_come_with_the_package() -> None:
+    named = re.findall(r"\$\(distca (\w+) (\w+)\)", TEXT)
+
+    assert {kind for kind, _ in named} == {"recipes", "examples"}
+    assert all((RECIPES if kind == "recipes" else EXAMPLES).find(name).is_file() for kind, name in named)
+
+
+def test_lines_that_train_from_a_recipe_can_be_launched() -> None:
+    lines = [shlex.split(line, comments=True)[1:] for line in TEXT.splitlines() if line.startswith("distca train")]
+
+    assert len(lines) == 3
+    for words in lines:
+        shown = CliRunner().invoke(app, [*words, "--dry-run"])
+        assert (shown.exit_code, shown.output.split()[:2]) == (0, ["accelerate", "launch"]), shown.output
+
+
+def test_line_that_collects_documents_makes_a_long_and_many_short_ones(tmp_path: Path) -> None:
+    (program,) = re.findall(r"^(python -c '.*?' > documents\.jsonl)$", TEXT, re.MULTILINE | re.DOTALL)
+    run_command(["bash", "-c", program], cwd=tmp_path, PATH=f"{SCRIPTS}:{os.environ['PATH']}")
+    lengths = [len(json.loads(line)["text"]) for line in (tmp_path / "documents.jsonl").read_text().splitlines()]
+
+    assert len(lengths) > 15
+    assert max(lengths) > 5 * sum(lengths) / len(lengths)

@@ -1,6 +1,7 @@
 """What newcomers get wrong: each mistake is answered in at most four lines of a terminal, with what is wrong, where,
 and what to do. Mistakes that take two ranks are in `faults/test_mistakes_on_ranks.py`."""
 
+import dataclasses
 import logging
 import math
 import re
@@ -31,7 +32,7 @@ from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.callback import DistCACallback
 from distca_hf.kernels.interface import AttentionSpec, Job
-from distca_hf.kernels.registry import KERNELS, choose_kernel, chosen_kernel
+from distca_hf.kernels.registry import KERNELS, choose_kernel
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_config, tiny_model
@@ -488,14 +489,10 @@ def test_packages_that_are_missing_are_named_with_how_to_install_them(
 ) -> None:
     """26: the kernel of torch computes where no other is installed, and says so."""
     monkeypatch.setattr("distca_hf.kernels.registry.try_out", lambda *arguments: None)
-    chosen_kernel.cache_clear()
-    try:
-        choose_kernel("auto", HOPPER, AttentionSpec(1.0))
-    finally:
-        chosen_kernel.cache_clear()
-    (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "replaces" in text]
+    choose_kernel("auto", dataclasses.replace(HOPPER, num_heads=3, num_kv_heads=3), AttentionSpec(1.0))
+    (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "faster one" in text]
 
-    assert "attention kernel torch_varlen replaces a faster one" in message
+    assert "attention kernel torch_varlen, not a faster one" in message
     assert all(KERNELS[name].install in message for name in ("flash4", "flash3", "flash2"))
     assert len(textwrap.wrap(message, COLUMNS)) <= LINES
 

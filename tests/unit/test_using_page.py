@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from distca_hf import errors
 from distca_hf.config import DistCAConfig
+from distca_hf.insight.models import preset
+from distca_hf.insight.plan_memory import TrainingSetup, estimate_memory
 from distca_hf.integrations import meter
 from support.commands import REPOSITORY
 
@@ -86,6 +88,25 @@ def test_line_of_what_balance_brings_is_that_of_the_code() -> None:
     parts = [re.sub(r"[\d.]+%?", "…", part) for part in line.split("; ")]
     assert len(parts) == 3
     assert [part for part in parts if part not in said] == []
+
+
+def test_memory_on_the_page_of_sizes_is_estimated() -> None:
+    """Keys of other ranks depend on documents, and are left out here: at most `kv_budget_gib` and those of a layer."""
+    head, *rows = [
+        row for row in (DOCS / "sizes.md").read_text().splitlines() if re.match(r"\| (T|[\d,]+|\*.*) \|", row)
+    ]
+    ranks = [int(cell) for cell in re.findall(r"(\d+) GPUs", head)]
+    llama, liger, compared = preset("llama3-8b"), True, 0
+    for row in rows:
+        tokens, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        liger = liger and tokens != "*without*"
+        for num_ranks, gib in zip(ranks, cells, strict=False):
+            if gib:
+                setup = TrainingSetup(num_ranks, liger=liger)
+                memory = estimate_memory(llama.size, llama.heads, setup, int(tokens.replace(",", "")))
+                assert 0 <= float(gib) + 0.5 - memory.total / 2**30 <= 5, row
+                compared += 1
+    assert compared == 32
 
 
 def test_every_example_is_linked() -> None:

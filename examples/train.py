@@ -1,0 +1,33 @@
+"""train.py MODEL DOCUMENTS: a model's folder or name, and a .jsonl file with a "text" on every line."""
+
+import sys
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import distca_hf  #! before the model is loaded
+
+
+name, documents = sys.argv[1:]
+on_cpu = not torch.cuda.is_available()
+args = TrainingArguments("output", learning_rate=1e-5, bf16=True, logging_steps=1, use_cpu=on_cpu)
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")  #!
+
+
+def tokenise(rows):  # whole documents, without padding; few tokenizers add the end by themselves
+    ids = tokenizer(rows["text"])["input_ids"]
+    return {"input_ids": [[*document, tokenizer.eos_token_id] for document in ids]}
+
+
+with args.main_process_first():  # the other ranks read what the first has written
+    texts = load_dataset("json", data_files=documents, split="train")
+    tokenised = texts.map(tokenise, batched=True, remove_columns=texts.column_names)
+data = tokenised.train_test_split(test_size=0.05, seed=0)
+
+trainer = Trainer(model, args, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer)
+distca_hf.DistCAPlugin(tokens_per_rank=16384, evaluate="distca").attach(trainer)  #!
+trainer.train()
+trainer.log_metrics("eval", trainer.evaluate())
+trainer.save_model()  # an ordinary model, with its tokenizer
