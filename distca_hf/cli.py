@@ -137,7 +137,7 @@ def plan(
         str | None,
         typer.Option(
             help="llama3-8b (the default) or another name of the table, a model type or class of Transformers (qwen3, "
-            "Qwen3ForCausalLM: its default sizes), or the path of a config.json or of its folder"
+            "Qwen3ForCausalLM: its default sizes), the path of a config.json or of its folder, or a name on the Hub"
         ),
     ] = None,
     model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
