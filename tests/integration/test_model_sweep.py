@@ -44,13 +44,13 @@ def rows(page: str) -> dict[str, tuple[str, str, str]]:
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    return importlib.import_module("model_sweep")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
+    return importlib.import_module("sweep")
 
 
 def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
     out = tmp_path / "models.md"
-    run_script(1, tmp_path, ["scripts/model_sweep.py", "--only", *SOME, "--out", out])
+    run_script(1, tmp_path, ["scripts/models/sweep.py", "--only", *SOME, "--out", out])
     page = out.read_text()
     found = rows(page)
 
@@ -97,7 +97,7 @@ def test_error_that_is_no_refusal_is_noticed(name: str, sweep: ModuleType, monke
 def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sweep, "examine", lambda config_class: sweep.Outcome("A", "a", sweep.WRONG, "0.1"))
     monkeypatch.setattr(sweep, "be_quiet", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["model_sweep.py", "--only", "llama", "--out", str(tmp_path / "page.md")])
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--only", "llama", "--out", str(tmp_path / "page.md")])
     with pytest.raises(SystemExit) as ended:
         sweep.main()
 
