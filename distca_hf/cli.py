@@ -1,7 +1,5 @@
 """The `distca` command."""
 
-import importlib.metadata
-import platform
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.core import TyperCommand
 
 from distca_hf.config import is_launched
@@ -24,18 +21,6 @@ app = typer.Typer(
     help="Core attention disaggregation for Hugging Face.",
     epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384",
     no_args_is_help=True,
-)
-
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "trl",
-    "peft",
-    "deepspeed",
-    "flash-attn-4",
-    "flash-attn",
 )
 
 
@@ -152,7 +137,7 @@ def plan(
         str | None,
         typer.Option(
             help="llama3-8b (the default) or another name of the table, a model type or class of Transformers (qwen3, "
-            "Qwen3ForCausalLM: its default sizes), or the path of a config.json or of its folder"
+            "Qwen3ForCausalLM: its default sizes), the path of a config.json or of its folder, or a name on the Hub"
         ),
     ] = None,
     model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
@@ -228,24 +213,9 @@ def plan(
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
-    import torch
+    from distca_hf.insight.environment import print_environment
 
-    from distca_hf.kernels.choose import KERNELS
-
-    console = Console()
-    versions = Table("package", "version", title=f"distca_hf {__version__}, Python {platform.python_version()}")
-    for package in PACKAGES:
-        try:
-            versions.add_row(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            versions.add_row(package, "-")
-    console.print(versions)
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] or ["CPU only"]
-    console.print(f"devices: {', '.join(devices)}")
-    kernels = Table("kernel", "runs on", "here", title="attention kernels, in order of preference")
-    for kernel, entry in KERNELS.items():
-        kernels.add_row(kernel, entry.capabilities.device_type or "any device", entry.missing() or "available")
-    console.print(kernels)
+    print_environment(Console())
 
 
 def main() -> None:

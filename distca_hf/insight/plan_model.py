@@ -21,26 +21,56 @@ FLOPS_OF_WEIGHT = 2  # of one token, forward
 
 
 def find_model(name: str) -> ModelShape:
-    """Returns the model of a preset's name, a path of a config.json or of its folder, or a type or class of
-    Transformers.
+    """Returns the model of a preset's name, a path of a config.json or of its folder, a type or class of Transformers,
+    or a name on the Hub (of which only the configuration is loaded).
 
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.
     """
     if name.lower() in PRESETS:
         return preset(name)
-    if name.endswith(".json") or Path(name).is_dir():
+    if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return read_model(Path(name))
+    if "/" in name:
+        return _shape_of(_load(name), name, f"the configuration of {name}")
     model_type = _type_of(name)
     if model_type is None:
         return preset(name)  # raises, and names all
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type).get_text_config()
+    config = AutoConfig.for_model(model_type)
+    return _shape_of(config, f"{model_type} (default sizes)", f"the default configuration of {model_type}")
+
+
+def _load(name: str) -> "PretrainedConfig":
+    """Loads a configuration from the Hub, or from its cache.
+
+    Raises:
+        ConfigError: there is none, or the Hub cannot be reached.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # of the network, the Hub, or the file
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
+            f"cannot be reached: {reason}"
+        ) from error
+
+
+def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
+    """Returns shape and size of what a configuration of Transformers describes.
+
+    Raises:
+        ConfigError: a value is missing or wrong, or there is no causal language model of it.
+    """
+    config = whole.get_text_config()
     others = {name: getattr(config, name) for name in config.attribute_map}  # GPT-2 writes n_head
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
-    shape = shape_of_config({"dtype": "bfloat16", **values}, model_type, f"the default configuration of {model_type}")
-    return replace(shape, name=f"{model_type} (default sizes)", size=_count(config, name))
+    dtype = str(values.get("dtype") or "bfloat16").removeprefix("torch.")
+    return replace(shape_of_config({**values, "dtype": dtype}, name, where), size=_count(config, name))
 
 
 def read_model(path: Path) -> ModelShape:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -341,6 +342,20 @@ def test_distca_env_shows_versions_and_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert all(kernel in shown.output for kernel in KERNELS)
     assert "devices: " in shown.output
     assert "available" in shown.output
+
+
+def test_distca_env_shows_gpus_and_the_libraries_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30, major=9, minor=0)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    shown = CliRunner().invoke(app, ["env"]).output
+
+    assert "devices: 2 GPUs" in shown
+    assert "GPU 1: NVIDIA H200, 141 GiB, compute capability 9.0" in shown
+    assert "NCCL 2.27.5" in shown
 
 
 def test_distca_without_command_shows_help() -> None:

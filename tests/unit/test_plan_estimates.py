@@ -1,6 +1,7 @@
 """Estimates of distca plan: speed and memory beside what was measured, and by hand."""
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -103,6 +104,30 @@ def test_models_of_transformers_are_found_by_type_and_class(name: str) -> None:
     if name == "deepseek_v3":
         assert found.size.parameters == 671_026_404_352
         assert found.size.layer_parameters < found.size.parameters / 15  # eight of 256 experts
+
+
+def test_a_name_on_the_hub_is_read_from_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=2, dtype="float16")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: config)
+    found = find_model("somebody/something")
+    assert (found.name, found.number_bytes) == ("somebody/something", 2)
+    assert found.size is not None
+    assert found.size.layers == 2
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name} is not there\nand much more")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r"no such folder with a config\.json.*is not there$"):
+        find_model("somebody/something")
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("llama").name == "llama (default sizes)"
 
 
 def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:

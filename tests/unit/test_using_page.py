@@ -80,9 +80,8 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 
 
 def test_line_of_what_balance_brings_is_that_of_the_code() -> None:
-    (line,) = re.findall(
-        r"\[rank 0\] (attention work of the busiest rank .*) \(means over", section("One log, line by line")
-    )
+    shown = " ".join(section("One log, line by line").split())
+    (line,) = re.findall(r"\[rank 0\] (attention work of the busiest rank [^(]*) \(means over", shown)
     said = "\n".join(messages())
 
     parts = [re.sub(r"[\d.]+%?", "…", part) for part in line.split("; ")]

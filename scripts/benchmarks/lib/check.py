@@ -106,6 +106,8 @@ def _attend(
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
         planner = PackPlanner(place.plugin(len(q)), place.wires, groups, token_bytes)
         keywords["distca_plan"] = planner.plan(batch)
+    if "distca_plan" in keywords:
+        keywords["distca_plan"].begin_forward_pass(None, {})
     inputs = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
     attend = ALL_ATTENTION_FUNCTIONS[mode.implementation]
     out, _ = attend(place.shape.module, *inputs, None, dropout=0.0, scaling=place.shape.scale, **keywords)
