@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from distca_hf.integrations import attention
+from distca_hf.kernels.interface import AttentionSpec
 from support.commands import REPOSITORY
 from support.scripts import run_script
 
@@ -66,8 +67,8 @@ def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: 
 def test_attention_that_is_a_little_wrong_is_noticed(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.flash_attn
 
-    def wrong(q: Any, k: Any, v: Any, scale: float, *others: Any) -> Any:
-        return right(q, k, v, 1.001 * scale, *others)
+    def wrong(q: Any, k: Any, v: Any, spec: AttentionSpec, *others: Any) -> Any:
+        return right(q, k, v, spec._replace(scale=1.001 * spec.scale), *others)
 
     monkeypatch.setattr(attention, "flash_attn", wrong)
     (llama,) = sweep.config_classes(["llama"])
