@@ -17,8 +17,8 @@ from distca_hf.insight.models import preset
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.placement import fill_in_order
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.shipped import LENGTHS
 from style import Style, bare, headline, save
 

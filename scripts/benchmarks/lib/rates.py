@@ -10,8 +10,8 @@ import torch.distributed as dist
 from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype
+from distca_hf.kernels.registry import choose_kernel
 from lib.baselines.calls import OwnKeys, make_call
 from lib.model import Shape
 

@@ -13,8 +13,8 @@ import torch
 
 from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
+from distca_hf.kernels.registry import choose_kernel
 from lib.baselines.calls import Call
 from lib.wires import Wires
 

@@ -8,7 +8,7 @@ import numpy as np
 from distca_hf.cost import imbalance
 from distca_hf.planning.baselines.published_greedy import plan_published_greedy
 from distca_hf.planning.bounds import bytes_bound
-from distca_hf.planning.traffic import bytes_between
+from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 from lib.planning.mixes import Lengths, batch
 from lib.planning.tools import HEAD_GROUPS, LLAMA, RANKS_PER_NODE, K, gigabytes, largest_rank, plan_fixed, row, table
