@@ -27,7 +27,7 @@ ENVIRONMENT_PREFIX = "DISTCA_"
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 
-LEGS_BETWEEN_NODES = 4
+CHUNKS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
@@ -227,10 +227,10 @@ class DistCAConfig:
         launched = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         return Topology(num_ranks, self.ranks_per_node or launched)
 
-    def num_legs(self, num_ranks: int) -> int:
-        """Legs of every exchange (`exchange_legs`)."""
+    def num_chunks(self, num_ranks: int) -> int:
+        """ExchangeChunks of every exchange (`exchange_legs`)."""
         topology = self.topology(num_ranks)
-        return self.exchange_legs or (1 if topology.ranks_per_node >= num_ranks else LEGS_BETWEEN_NODES)
+        return self.exchange_legs or (1 if topology.ranks_per_node >= num_ranks else CHUNKS_BETWEEN_NODES)
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca_hf.insight.report import draw_balance
-from distca_hf.runtime.plans import PlanFacts
+from distca_hf.runtime.live_plan import PlanFacts
 
 
 BULLET = {"initial_indent": "- ", "subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}

@@ -10,7 +10,7 @@ from length_mixes import Lengths, batch
 from distca_hf.cost import imbalance
 from distca_hf.planning.baselines.published_greedy import plan_published_greedy
 from distca_hf.planning.bounds import bytes_bound
-from distca_hf.planning.traffic import bytes_between
+from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 
 

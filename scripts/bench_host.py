@@ -5,7 +5,7 @@
 
 Calls are those of a forward pass of so many layers, one behind the other, with real exchanges and no waiting for the
 device; documents are so small that the device keeps up. One line per rank and repeat; `beyond` the kernel function's
-own time are launches of exchanges (in one leg) and copies, views, and the dispatch of the operator.
+own time are launches of exchanges (in one chunk) and copies, views, and the dispatch of the operator.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.packing.placement import place
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.rank_plan import rank_plan
-from distca_hf.runtime.maps import HostPlanMaps
+from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     transport = open_transport(device, 60.0)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
     mine = rank_plan(plan, transport.rank)
-    maps = HostPlanMaps.prepare(mine).to(device)
+    maps = PinnedRankPlan.prepare(mine).to(device)
     live = LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
     live.begin_forward_pass(None, {})
     return live
@@ -91,7 +91,7 @@ def _attention(
     """The kernel, and one attention call of this rank's rows."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
-        torch.randn(live.maps.num_rows, heads, options.head_dim, device=device, dtype=dtype)
+        torch.randn(live.routing.num_rows, heads, options.head_dim, device=device, dtype=dtype)
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends

@@ -25,8 +25,8 @@ from distca_hf.insight.plan_request import PlanRequest
 from distca_hf.packing.bound import key_value_bytes_bound
 from distca_hf.packing.placement import fill_in_order, place
 from distca_hf.planning.baselines.published_greedy import plan_published_greedy
-from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.traffic import bytes_between
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 
 

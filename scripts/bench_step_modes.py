@@ -169,20 +169,20 @@ def _ideal(place: Place, window: Window) -> Mode:
     if parts:
         queries, keys = [stop - start for _, start, stop in parts], [stop for _, _, stop in parts]
         first = calls[0].queries.stop if calls else 0
-        own_rows = torch.arange(first, first + sum(queries), device=place.device)
-        made_up.append(_made_up(place, queries, keys, own_rows))
+        local_rows = torch.arange(first, first + sum(queries), device=place.device)
+        made_up.append(_made_up(place, queries, keys, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
     batches = [{**batch_of([*whole, *parts], tokens, place.device), "bench_work": work} for tokens in window]
     return Mode("ideal", "bench_whole", batches, exact=False, made_up=made_up)
 
 
-def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], own_rows: torch.Tensor) -> MadeUpKeys:
+def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_rows: torch.Tensor) -> MadeUpKeys:
     """Keys of tasks, the last of which are own rows: as many as there are queries."""
     last = [np.arange(end - own, end) for end, own in zip(accumulate(keys), queries, strict=True)]
     _, key, value, _ = place.shape.widths
     sizes = torch.Size((sum(keys), *key)), torch.Size((sum(keys), *value))
-    return MadeUpKeys(sizes, place.dtype, torch.from_numpy(np.concatenate(last)).to(place.device), own_rows)
+    return MadeUpKeys(sizes, place.dtype, torch.from_numpy(np.concatenate(last)).to(place.device), local_rows)
 
 
 def _ulysses(place: Place, window: Window) -> Mode:

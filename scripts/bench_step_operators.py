@@ -15,8 +15,8 @@ from bench_step_wires import Wires
 
 from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
+from distca_hf.kernels.registry import choose_kernel
 
 
 class Work:

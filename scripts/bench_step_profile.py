@@ -17,23 +17,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distca_hf.comm import transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import combine, dispatch, guest_flights, kernel_calls
+from distca_hf.runtime import exchanges, kernel_calls
 
 
 # Steps of the product's runtime, and what they are called here. One that it no longer has is not named.
 STEPS: tuple[tuple[Any, str, str], ...] = (
-    (dispatch.KeyFlight, "start", "distca dispatch: keys leave"),
-    (guest_flights.Outward, "start", "distca dispatch: queries leave"),
+    (exchanges.KVDispatch, "start", "distca dispatch: keys leave"),
+    (exchanges.QueryDispatch, "start", "distca dispatch: queries leave"),
     (kernel_calls, "merge", "distca prefixes are merged"),
-    (combine.GradientFlight, "start", "distca combine: gradients leave"),
-    (combine.GradientFlight, "land", "distca combine: gradients are summed"),
-    (guest_flights.Homeward, "start", "distca combine: results leave"),
-    (guest_flights.Homeward, "land", "distca combine: results land"),
+    (exchanges.KVGradCombine, "start", "distca combine: gradients leave"),
+    (exchanges.KVGradCombine, "finish", "distca combine: gradients are summed"),
+    (exchanges.ResultCombine, "start", "distca combine: results leave"),
+    (exchanges.ResultCombine, "finish", "distca combine: results land"),
 )
 
 
 def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device, path: Path) -> None:
-    """Runs a step and writes its trace."""
+    """IndexRanges a step and writes its trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     dist.barrier()

@@ -12,8 +12,8 @@ from bench_step_model import Shape
 from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype
+from distca_hf.kernels.registry import choose_kernel
 
 
 MATRIX_SIZE = {"cuda": 8192, "cpu": 256}

@@ -16,8 +16,8 @@ from matplotlib.patches import Patch
 
 from distca_hf.packing.epochs import EpochPacker
 from distca_hf.packing.placement import fill_in_order
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.topology import Topology
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
-from distca_hf.kernels.merge import merge
+from distca_hf.kernels.registry import choose_kernel
+from distca_hf.kernels.rows.merge import merge
 
 
 QUERY_TOKENS = (128, 512, 2048, 8192, 32768, 131072)

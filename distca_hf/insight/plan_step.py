@@ -9,8 +9,8 @@ from distca_hf.cost import IntArray
 from distca_hf.insight.plan_request import PlanRequest
 from distca_hf.packing.epochs import Epoch
 from distca_hf.packing.placement import fill_in_order
-from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
 
 
 def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) -> list[Plan]:

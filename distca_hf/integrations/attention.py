@@ -17,9 +17,9 @@ from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.refusals import check_call, check_mask
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.runtime.local import flash_attn_local
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan
 from distca_hf.telemetry import this_rank
 
 

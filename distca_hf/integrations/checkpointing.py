@@ -4,7 +4,7 @@ Recomputing attention costs an exchange and the largest part of a long document'
 cost `N * V` elements and `N` fp32 numbers per token and layer: 8.1 KB for an 8B Llama in bf16, as much as the layer's
 input, which is saved anyway. They may wait on the host (`offload`).
 
-Where it is recomputed all the same, at least what came from other ranks is kept (`runtime.waiting`).
+Where it is recomputed all the same, at least what came from other ranks is kept (`runtime.retention`).
 
 Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
 (`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.offload import SAVED_OPERATORS, OffloadedAttention
-from distca_hf.runtime.waiting import waiting_contexts
+from distca_hf.runtime.retention import retaining_contexts
 from distca_hf.telemetry import get_logger
 
 
@@ -105,7 +105,7 @@ def _checkpoint_on_host(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
 def _checkpoint_keeping_received(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    return function(*args, **kwargs, context_fn=waiting_contexts)
+    return function(*args, **kwargs, context_fn=retaining_contexts)
 
 
 def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoint]) -> bool:

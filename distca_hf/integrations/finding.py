@@ -19,7 +19,7 @@ from distca_hf.integrations.local_documents import (
     whole_rows,
 )
 from distca_hf.integrations.mask_numbers import check_mask_numbers
-from distca_hf.runtime.define_op import define_op
+from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.unknown_size import unknown_size
 
 

@@ -13,7 +13,7 @@ from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.model_check import IMPLEMENTATION
 from distca_hf.integrations.model_parts import transformers_model
 from distca_hf.integrations.positions import PositionLimits
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
 

@@ -29,7 +29,7 @@ from distca_hf.integrations.model_flops import step_flops
 from distca_hf.integrations.model_parts import attention_layers, forward_accepts, names_by_position, transformers_model
 from distca_hf.integrations.packs import PackPlanner, fill_empty, tokens_of
 from distca_hf.integrations.run_report import RunReport
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
 

@@ -26,8 +26,8 @@ from distca_hf.integrations.heads import heads_of
 from distca_hf.integrations.model_parts import attention_layers, transformers_model
 from distca_hf.integrations.positions import longest_rotary_tokens, rotary_refusal
 from distca_hf.integrations.sources import passes_keywords_on, source_of, takes_shift_labels
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.registry import choose_kernel
 
 
 IMPLEMENTATION = "distca"

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import distca_hf.runtime.local
+import distca_hf.runtime.local_attention
 import distca_hf.runtime.op  # noqa: F401 (both register operators)
 
 

@@ -22,11 +22,11 @@ from distca_hf.integrations.local_documents import documents_at, whole_rows
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
 from distca_hf.packing.source import IGNORED_LABEL
-from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.rank_plan import rank_plan
-from distca_hf.runtime.maps import HostPlanMaps
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.totals import PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
@@ -80,8 +80,8 @@ class PackPlanner:
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
-        mine = rank_plan(plan, self._transport.rank, self._config.num_legs(self._transport.world_size))
-        maps = HostPlanMaps.prepare(mine, pin=tokens.is_cuda)
+        mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
+        maps = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
         self.history.append(mine.facts)
         self.totals = self.totals.plus(mine.facts)
         self.times.micro_batches += 1  # padded micro-batches are in none of these

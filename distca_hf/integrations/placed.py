@@ -15,8 +15,8 @@ from distca_hf.packing.epochs import Epoch
 from distca_hf.packing.placement import place
 from distca_hf.packing.seconds import KernelTimes, place_by_seconds
 from distca_hf.packing.steps import RegroupedEpoch
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Preparer: one rank's part of a micro-batch, made on the host: placed, planned, routed and read.
 
-Runs in the loader's background thread: it knows no process group, and nothing of the loader.
+IndexRanges in the loader's background thread: it knows no process group, and nothing of the loader.
 """
 
 import time
@@ -18,7 +18,7 @@ from distca_hf.packing.source import DocumentSource
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.rank_plan import rank_plan
-from distca_hf.runtime.maps import HostPlanMaps
+from distca_hf.runtime.device_routing import PinnedRankPlan
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Prepared:
 
     cursor: Cursor
     columns: dict[str, torch.Tensor]
-    maps: HostPlanMaps
+    maps: PinnedRankPlan
     facts: PlanFacts
     fingerprint: int
     label_tokens: int
@@ -82,13 +82,13 @@ class Preparer:
         num_ranks = self.planner.num_ranks
         plan = self.planner.plan(document_tokens)
         work_before = fill_in_order(document_tokens, num_ranks).rank_work
-        mine = rank_plan(plan, self.rank, self.planner.config.num_legs(num_ranks), work_before)
+        mine = rank_plan(plan, self.rank, self.planner.config.num_chunks(num_ranks), work_before)
         pin = self.device.type == "cuda"
         rows = collate(plan.layout, self.rank, documents, self.source)
         return Prepared(
             cursor=cursor,
             columns=_host_tensors(rows, pin),
-            maps=HostPlanMaps.prepare(mine, pin),
+            maps=PinnedRankPlan.prepare(mine, pin),
             facts=mine.facts,
             fingerprint=plan.fingerprint,
             label_tokens=rows.num_labels,

@@ -14,7 +14,7 @@ from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.packing.placement import fill_in_order
 from distca_hf.packing.steps import MicroBatches
 from distca_hf.planning.plan_facts import PlanFacts
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.live_plan import LivePlan
 
 
 # Micro-batches whose work is counted, and how many of them are also placed: that takes up to a twentieth of a second

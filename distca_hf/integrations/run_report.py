@@ -5,7 +5,7 @@ import logging
 from distca_hf.config import DistCAConfig
 from distca_hf.flops import StepCost
 from distca_hf.integrations.preview import PlacedPlan, Preview
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger, this_rank
 from distca_hf.version import __version__
 

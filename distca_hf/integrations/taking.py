@@ -8,7 +8,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.integrations.preparer import Prepared
 from distca_hf.packing.contents import MODULUS, sum_of
-from distca_hf.runtime.plans import LivePlan, PlanUse
+from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.telemetry import get_logger
 
 

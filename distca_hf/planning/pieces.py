@@ -1,17 +1,69 @@
-"""Pieces: segments and tasks cut at each other's borders, so that every piece has one home and one server.
+"""Pieces: segments and tasks cut at each other's borders, so that every piece has one owner rank and one server.
 
-A piece of all heads is consecutive rows at home; one of a single group is every `head_groups`-th row. Where pieces are
-computed, their rows follow each other either way.
+If a plan divides heads, a *row* is one token of one group of heads, and ranks hold `head_groups` rows per token, token
+after token. Otherwise a row is a token. A piece of all heads is consecutive rows on its owner rank; one of a single
+group is every `head_groups`-th row. Where pieces are computed, their rows follow each other either way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 
 from distca_hf.cost import IntArray
 from distca_hf.layout import Layout
-from distca_hf.planning.ranges import POSITION_BITS, Ranges, position_keys
-from distca_hf.planning.task import ALL_HEADS, Tasks
+from distca_hf.planning.tasks import ALL_HEADS, Tasks
+
+
+POSITION_BITS = 31  # documents are shorter than 2 ** 31 tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Int64 arrays of one length.
+
+    Attributes:
+        document, head, start, stop: tokens [start, stop) of a document, and the group of heads or `ALL_HEADS`.
+        head_groups: groups that the plan divides heads in; rows per token on every rank.
+    """
+
+    document: IntArray
+    head: IntArray
+    start: IntArray
+    stop: IntArray
+    head_groups: int
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    @property
+    def tokens(self) -> IntArray:
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of each range."""
+        return self.tokens * rows_per_token(self.head, self.head_groups)
+
+    def select(self, chosen: np.ndarray) -> Self:
+        """The chosen ranges (a mask or indices), in the order given."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "head_groups"}
+        return replace(self, **{name: values[chosen] for name, values in columns.items()})
+
+
+def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:
+    """One sortable integer for each (document, head, position)."""
+    return (line_keys(documents, heads, head_groups) << POSITION_BITS) + tokens
+
+
+def line_keys(documents: IntArray, heads: IntArray, head_groups: int) -> IntArray:
+    """One sortable integer for each (document, head)."""
+    return documents * (head_groups + 1) + heads - ALL_HEADS
+
+
+def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
+    """Rows of one token for each group of heads, or all of them."""
+    return np.where(heads == ALL_HEADS, head_groups, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +72,11 @@ class Pieces(Ranges):
     divided once for each group.
 
     Attributes:
-        home, row: rank that holds them, and the layout row of the first one there.
+        owner, row: rank that holds them, and the layout row of the first one there.
         task, server: index of the task they are queries of, and the rank that computes it.
     """
 
-    home: IntArray
+    owner: IntArray
     row: IntArray
     task: IntArray
     server: IntArray
@@ -51,7 +103,7 @@ class Pieces(Ranges):
             head=head,
             start=start,
             stop=stop,
-            home=layout.segment_rank[held],
+            owner=layout.segment_rank[held],
             row=token_row * groups + np.maximum(head, 0),
             task=task,
             server=tasks.server[task],
@@ -60,13 +112,13 @@ class Pieces(Ranges):
 
     @property
     def stride(self) -> IntArray:
-        """`[pieces]` distance of each piece's rows at home."""
+        """`[pieces]` distance of each piece's rows on that rank."""
         return np.where(self.head == ALL_HEADS, 1, self.head_groups)
 
     @property
     def moved(self) -> np.ndarray:
         """Whether queries are computed elsewhere than they are held."""
-        return self.home != self.server
+        return self.owner != self.server
 
 
 def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, IntArray]:

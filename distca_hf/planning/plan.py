@@ -9,7 +9,7 @@ import numpy as np
 from distca_hf.cost import IntArray, imbalance
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import Pieces
-from distca_hf.planning.task import Tasks
+from distca_hf.planning.tasks import Tasks
 
 
 # Part of every fingerprint: two versions that would route the same tasks differently must not agree.
@@ -54,16 +54,16 @@ class Plan:
         return bool(self.pieces.moved.any())
 
     @cached_property
-    def is_guest(self) -> np.ndarray:
+    def has_remote_queries(self) -> np.ndarray:
         """`[tasks]` whether queries of a task come from another rank."""
-        guest = np.zeros(len(self.tasks), dtype=bool)
-        guest[self.pieces.task[self.pieces.moved]] = True
-        return guest
+        remote_query = np.zeros(len(self.tasks), dtype=bool)
+        remote_query[self.pieces.task[self.pieces.moved]] = True
+        return remote_query
 
     @property
     def reads_others(self) -> np.ndarray:
         """`[tasks]` whether a task may need keys that its server does not hold."""
-        return self.is_guest | (self.tasks.start > 0)
+        return self.has_remote_queries | (self.tasks.start > 0)
 
     @cached_property
     def fingerprint(self) -> int:

@@ -20,7 +20,7 @@ class PlanFacts:
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends; their outputs come back.
         key_rows_received: rows of keys and values that each rank receives.
-        guest_rows: rows of queries that each rank computes as guests, its own in tasks of others among them.
+        remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
         rows_per_token: 1, or the groups that the plan divides heads in.
     """
 
@@ -31,7 +31,7 @@ class PlanFacts:
     key_rows_sent: tuple[int, ...]
     query_rows_sent: tuple[int, ...] = ()
     key_rows_received: tuple[int, ...] = ()
-    guest_rows: tuple[int, ...] = ()
+    remote_query_rows: tuple[int, ...] = ()
     rows_per_token: int = 1
     num_tokens: int = 0
 
@@ -40,10 +40,10 @@ class PlanFacts:
         """Returns facts of a plan, whose key transfers are computed already."""
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
         num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
-        guests = plan.pieces.select(plan.is_guest[plan.pieces.task])
-        queries_sent, guest_rows = (
+        remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
+        queries_sent, remote_query_rows = (
             np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64)
-            for ranks, rows in ((moved.home, moved.rows), (guests.server, guests.rows))
+            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
         )
         return cls(
             num_documents=layout.num_documents,
@@ -53,7 +53,7 @@ class PlanFacts:
             key_rows_sent=tuple(keys.sum(axis=1).tolist()),
             query_rows_sent=tuple(queries_sent.tolist()),
             key_rows_received=tuple(keys.sum(axis=0).tolist()),
-            guest_rows=tuple(guest_rows.tolist()),
+            remote_query_rows=tuple(remote_query_rows.tolist()),
             rows_per_token=plan.tasks.head_groups,
             num_tokens=int(layout.document_tokens.sum()),
         )

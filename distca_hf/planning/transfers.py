@@ -1,38 +1,38 @@
-"""Transfers: which keys and values every server is missing, who sends them, and in which leg."""
+"""Transfers: which keys and values every server is missing, which rank sends them, and in which chunk."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray
-from distca_hf.planning.legs import Legs
+from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.planning.chunks import ExchangeChunks
+from distca_hf.planning.index_ranges import IndexRanges
+from distca_hf.planning.pieces import Ranges, line_keys
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.ranges import Ranges, line_keys
-from distca_hf.planning.runs import Runs
 
 
 @dataclass(frozen=True, eq=False)
 class KeyTransfers(Ranges):
-    """Keys and values that travel, sorted by (source, leg, destination, document, head, start).
+    """Keys and values that are sent, sorted by (source, chunk, destination, document, head, start).
 
     Attributes:
-        leg: see `Legs`.
+        chunk: see `ExchangeChunks`.
     """
 
     source: IntArray
     destination: IntArray
-    leg: IntArray
+    chunk: IntArray
 
     def rows_between(self, num_ranks: int) -> IntArray:
-        """`[source, destination]` rows of keys and values that travel."""
+        """`[source, destination]` rows of keys and values that are sent."""
         rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         np.add.at(rows, (self.source, self.destination), self.rows)
         return rows
 
 
-def key_transfers(plan: Plan, legs: Legs | None = None) -> KeyTransfers:
-    """Keys that every server is missing for its tasks, from the ranks that hold them; each row once per server. All
-    travel in one leg unless others are given."""
+def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:
+    """Returns the keys that every server is missing for its tasks, from the ranks that hold them; each row once per
+    server. All are sent in one chunk unless others are given."""
     tasks, groups = plan.tasks, plan.tasks.head_groups
     reads = plan.reads_others
     server, prefix = tasks.server[reads], tasks.stop[reads]
@@ -49,18 +49,18 @@ def key_transfers(plan: Plan, legs: Legs | None = None) -> KeyTransfers:
     first = np.searchsorted(lines, line, side="left")
     last = np.searchsorted(lines, line, side="right")
     need = np.repeat(np.arange(len(line)), last - first)
-    piece = Runs.of(first, last - first).numbers
-    source, destination = pieces.home[piece], server[need]
+    piece = IndexRanges.of(first, last - first).numbers
+    source, destination = pieces.owner[piece], server[need]
     start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
     travels = np.flatnonzero((source != destination) & (start < stop))
     source, destination, need, piece = source[travels], destination[travels], need[travels], piece[travels]
-    part, leg, start, stop = _cut(start[travels], stop[travels], destination, line[need], legs)
+    part, chunk, start, stop = _cut(start[travels], stop[travels], destination, line[need], chunks)
     source, destination, need, piece = source[part], destination[part], need[part], piece[part]
-    order = np.lexsort((start, line[need], destination, leg, source))
+    order = np.lexsort((start, line[need], destination, chunk, source))
     return KeyTransfers(
         source=source[order],
         destination=destination[order],
-        leg=leg[order],
+        chunk=chunk[order],
         document=pieces.document[piece[order]],
         head=pieces.head[piece[order]],
         start=start[order],
@@ -70,12 +70,22 @@ def key_transfers(plan: Plan, legs: Legs | None = None) -> KeyTransfers:
 
 
 def _cut(
-    start: IntArray, stop: IntArray, server: IntArray, line: IntArray, legs: Legs | None
+    start: IntArray, stop: IntArray, server: IntArray, line: IntArray, chunks: ExchangeChunks | None
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Ranges cut where legs end: index of the range, leg, start and stop of each part."""
-    if legs is None or legs.count == 1:
+    """Ranges cut where chunks end: index of the range, chunk, start and stop of each part."""
+    if chunks is None or chunks.count == 1:
         return np.arange(len(start)), np.zeros(len(start), dtype=np.int64), start, stop
-    borders = legs.borders_of(server, line)
+    borders = chunks.borders_of(server, line)
     starts, stops = np.maximum(start[:, None], borders[:, :-1]), np.minimum(stop[:, None], borders[:, 1:])
-    part, leg = np.nonzero(starts < stops)
-    return part, leg, starts[part, leg], stops[part, leg]
+    part, chunk = np.nonzero(starts < stops)
+    return part, chunk, starts[part, chunk], stops[part, chunk]
+
+
+def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:
+    """`[source, destination]` bytes: keys and values, queries that move, and their outputs on the way back."""
+    num_ranks, groups = plan.layout.num_ranks, plan.tasks.head_groups
+    moved = plan.pieces.select(plan.pieces.moved)
+    queries = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    np.add.at(queries, (moved.owner, moved.server), moved.rows)
+    keys = key_transfers(plan).rows_between(num_ranks)
+    return (keys * token_bytes.key_value + queries * token_bytes.query + queries.T * token_bytes.output) // groups

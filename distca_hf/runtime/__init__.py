@@ -1,1 +1,1 @@
-"""Core attention at work: keys and values out, kernels, gradients home. One operator, driven by a plan."""
+"""Core attention at work: dispatch, kernels, combine. One operator, driven by a plan."""

@@ -1,29 +1,36 @@
-"""Kernel calls of a layer whose queries are the rows of some tensors: own ones, or guests.
+"""Kernel calls of a layer: which rows and heads each one reads, when it is computed, and what becomes of its results.
 
-Shape legend in `kernels.interface`.
+Calls name groups of heads, as the plan divides them; here they get the KV heads of a layer. Local calls are divided in
+an early part, computed before rows of other ranks are needed, and a late part, computed while results are sent back:
+some heads of each call. Nothing is computed twice or summed for that, and one long document can be divided as well as
+many short ones.
+
+Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
+`planning.pieces`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel, accumulation_dtype, without_mask
-from distca_hf.kernels.merge import merge
-from distca_hf.runtime.maps import DeviceCall
-from distca_hf.runtime.rows import heads_of, keys_of, queries_of
-from distca_hf.runtime.store import Store, StoreGradients
-from distca_hf.runtime.views import transposed
+from distca_hf.kernels.rows.merge import merge
+from distca_hf.planning.kernel_calls import CallKind
+from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
+from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
+from distca_hf.runtime.views import part, transposed
 
 
 class ForwardCalls:
-    """Forward."""
+    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps."""
 
     def __init__(
         self, kernel: Kernel, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, spec: AttentionSpec, kv_heads: int
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
         self._spec, self._without_mask, self._kv_heads = spec, without_mask(spec), kv_heads
-        self._far: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._prefix_parts: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
@@ -32,25 +39,25 @@ class ForwardCalls:
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
             self._kernel.forward(q, call_k, call_v, call.spans, self._spec, out, transposed(lse))
 
-    def attend_far(self, calls: Iterable[DeviceCall], store: Store, at_once: bool) -> None:
-        """Attends to prefixes, and adds that `at_once` if own calls have written their parts."""
+    def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
+        """Attends to prefixes, and adds that `at_once` if local calls have written their parts."""
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
-            k, v = keys_of(call, self._kv_heads, store.k, store.v)
-            self._far.append((call, self._kernel.forward(q, k, v, call.spans, self._without_mask)))
+            k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
+            self._prefix_parts.append((call, self._kernel.forward(q, k, v, call.spans, self._without_mask)))
             if at_once:
-                self.merge_far()
+                self.merge_prefixes()
 
-    def merge_far(self) -> None:
-        """Adds attention to prefixes, once own calls have written their parts."""
-        for call, far in self._far:
+    def merge_prefixes(self) -> None:
+        """Adds attention to prefixes, once local calls have written their parts."""
+        for call, part_of_prefix in self._prefix_parts:
             out, lse = heads_of(call, self._kv_heads, self._out, self._lse)
-            merge(out, lse, *far, call.queries.start)
-        self._far.clear()
+            merge(out, lse, *part_of_prefix, call.queries.start)
+        self._prefix_parts.clear()
 
 
 class BackwardCalls:
-    """Backward."""
+    """Backward kernels for one set of query rows, local or remote."""
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class BackwardCalls:
     ) -> None:
         self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
         self._spec, self._without_mask, self._kv_heads = spec, without_mask(spec), kv_heads
-        self._far: list[tuple[DeviceCall, torch.Tensor]] = []
+        self._prefix_parts: list[tuple[DeviceCall, torch.Tensor]] = []
 
     def derive(
         self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
@@ -74,32 +81,36 @@ class BackwardCalls:
         for call in calls:
             self._run(call, keys_of(call, self._kv_heads, k, v, dk, dv), self._dq_of(call))
 
-    def derive_stored(self, calls: Iterable[DeviceCall], store: Store, gradients: StoreGradients) -> None:
-        """The same with keys in the store."""
+    def derive_remote_queries(
+        self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients
+    ) -> None:
+        """Writes the gradients of remote queries, and those of the remote KV."""
         for call in calls:
-            self._run_stored(call, store, gradients, self._dq_of(call))
+            self._run_on_remote_kv(call, remote_kv, gradients, self._dq_of(call))
 
-    def derive_far(self, calls: Iterable[DeviceCall], store: Store, gradients: StoreGradients) -> None:
-        """The part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient; that of
-        queries is added by `add_far`, once own calls have written theirs."""
+    def derive_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
+        """Computes the part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient;
+        that of queries is added by `add_prefixes`, once local calls have written theirs."""
         for call in calls:
             dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
-            self._run_stored(call, store, gradients, dq)
-            self._far.append((call, dq))
+            self._run_on_remote_kv(call, remote_kv, gradients, dq)
+            self._prefix_parts.append((call, dq))
 
-    def add_far(self) -> None:
-        """Adds what prefixes contribute to the gradients of queries: once, as backward has one leg."""
-        for call, dq in self._far:
+    def add_prefixes(self) -> None:
+        """Adds what prefixes contribute to the gradients of queries: once, as backward has one chunk."""
+        for call, dq in self._prefix_parts:
             self._dq_of(call).add_(dq)
 
     def _dq_of(self, call: DeviceCall) -> torch.Tensor:
-        """Where the gradients of the call's queries belong."""
+        """Returns the rows where the gradients of the call's queries belong."""
         [dq] = queries_of(call, self._kv_heads, self._dq)
         return dq
 
-    def _run_stored(self, call: DeviceCall, store: Store, gradients: StoreGradients, dq: torch.Tensor) -> None:
+    def _run_on_remote_kv(
+        self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
+    ) -> None:
         total = gradients.total
-        k, v, dk, dv = keys_of(call, self._kv_heads, store.k, store.v, total.k, total.v)
+        k, v, dk, dv = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v, total.k, total.v)
         call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
         self._run(call, (k, v, call_dk, call_dv), dq)
         gradients.settle(call, call_dk, dk)
@@ -113,6 +124,107 @@ class BackwardCalls:
 
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
+    """Returns room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
     shape = q.shape[:2]
     return q.new_empty((*shape, v.shape[2])), q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+
+
+@dataclass(frozen=True)
+class CallsOfHeads:
+    """Calls of a layer; their `heads` count KV heads, not groups.
+
+    Attributes:
+        early, late: local calls.
+        prefix: of each chunk.
+    """
+
+    early: tuple[DeviceCall, ...]
+    late: tuple[DeviceCall, ...]
+    prefix: tuple[tuple[DeviceCall, ...], ...]
+
+
+def calls_of_heads(routing: DeviceRouting, kv_heads: int, *, comes: bool, leaves: bool) -> CallsOfHeads:
+    """Returns the calls of a layer with `kv_heads`; made once per micro-batch.
+
+    Args:
+        comes: rows of other ranks are in flight while local calls run.
+        leaves: results are sent back after the other calls.
+    """
+    key = kv_heads, comes, leaves
+    if key not in routing.calls_of_heads:
+        per_group = kv_heads // routing.rows_per_token
+        local = with_kv_heads(routing.local, per_group)
+        share = routing.late_share / 2 if comes else routing.late_share
+        early, late = divide_heads(local, share) if leaves else (local, ())
+        routing.calls_of_heads[key] = CallsOfHeads(
+            early, late, tuple(with_kv_heads(chunk.prefix, per_group) for chunk in routing.chunks)
+        )
+    calls: CallsOfHeads = routing.calls_of_heads[key]
+    return calls
+
+
+def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[DeviceCall, ...]:
+    """Returns local and prefix calls whose `heads` count KV heads instead of groups."""
+    return tuple(
+        replace(call, heads=(call.heads[0] * heads_per_group, call.heads[1] * heads_per_group)) for call in calls
+    )
+
+
+def divide_heads(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[DeviceCall, ...], tuple[DeviceCall, ...]]:
+    """Returns local calls in two parts, the second with about a share of their work."""
+    early: list[DeviceCall] = []
+    late: list[DeviceCall] = []
+    calls = tuple(calls)
+    missing = share * sum(call.pairs for call in calls)
+    for call in reversed(calls):
+        first, stop = call.heads
+        of_head = call.pairs / (stop - first)
+        taken = min(stop - first, max(0, round(missing / of_head))) if of_head else 0
+        missing -= taken * of_head
+        for chosen, heads in ((early, (first, stop - taken)), (late, (stop - taken, stop))):
+            if heads[0] < heads[1]:
+                chosen.insert(0, replace(call, heads=heads, pairs=round(of_head * (heads[1] - heads[0]))))
+    return tuple(early), tuple(late)
+
+
+def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns each `[T, heads, D]` as `[T * groups, heads / groups, D]`, `[T, heads]` as `[T * groups, heads /
+    groups]`."""
+    if groups == 1:
+        return tensors_TND
+    return [x.view(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
+
+
+def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the call's part of each local `[T, heads, ...]`, or of each remote `[R, heads, ...]`."""
+    if call.kind is CallKind.REMOTE_QUERIES:
+        return _as_tokens(_some_rows(tensors, call.queries), call.rows_per_token)
+    return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
+
+
+def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the call's part of each local `[T, heads, D]`, or of each remote `[R, heads, D]`."""
+    if call.kind is CallKind.LOCAL:
+        return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
+    return _as_tokens(_some_rows(tensors, call.keys), call.rows_per_token)
+
+
+def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns all rows of each local `[T, heads, ...]`, with the heads that belong to the KV heads of the call."""
+    first, stop = call.heads
+    if (first, stop) == (0, kv_heads):
+        return tensors_TND
+    shared = [x.shape[1] // kv_heads for x in tensors_TND]
+    return [x[:, first * n : stop * n] for x, n in zip(tensors_TND, shared, strict=True)]
+
+
+def _some_rows(tensors: Sequence[torch.Tensor], rows: slice) -> Sequence[torch.Tensor]:
+    """`x[rows]` of each; all have as many rows."""
+    return tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
+
+
+def _as_tokens(tensors_RHD: Sequence[torch.Tensor], rows_per_token: int) -> Sequence[torch.Tensor]:
+    """Each `[R, heads, D]` as `[tokens, rows per token * heads, D]`."""
+    if rows_per_token == 1:
+        return tensors_RHD
+    return [x.view(x.shape[0] // rows_per_token, rows_per_token * x.shape[1], *x.shape[2:]) for x in tensors_RHD]

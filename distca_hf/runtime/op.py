@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, spec_of
-from distca_hf.runtime.core_attention import attend, attend_backward
-from distca_hf.runtime.define_op import define_op
-from distca_hf.runtime.plans import LivePlan, find_plan
-from distca_hf.runtime.residency import Kept
+from distca_hf.runtime.attention import attend, attend_backward
+from distca_hf.runtime.custom_op import define_op
+from distca_hf.runtime.live_plan import LivePlan, find_plan
+from distca_hf.runtime.retention import Kept, current_scope
 from distca_hf.runtime.unknown_size import unknown_size
-from distca_hf.runtime.waiting import current_scope
 
 
-# Output, log-sum-exp, and what is kept of other ranks: keys and values, guests' queries, outputs, log-sum-exps.
+# Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -49,7 +48,7 @@ def _flash_attn(
         waits = live.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
         scope.keep(kept.received() if waits else None)
     live.forward_pass.note_call(layer, needs_gradients)
-    return out, lse, kept.keys, *kept.guests
+    return out, lse, kept.keys, *kept.remote_queries
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: Any) -> Outputs:

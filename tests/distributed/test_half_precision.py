@@ -1,4 +1,4 @@
-"""bf16: prefixes attended apart and in legs, and sums of parts, are at most twice as wrong as bf16 attention is."""
+"""bf16: prefixes attended apart and in chunks, and sums of parts, are at most twice as wrong as bf16 attention is."""
 
 import random
 
@@ -9,7 +9,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.layout import Layout
 from distca_hf.packing.placement import place
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from distca_hf.testing.reference import attend_documents, rows_of_rank
@@ -37,9 +37,9 @@ def _mean_square_error(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.double() - right.double()).square().mean())
 
 
-@pytest.mark.parametrize("num_legs", [1, 4])
+@pytest.mark.parametrize("num_chunks", [1, 4])
 @pytest.mark.parametrize("kind", ["placed", "queries move"])
-def test_error_is_at_most_twice_that_of_whole_attention_in_bf16(kind: str, num_legs: int) -> None:
+def test_error_is_at_most_twice_that_of_whole_attention_in_bf16(kind: str, num_chunks: int) -> None:
     layout: Layout = place(LENGTHS, NUM_RANKS)
     moved = kind == "queries move"
     plan = random_plan(random.Random(3), layout, KV_HEADS) if moved else plan_in_place(layout, KV_HEADS)
@@ -49,7 +49,7 @@ def test_error_is_at_most_twice_that_of_whole_attention_in_bf16(kind: str, num_l
     exact, half = _attend_whole(tensors, torch.float64), _attend_whole(tensors, torch.bfloat16)
 
     def run(transport: Transport) -> Tensors:
-        live = live_plan(layout, transport, DistCAConfig(), plan=plan, num_legs=num_legs)
+        live = live_plan(layout, transport, DistCAConfig(), plan=plan, num_chunks=num_chunks)
         rows, padding = rows_of_rank(layout, transport.rank), int(layout.padding_rows[transport.rank])
         *inputs, dout = (torch.cat([x[rows], x.new_zeros((padding, *x.shape[1:]))]) for x in tensors)
         inputs = [x.requires_grad_() for x in inputs]

@@ -15,8 +15,8 @@ import distca_hf
 from distca_hf.comm.groups import open_transport
 from distca_hf.integrations.forward_watch import watch_of
 from distca_hf.layout import Layout
-from distca_hf.planning.moving import plan_by_moving
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
 from support.parity import Case, Difference, compare

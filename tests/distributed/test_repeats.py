@@ -1,4 +1,4 @@
-"""The deterministic mode: fifty runs of the same attention are equal bit by bit, whatever flies in how many legs."""
+"""The deterministic mode: fifty runs of the same attention are equal bit by bit, whatever flies in how many chunks."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
 from support.repeats import equal_repeats
@@ -16,16 +16,16 @@ NUM_RANKS, REPEATS = 3, 50
 WIDTHS = _, KV_HEADS, _ = 8, 4, 8  # query heads, KV heads, head dimension
 
 
-@pytest.mark.parametrize(("num_legs", "kv_residency"), [(1, "refetch"), (3, "keep")])
+@pytest.mark.parametrize(("num_chunks", "kv_residency"), [(1, "refetch"), (3, "keep")])
 @pytest.mark.parametrize("kind", ["keys move", "queries move", "stripes"])
-def test_fifty_repeats_are_bit_equal(kind: str, num_legs: int, kv_residency: str) -> None:
+def test_fifty_repeats_are_bit_equal(kind: str, num_chunks: int, kv_residency: str) -> None:
     rng = random.Random(5)
     layout = striped_layout(rng, NUM_RANKS) if kind == "stripes" else random_layout(rng, NUM_RANKS)
     plan = random_plan(rng, layout, KV_HEADS) if kind == "queries move" else plan_in_place(layout, KV_HEADS)
     config = DistCAConfig(deterministic=True, kv_residency=kv_residency)
 
     def run(transport: Transport) -> tuple[int, int]:
-        equal = equal_repeats(transport, layout, plan, config, num_legs, WIDTHS, REPEATS)
+        equal = equal_repeats(transport, layout, plan, config, num_chunks, WIDTHS, REPEATS)
         return equal, transport.traffic.exchanges
 
     for equal, exchanges in run_ranks(NUM_RANKS, run):

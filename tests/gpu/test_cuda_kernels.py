@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.choose import KERNELS, choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
-from distca_hf.runtime.store import apart
+from distca_hf.kernels.registry import KERNELS, choose_kernel
+from distca_hf.runtime.remote_kv import apart
 
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distca_hf.integrations.offload import OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.runtime.local import flash_attn_local
+from distca_hf.runtime.local_attention import flash_attn_local
 
 
 pytestmark = pytest.mark.gpu

@@ -10,13 +10,13 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.packing.placement import place
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.layouts import random_plan
@@ -48,7 +48,7 @@ def _plan(num_ranks: int, kind: str) -> Plan:
     return random_plan(random.Random(0), layout, GROUPS if kind == "moved heads" else 1)
 
 
-def _errors(num_ranks: int, kv_residency: Residency, num_legs: int, kind: str) -> dict[str, tuple[float, float]]:
+def _errors(num_ranks: int, kv_residency: Residency, num_chunks: int, kind: str) -> dict[str, tuple[float, float]]:
     """Error of this rank's rows and what is allowed, for output and gradients."""
     device = torch.device("cuda", torch.cuda.current_device())
     plan = _plan(num_ranks, kind)
@@ -65,12 +65,12 @@ def _errors(num_ranks: int, kv_residency: Residency, num_legs: int, kind: str) -
 
     exact, rounded = attend(torch.float32), attend(torch.bfloat16)
     transport = open_transport(device, 60.0)
-    live = live_plan(layout, transport, DistCAConfig(kv_residency=kv_residency), device, plan, num_legs)
+    live = live_plan(layout, transport, DistCAConfig(kv_residency=kv_residency), device, plan, num_chunks)
     rows = rows_of_rank(layout, transport.rank).to(device)
     q, k, v, dout = (x[rows].requires_grad_() for x in whole)
     moves = 2 if plan.moves_queries else 0  # there and back
     out, *_ = flash_attn(q, k, v, SPEC, live.handle)
-    forward = num_legs * (1 + moves)
+    forward = num_chunks * (1 + moves)
     assert transport.traffic.exchanges == forward
     results = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())]
     fetched = 1 if kv_residency == "refetch" else 0  # the budget of auto is large enough
@@ -84,49 +84,49 @@ def _errors(num_ranks: int, kv_residency: Residency, num_legs: int, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["placed", "moved", "moved heads", "striped"])
-@pytest.mark.parametrize(("kv_residency", "num_legs"), [("refetch", 1), ("keep", 1), ("auto", 3)])
+@pytest.mark.parametrize(("kv_residency", "num_chunks"), [("refetch", 1), ("keep", 1), ("auto", 3)])
 def test_error_is_at_most_twice_that_of_bf16_pytorch(
-    kv_residency: Residency, num_legs: int, kind: str, tmp_path: Path
+    kv_residency: Residency, num_chunks: int, kind: str, tmp_path: Path
 ) -> None:
     num_ranks = min(4, torch.cuda.device_count())
-    by_rank = run_ranks(num_ranks, _errors, tmp_path, num_ranks, kv_residency, num_legs, kind, backend="nccl")
+    by_rank = run_ranks(num_ranks, _errors, tmp_path, num_ranks, kv_residency, num_chunks, kind, backend="nccl")
 
     for errors in by_rank:
         for name, (error, allowed) in errors.items():
             assert error <= allowed, name
 
 
-def _equal_repeats(num_ranks: int, kv_residency: Residency, num_legs: int, kind: str) -> int:
+def _equal_repeats(num_ranks: int, kv_residency: Residency, num_chunks: int, kind: str) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     plan, config = _plan(num_ranks, kind), DistCAConfig(kv_residency=kv_residency, deterministic=True)
     transport = open_transport(device, 60.0)
-    return equal_repeats(transport, plan.layout, plan, config, num_legs, (HEADS, GROUPS, DIM), REPEATS, device)
+    return equal_repeats(transport, plan.layout, plan, config, num_chunks, (HEADS, GROUPS, DIM), REPEATS, device)
 
 
 @pytest.mark.parametrize("kind", ["placed", "moved heads", "striped"])
-@pytest.mark.parametrize(("kv_residency", "num_legs"), [("refetch", 1), ("keep", 3)])
-def test_fifty_repeats_are_bit_equal(kv_residency: Residency, num_legs: int, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv_residency", "num_chunks"), [("refetch", 1), ("keep", 3)])
+def test_fifty_repeats_are_bit_equal(kv_residency: Residency, num_chunks: int, kind: str, tmp_path: Path) -> None:
     num_ranks = min(4, torch.cuda.device_count())
-    arguments = num_ranks, kv_residency, num_legs, kind
+    arguments = num_ranks, kv_residency, num_chunks, kind
 
     equal = run_ranks(num_ranks, _equal_repeats, tmp_path, *arguments, backend="nccl")
 
     assert equal == [REPEATS] * num_ranks
 
 
-def _recomputed(num_ranks: int, num_legs: int, kind: str) -> list[Trained]:
+def _recomputed(num_ranks: int, num_chunks: int, kind: str) -> list[Trained]:
     device = torch.device("cuda", torch.cuda.current_device())
     plan, transport = _plan(num_ranks, kind), open_transport(device, 60.0)
     residencies: tuple[Residency, ...] = ("keep", "refetch")
     return [
-        train(Layers(plan, transport, config, num_legs, (HEADS, GROUPS, DIM), device, torch.bfloat16))
+        train(Layers(plan, transport, config, num_chunks, (HEADS, GROUPS, DIM), device, torch.bfloat16))
         for config in (DistCAConfig(kv_residency=each, deterministic=True) for each in residencies)
     ]
 
 
 @pytest.mark.parametrize("kind", ["placed", "moved heads"])
-@pytest.mark.parametrize("num_legs", [1, 3])
-def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_recomputed_attention_is_the_same_from_what_came_before(num_chunks: int, kind: str, tmp_path: Path) -> None:
     """With FlashAttention 4 bit by bit. Own calls have other numbers of heads where nothing comes, and torch's kernel
     sums in another order then: not far apart."""
     num_ranks = min(4, torch.cuda.device_count())
@@ -135,10 +135,10 @@ def test_recomputed_attention_is_the_same_from_what_came_before(num_legs: int, k
         "auto", Job("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM), SPEC
     )
     rounding = torch.finfo(torch.bfloat16).eps if isinstance(kernel, TorchVarlenKernel) else 0.0
-    by_rank = run_ranks(num_ranks, _recomputed, tmp_path, num_ranks, num_legs, kind, backend="nccl")
+    by_rank = run_ranks(num_ranks, _recomputed, tmp_path, num_ranks, num_chunks, kind, backend="nccl")
 
     for kept, fetched in by_rank:
         for now, before in zip(kept.numbers, fetched.numbers, strict=True):
             assert (now - before).abs().max() <= rounding * before.abs().max()
-        assert (kept.forward, kept.backward) == expected_exchanges(plan, num_legs, waits=True, keeps=True)
-        assert (fetched.forward, fetched.backward) == expected_exchanges(plan, num_legs, waits=False, keeps=False)
+        assert (kept.forward, kept.backward) == expected_exchanges(plan, num_chunks, waits=True, keeps=True)
+        assert (fetched.forward, fetched.backward) == expected_exchanges(plan, num_chunks, waits=False, keeps=False)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from distca_hf.kernels.copy_rows import copy_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.merge import merge
-from distca_hf.kernels.sum_rows import RowSums, add_rows
+from distca_hf.kernels.rows.add import RowSums, add_rows
+from distca_hf.kernels.rows.copy import copy_rows
+from distca_hf.kernels.rows.merge import merge
 
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 import distca_hf
-from distca_hf.runtime import plans
+from distca_hf.runtime import live_plan
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
@@ -49,7 +49,7 @@ def held() -> Held:
         tensors=sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
         files=len(os.listdir("/proc/self/fd")),
         threads=process.num_threads(),
-        live_plans=len(plans._register._all),
+        live_plans=len(live_plan._register._all),
     )
 
 

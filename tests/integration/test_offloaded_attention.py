@@ -14,7 +14,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations import offload
 from distca_hf.integrations.offload import OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.runtime.local import flash_attn_local
+from distca_hf.runtime.local_attention import flash_attn_local
 from support.data import random_dataset
 from support.models import tiny_model
 

@@ -12,10 +12,10 @@ from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.bounds import bytes_bound
 from distca_hf.planning.bounds.lines import keys_worth, slopes
-from distca_hf.planning.moving import plan_by_moving
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
-from distca_hf.planning.traffic import bytes_between
+from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.transfers import bytes_between
 from support.layouts import packed_layout, random_layout, random_plan
 from support.study_lengths import study_layout
 

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from distca_hf.cost import TokenBytes
 from distca_hf.packing.placement import place
-from distca_hf.planning.planner import divide_stripe, plan_in_place
+from distca_hf.planning.in_place import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
-from distca_hf.planning.task import ALL_HEADS
-from distca_hf.planning.traffic import bytes_between
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.tasks import ALL_HEADS
+from distca_hf.planning.transfers import bytes_between, key_transfers
 from support.layouts import random_layout, random_plan, striped_layout
 from support.simulation import (
     Simulation,
     check_attention,
+    check_chunks,
     check_kept,
     check_keys,
-    check_legs,
     check_orders,
     check_shared_rows,
 )
@@ -38,16 +37,16 @@ class Case:
     seed: int
     num_ranks: int
     head_groups: int
-    num_legs: int
+    num_chunks: int
 
     def simulated(self) -> Simulation:
         rng = random.Random(self.seed)
         if self.kind == "striped":
-            return Simulation(plan_in_place(striped_layout(rng, self.num_ranks), self.head_groups), self.num_legs)
+            return Simulation(plan_in_place(striped_layout(rng, self.num_ranks), self.head_groups), self.num_chunks)
         layout = random_layout(rng, self.num_ranks)
         if self.kind == "in place":
-            return Simulation(plan_in_place(layout), self.num_legs)
-        return Simulation(random_plan(rng, layout, self.head_groups), self.num_legs)
+            return Simulation(plan_in_place(layout), self.num_chunks)
+        return Simulation(random_plan(rng, layout, self.head_groups), self.num_chunks)
 
 
 def cases(kinds: list[str], head_groups: list[int]) -> st.SearchStrategy[Case]:
@@ -57,7 +56,7 @@ def cases(kinds: list[str], head_groups: list[int]) -> st.SearchStrategy[Case]:
         seed=st.integers(0, 2**32 - 1),
         num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
         head_groups=st.sampled_from(head_groups),
-        num_legs=st.sampled_from([1, 1, 2, 3, 7]),
+        num_chunks=st.sampled_from([1, 1, 2, 3, 7]),
     )
 
 
@@ -101,43 +100,45 @@ def test_shared_rows_and_orders(case: Case) -> None:
 
 @settings(max_examples=360)
 @given(case=ANY)
-def test_calls_read_what_their_leg_brings_and_backward_what_all_did(case: Case) -> None:
+def test_calls_read_what_their_chunk_brings_and_backward_what_all_did(case: Case) -> None:
     simulation = case.simulated()
 
-    check_legs(simulation)
+    check_chunks(simulation)
     check_kept(simulation)
 
 
 @settings(max_examples=360)
 @given(case=ANY)
 def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
-    """And guest rows are the queries of tasks that have any from elsewhere, tasks whole."""
+    """And remote-query rows are the queries of tasks that have any from elsewhere, tasks whole."""
     simulation = case.simulated()
 
     for rank, routing in enumerate(simulation.routings):
         leaving = {row for row in simulation.held(rank) if simulation.servers[row] != rank}
-        guests = {row for row in simulation.computed(rank) if simulation.task_of[row] in simulation.guest_tasks}
+        remote_queries = {
+            row for row in simulation.computed(rank) if simulation.task_of[row] in simulation.guest_tasks
+        }
         if routing.queries is None:
             assert not leaving
-            assert not guests
+            assert not remote_queries
             continue
         sent = [simulation.home[rank][place] for place in routing.queries.send_rows.numbers]
         assert sorted(sent) == sorted(leaving)
-        assert sorted(simulation.guests[rank]) == sorted(guests)
-        assert routing.queries.num_rows == len(guests)
+        assert sorted(simulation.remote_queries[rank]) == sorted(remote_queries)
+        assert routing.queries.num_rows == len(remote_queries)
 
 
 @settings(max_examples=360)
 @given(case=ANY)
 def test_key_transfers_are_what_the_routings_send(case: Case) -> None:
     world, num_ranks = case.simulated(), case.num_ranks
-    transfers = key_transfers(world.plan, world.legs)
-    by_leg = np.zeros((case.num_legs, num_ranks, num_ranks), dtype=np.int64)
-    np.add.at(by_leg, (transfers.leg, transfers.source, transfers.destination), transfers.rows)
+    transfers = key_transfers(world.plan, world.chunks)
+    by_chunk = np.zeros((case.num_chunks, num_ranks, num_ranks), dtype=np.int64)
+    np.add.at(by_chunk, (transfers.chunk, transfers.source, transfers.destination), transfers.rows)
 
     assert transfers.rows_between(num_ranks).tolist() == [routing.send_counts.tolist() for routing in world.routings]
-    assert by_leg.tolist() == np.stack([routing.leg_send_counts for routing in world.routings], axis=1).tolist()
-    way = transfers.source, transfers.leg, transfers.destination
+    assert by_chunk.tolist() == np.stack([routing.chunk_send_counts for routing in world.routings], axis=1).tolist()
+    way = transfers.source, transfers.chunk, transfers.destination
     columns = *way, transfers.document, transfers.head, transfers.start
     order = list(zip(*(column.tolist() for column in columns), strict=True))
     assert order == sorted(order)
@@ -157,12 +158,12 @@ def test_all_own_rows_are_one_call(case: Case) -> None:
         assert routing.num_rows == world.plan.layout.rank_rows[rank]
         assert routing.num_tokens == world.plan.layout.rank_tokens[rank]
         assert routing.rows_per_token == 1
-        assert routing.guests == ()
+        assert routing.remote_queries == ()
         assert routing.queries is None
-        assert [(call.query_start, call.query_stop) for call in routing.own] == [
+        assert [(call.query_start, call.query_stop) for call in routing.local] == [
             (0, routing.num_tokens) for _ in range(min(1, routing.num_tokens))
         ]
-        squares = [queries for call in routing.own for queries, _ in world.tasks_of(rank, call)]
+        squares = [queries for call in routing.local for queries, _ in world.tasks_of(rank, call)]
         for (*_, ((document, last, _),)), (((other, first, _),), *_) in pairwise(squares):
             assert (document, last + 1) != (other, first)
 
@@ -170,9 +171,9 @@ def test_all_own_rows_are_one_call(case: Case) -> None:
 @settings(max_examples=120)
 @given(case=IN_PLACE)
 def test_stored_keys_are_read_by_as_few_calls_as_can_be(case: Case) -> None:
-    """In a leg a new call begins only where queries do not follow each other, or keys of the store do not."""
+    """In a chunk a new call begins only where queries do not follow each other, or keys of the remote KV do not."""
     for routing in case.simulated().routings:
-        for far in routing.far_of_leg:
+        for far in routing.prefix_of_chunk:
             for call, following in pairwise(far):
                 assert (call.query_stop, call.key_stop) != (following.query_start, following.key_start)
 
@@ -197,10 +198,10 @@ def test_late_work_is_the_same_on_all_ranks(case: Case) -> None:
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 6), st.integers(1, 300)), min_size=1, max_size=12),
     num_ranks=st.sampled_from([1, 2, 3, 5, 8]),
-    num_legs=st.sampled_from([1, 4]),
+    num_chunks=st.sampled_from([1, 4]),
 )
-def test_placed_layouts_are_routed_as_exactly(lengths: list[int], num_ranks: int, num_legs: int) -> None:
-    world = Simulation(plan_in_place(place(lengths, num_ranks)), num_legs)
+def test_placed_layouts_are_routed_as_exactly(lengths: list[int], num_ranks: int, num_chunks: int) -> None:
+    world = Simulation(plan_in_place(place(lengths, num_ranks)), num_chunks)
 
     check_keys(world)
     check_orders(world)

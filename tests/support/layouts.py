@@ -6,13 +6,13 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.layout import Layout, Stripe
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.task import ALL_HEADS, Tasks
+from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
-# Rank 1 lacks the beginning of d0 and nothing else: what it receives is its store.
+# Rank 1 lacks the beginning of d0 and nothing else: what it receives is its remote KV.
 SHARED = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]])
 # Rank 0 reads the beginning of d0 twice: two of its tokens before d0[2:4], and those and five more before d0[7:9].
 SCATTERED = Layout.from_segments([9, 5], [[(0, 2, 4), (0, 7, 9), (1, 3, 5)], [(0, 0, 2), (0, 4, 7), (1, 0, 3)]])
@@ -37,18 +37,18 @@ def random_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) 
 
 
 def reads_rows_in_order(layout: Layout) -> bool:
-    """Whether every rank of a layout without stripes has at most one own call, of all its tokens in their order, and
-    its far calls follow each other on its last tokens."""
+    """Whether every rank of a layout without stripes has at most one local call, of all its tokens in their order, and
+    its prefix calls follow each other on its last tokens."""
     plan = plan_in_place(layout)
     return all(_in_order(route(plan, rank)) for rank in range(layout.num_ranks))
 
 
 def _in_order(routing: Routing) -> bool:
-    own = [(call.query_start, call.query_stop) for call in routing.own]
-    begins, ends = ([getattr(call, name) for call in routing.far] for name in ("query_start", "query_stop"))
+    own = [(call.query_start, call.query_stop) for call in routing.local]
+    begins, ends = ([getattr(call, name) for call in routing.prefix] for name in ("query_start", "query_stop"))
     return (
         own == [(0, routing.num_tokens)] * min(1, routing.num_tokens)
-        and routing.guests == ()
+        and routing.remote_queries == ()
         and [*begins, routing.num_tokens][1:] == ends
     )
 

@@ -9,13 +9,13 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.planner import plan_in_place
 from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.planning.transfers import key_transfers
-from distca_hf.runtime.maps import HostPlanMaps
+from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.plans import LivePlan
 from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.counting import CountingKernel
 
@@ -36,7 +36,7 @@ class Case:
     kv_residency: Residency
     seed: int
     plan: Plan
-    num_legs: int = 1
+    num_chunks: int = 1
 
     @classmethod
     def draw(cls, seed: int, layout: Layout, plan: Plan | None = None) -> "Case":
@@ -93,17 +93,17 @@ def live_plan(
     config: DistCAConfig,
     device: torch.device | str = "cpu",
     plan: Plan | None = None,
-    num_legs: int = 1,
+    num_chunks: int = 1,
 ) -> LivePlan:
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
-    mine = rank_plan(plan, transport.rank, num_legs)
-    maps = HostPlanMaps.prepare(mine).to(torch.device(device))
+    mine = rank_plan(plan, transport.rank, num_chunks)
+    maps = PinnedRankPlan.prepare(mine).to(torch.device(device))
     return LivePlan(micro_batch=0, maps=maps, facts=mine.facts, transport=transport, config=config)
 
 
 def compare(case: Case, transport: Transport) -> Difference:
-    """Runs one layer forward and backward on this rank and compares its rows with exact attention."""
+    """IndexRanges one layer forward and backward on this rank and compares its rows with exact attention."""
     q, k, v, dout = case.tensors()
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = attend_documents(*whole, case.layout.document_tokens.tolist(), SCALE)
@@ -111,7 +111,7 @@ def compare(case: Case, transport: Transport) -> Difference:
 
     rank, layout = transport.rank, case.layout
     config = DistCAConfig(kernel=case.kernel, kv_residency=case.kv_residency)
-    live = live_plan(layout, transport, config, plan=case.plan, num_legs=case.num_legs)
+    live = live_plan(layout, transport, config, plan=case.plan, num_chunks=case.num_chunks)
     rows = rows_of_rank(layout, rank)
     padding = int(layout.padding_rows[rank])
 
@@ -133,7 +133,7 @@ def compare(case: Case, transport: Transport) -> Difference:
     heads, kv_heads, dim, value_dim = case.heads
     row_bytes = kv_heads // case.plan.tasks.head_groups * (dim + value_dim) * 8
     moved = case.plan.pieces.select(case.plan.pieces.moved)
-    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.home, moved.server))
+    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.owner, moved.server))
     again = 0 if keeps else dim + value_dim + 1  # queries, outputs, log-sum-exps
     query_bytes = left * (dim + value_dim + again) + came * (dim + value_dim + 1)
     return Difference(
@@ -142,8 +142,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         dk=_largest(gradients[1][: len(rows)], expected_gradients[1][rows]),
         dv=_largest(gradients[2][: len(rows)], expected_gradients[2][rows]),
         exchanges=transport.traffic.exchanges - before[0],
-        exchanges_expected=(case.num_legs + fetches if sent.any() else 0)
-        + (2 * case.num_legs + 2 if len(moved.tokens) else 0),
+        exchanges_expected=(case.num_chunks + fetches if sent.any() else 0)
+        + (2 * case.num_chunks + 2 if len(moved.tokens) else 0),
         bytes_sent=transport.traffic.bytes_sent - before[1],
         bytes_expected=int(fetches * sent[rank].sum() + sent[:, rank].sum()) * row_bytes
         + 8 * heads // case.plan.tasks.head_groups * query_bytes,

@@ -9,7 +9,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.waiting import waiting_contexts
+from distca_hf.runtime.retention import retaining_contexts
 from support.parity import SPEC, live_plan
 
 
@@ -29,12 +29,12 @@ class Layers:
         plan: Plan,
         transport: Transport,
         config: DistCAConfig,
-        num_legs: int = 1,
+        num_chunks: int = 1,
         widths: tuple[int, int, int] = (4, 2, 8),
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.live = live_plan(plan.layout, transport, config, device, plan, num_legs)
+        self.live = live_plan(plan.layout, transport, config, device, plan, num_chunks)
         self.live.retention.attention_calls = LAYERS
         generator = torch.Generator().manual_seed(transport.rank)
         rows, (heads, kv_heads, dim) = int(plan.layout.rank_rows[transport.rank]), widths
@@ -45,7 +45,7 @@ class Layers:
 
     def __call__(self) -> torch.Tensor:
         q, k, v = self.inputs
-        contexts = waiting_contexts
+        contexts = retaining_contexts
         for _ in range(LAYERS):
             q = checkpoint(self._layer, q, k, v, use_reentrant=False, context_fn=contexts)
         return q
@@ -75,7 +75,7 @@ def train(layers: Layers) -> Trained:
     return Trained(numbers, between - before, traffic.exchanges - between)
 
 
-def expected_exchanges(plan: Plan, num_legs: int, *, waits: bool, keeps: bool) -> tuple[int, int]:
+def expected_exchanges(plan: Plan, num_chunks: int, *, waits: bool, keeps: bool) -> tuple[int, int]:
     """Of forward, and of backward with its recomputation, in all layers.
 
     Args:
@@ -83,7 +83,7 @@ def expected_exchanges(plan: Plan, num_legs: int, *, waits: bool, keeps: bool) -
         keeps: what came for that is there in backward.
     """
     moves = 1 if plan.moves_queries else 0  # there, and their results back
-    forward = num_legs * (1 + 2 * moves)
-    recomputed = num_legs * moves if waits else forward
+    forward = num_chunks * (1 + 2 * moves)
+    recomputed = num_chunks * moves if waits else forward
     backward = 1 + 2 * moves + (0 if keeps else 1)
     return LAYERS * forward, LAYERS * (recomputed + backward)

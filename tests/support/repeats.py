@@ -18,7 +18,7 @@ def equal_repeats(
     layout: Layout,
     plan: Plan,
     config: DistCAConfig,
-    num_legs: int,
+    num_chunks: int,
     widths: tuple[int, int, int],
     repeats: int,
     device: torch.device = CPU,
@@ -28,8 +28,8 @@ def equal_repeats(
     Args:
         widths: query heads, KV heads, head dimension.
     """
-    live = live_plan(layout, transport, config, device, plan, num_legs)
-    tokens = live.maps.num_rows // live.maps.rows_per_token
+    live = live_plan(layout, transport, config, device, plan, num_chunks)
+    tokens = live.routing.num_rows // live.routing.rows_per_token
     generator = torch.Generator().manual_seed(transport.rank)
     heads, kv_heads, dim = widths
     q, k, v, dout = (

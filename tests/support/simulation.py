@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.layout import Layout
-from distca_hf.planning.calls import CallKind, KernelCall
-from distca_hf.planning.legs import Legs
+from distca_hf.planning.chunks import ExchangeChunks
+from distca_hf.planning.index_ranges import IndexRanges
+from distca_hf.planning.kernel_calls import CallKind, KernelCall
+from distca_hf.planning.pieces import line_keys
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.ranges import line_keys
 from distca_hf.planning.routing import QueryMoves, Routing, route
-from distca_hf.planning.runs import Runs
-from distca_hf.planning.task import ALL_HEADS
+from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import key_transfers
 
 
@@ -25,21 +25,22 @@ TaskRows = tuple[list[list[Row]], list[list[Row]]]
 class Simulation:
     """Rows of every rank, moved as the routings say."""
 
-    def __init__(self, plan: Plan, num_legs: int = 1) -> None:
+    def __init__(self, plan: Plan, num_chunks: int = 1) -> None:
         plan.validate()
-        self.plan, self.groups, self.legs = plan, plan.tasks.head_groups, Legs.cut(plan, num_legs)
+        self.plan, self.groups, self.chunks = plan, plan.tasks.head_groups, ExchangeChunks.cut(plan, num_chunks)
         self.ranks = range(plan.layout.num_ranks)
-        self.routings = [route(plan, rank, legs=self.legs) for rank in self.ranks]
+        self.routings = [route(plan, rank, chunks=self.chunks) for rank in self.ranks]
         self.home = [rows_at_home(plan.layout, rank, self.groups) for rank in self.ranks]
         sent = [
-            self._parts(rank, routing.send_rows, routing.leg_send_counts) for rank, routing in enumerate(self.routings)
+            self._parts(rank, routing.send_rows, routing.chunk_send_counts)
+            for rank, routing in enumerate(self.routings)
         ]
         self.keys_come = [self._come(rank, sent) for rank in self.ranks]
-        self.keys_received = [[row for leg in legs for row in leg] for legs in self.keys_come]
-        self.keys_copied = [self._taken(rank, self.routings[rank].own_rows) for rank in self.ranks]
+        self.keys_received = [[row for chunk in chunks for row in chunk] for chunks in self.keys_come]
+        self.keys_copied = [self._taken(rank, self.routings[rank].local_rows) for rank in self.ranks]
         self.store = [self._store(rank) for rank in self.ranks]
         self.queries_come = self._queries_come()
-        self.guests = [self._guests(rank) for rank in self.ranks]
+        self.remote_queries = [self._guests(rank) for rank in self.ranks]
 
     def held(self, rank: int) -> set[Row]:
         """What a rank holds, padding apart."""
@@ -50,36 +51,36 @@ class Simulation:
         assert moves is not None
         return moves
 
-    def _taken(self, rank: int, chosen: Runs) -> list[Row]:
+    def _taken(self, rank: int, chosen: IndexRanges) -> list[Row]:
         """Rows at some places of a rank's layout; none of them is padding."""
         return without_gaps([self.home[rank][place] for place in chosen.numbers])
 
-    def _parts(self, rank: int, chosen: Runs, counts: np.ndarray) -> list[list[list[Row]]]:
-        """The chosen rows, cut in one part for each leg and destination."""
+    def _parts(self, rank: int, chosen: IndexRanges, counts: np.ndarray) -> list[list[list[Row]]]:
+        """The chosen rows, cut in one part for each chunk and destination."""
         rows, borders = self._taken(rank, chosen), np.cumsum([0, *counts.ravel()]).tolist()
         assert borders[-1] == len(rows)
-        assert counts.shape == (self.legs.count, len(self.ranks))
+        assert counts.shape == (self.chunks.count, len(self.ranks))
         assert not counts[:, rank].any()
         parts = [rows[start:stop] for start, stop in pairwise(borders)]
-        return [parts[leg * len(self.ranks) : (leg + 1) * len(self.ranks)] for leg in range(self.legs.count)]
+        return [parts[chunk * len(self.ranks) : (chunk + 1) * len(self.ranks)] for chunk in range(self.chunks.count)]
 
     def _come(self, rank: int, sent: list[list[list[list[Row]]]]) -> list[list[Row]]:
-        """Rows that each leg brings to a rank, by source."""
-        return [[row for source in sent for row in source[leg][rank]] for leg in range(self.legs.count)]
+        """Rows that each chunk brings to a rank, by source."""
+        return [[row for source in sent for row in source[chunk][rank]] for chunk in range(self.chunks.count)]
 
     def _store(self, rank: int) -> list[Row]:
         routing = self.routings[rank]
-        store: list[Row | None] = [None] * routing.store_rows
-        put(store, routing.received_to_store, self.keys_received[rank])
-        put(store, routing.own_to_store, self.keys_copied[rank])
+        store: list[Row | None] = [None] * routing.remote_kv_rows
+        put(store, routing.received_to_remote_kv, self.keys_received[rank])
+        put(store, routing.local_to_remote_kv, self.keys_copied[rank])
         return without_gaps(store)
 
     def _queries_come(self) -> list[list[list[Row]]]:
-        """Queries that each leg brings to each rank."""
+        """Queries that each chunk brings to each rank."""
         if not self.plan.moves_queries:
-            return [[[] for _ in range(self.legs.count)] for _ in self.ranks]
+            return [[[] for _ in range(self.chunks.count)] for _ in self.ranks]
         moves = [self.moves(rank) for rank in self.ranks]
-        sent = [self._parts(rank, of_rank.send_rows, of_rank.leg_send_counts) for rank, of_rank in enumerate(moves)]
+        sent = [self._parts(rank, of_rank.send_rows, of_rank.chunk_send_counts) for rank, of_rank in enumerate(moves)]
         return [self._come(rank, sent) for rank in self.ranks]
 
     def _guests(self, rank: int) -> list[Row]:
@@ -87,17 +88,17 @@ class Simulation:
             assert self.routings[rank].queries is None
             return []
         moves = self.moves(rank)
-        guests: list[Row | None] = [None] * moves.num_rows
-        put(guests, moves.received_to_guest, [row for leg in self.queries_come[rank] for row in leg])
-        put(guests, moves.own_to_guest, self._taken(rank, moves.own_rows))
-        return without_gaps(guests)
+        remote_queries: list[Row | None] = [None] * moves.num_rows
+        put(remote_queries, moves.received_to_queries, [row for chunk in self.queries_come[rank] for row in chunk])
+        put(remote_queries, moves.local_to_queries, self._taken(rank, moves.local_rows))
+        return without_gaps(remote_queries)
 
     def tasks_of(self, rank: int, call: KernelCall) -> Iterator[TaskRows]:
         """Queries and keys of each task of a call, as the call says where they are."""
         spans = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_k.tolist()), strict=True)
         for (first, last), (first_key, last_key) in spans:
             if call.kind is CallKind.REMOTE_QUERIES:
-                queries = self._stored(self.guests[rank], call, call.query_start, first, last)
+                queries = self._stored(self.remote_queries[rank], call, call.query_start, first, last)
             else:
                 queries = self._own(rank, call, call.query_start, first, last)
             if call.kind is CallKind.LOCAL:
@@ -155,8 +156,9 @@ class Simulation:
         return {task for row, task in self.task_of.items() if self.servers[row] != self.home_of[row]}
 
     def store_by_definition(self, rank: int) -> list[Row]:
-        """For every document, or group of its heads: the longest prefix that is read in the store. That of guests is
-        all they attend to; that of own queries is what comes before an unbroken stretch of them in the layout."""
+        """For every document, or group of its heads: the longest prefix that is read in the remote KV. That of remote
+        queries is all they attend to; that of local queries is what comes before an unbroken stretch of them in the
+        layout."""
         longest: dict[tuple[int, int], int] = {}
 
         def read(row: Row, prefix: int) -> None:
@@ -179,17 +181,17 @@ class Simulation:
         lines = [line for line in longest if line[0] in divided or line[1] == 0]
         lines.sort(key=lambda line: (line[0] in divided, line))
         store: list[Row] = []
-        for leg in range(self.legs.count):
+        for chunk in range(self.chunks.count):
             for document, group in lines:
                 groups = [group] if document in divided else range(self.groups)
                 cuts = self.borders(rank, document, group if document in divided else ALL_HEADS)
-                start, stop = np.minimum(cuts[leg : leg + 2], longest[document, group]).tolist()
+                start, stop = np.minimum(cuts[chunk : chunk + 2], longest[document, group]).tolist()
                 store += [(document, position, of_token) for position in range(start, stop) for of_token in groups]
         return store
 
     def borders(self, rank: int, document: int, head: int) -> np.ndarray:
-        """Where legs cut a prefix that a rank reads."""
-        return self.legs.borders_of(rank, line_keys(np.array([document]), np.array([head]), self.groups))[0]
+        """Where chunks cut a prefix that a rank reads."""
+        return self.chunks.borders_of(rank, line_keys(np.array([document]), np.array([head]), self.groups))[0]
 
     def _stays(self, row: Row | None, rank: int) -> bool:
         return row is not None and self.servers[row] == rank and self.task_of[row] not in self.guest_tasks
@@ -199,14 +201,14 @@ class Attended:
     """How often every query attends to every key on one rank, by kind of call.
 
     Attributes:
-        own, far, guests: by document and group of heads, `[queries, keys]` of the whole document.
+        own, far, remote_queries: by document and group of heads, `[queries, keys]` of the whole document.
     """
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation, self.rank = simulation, rank
         routing = simulation.routings[rank]
-        self.own, self.far, self.guests = (
-            self._counted(calls) for calls in (routing.own, routing.far, routing.guests)
+        self.own, self.far, self.remote_queries = (
+            self._counted(calls) for calls in (routing.local, routing.prefix, routing.remote_queries)
         )
 
     def _counted(self, calls: tuple[KernelCall, ...]) -> dict[tuple[int, int], np.ndarray]:
@@ -260,7 +262,7 @@ def without_gaps(rows: list[Row | None]) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def put(target: list[Row | None], places: Runs, rows: list[Row]) -> None:
+def put(target: list[Row | None], places: IndexRanges, rows: list[Row]) -> None:
     """Writes rows to their places, each of which is written once."""
     for place, row in zip(places.numbers, rows, strict=True):
         assert target[place] is None
@@ -269,21 +271,21 @@ def put(target: list[Row | None], places: Runs, rows: list[Row]) -> None:
 
 def check_call_shapes(routing: Routing) -> None:
     """Where each kind of call reads its queries and keys, and that starts, stops and offsets say the same."""
-    for call in (*routing.own, *routing.far, *routing.guests):
+    for call in (*routing.local, *routing.prefix, *routing.remote_queries):
         assert call.cu_seqlens_q[0] == call.cu_seqlens_k[0] == 0
         assert (np.diff(call.cu_seqlens_q) > 0).all()
         assert (np.diff(call.cu_seqlens_k) > 0).all()
         assert len(call.cu_seqlens_q) == len(call.cu_seqlens_k) >= 2
-    for call in routing.own:
+    for call in routing.local:
         assert call.kind is CallKind.LOCAL
         assert (call.query_start, call.query_stop) == (call.key_start, call.key_stop)
         assert call.cu_seqlens_q.tolist() == call.cu_seqlens_k.tolist()
         assert call.query_stop - call.query_start == call.cu_seqlens_q[-1]
-    for call in routing.far:
+    for call in routing.prefix:
         assert call.kind is CallKind.PREFIX
         assert call.query_stop - call.query_start == call.cu_seqlens_q[-1]
         assert call.key_stop - call.key_start == call.cu_seqlens_k[-1] * call.groups
-    for call in routing.guests:
+    for call in routing.remote_queries:
         assert call.kind is CallKind.REMOTE_QUERIES
         assert call.heads == (0, call.groups)
         assert call.query_stop - call.query_start == call.cu_seqlens_q[-1] * call.groups
@@ -296,11 +298,11 @@ def check_attention(simulation: Simulation) -> None:
     for rank, attended in enumerate(simulation.attended):
         check_call_shapes(simulation.routings[rank])
         for line in attended.own:
-            own, far, guests = attended.own[line], attended.far[line], attended.guests[line]
-            everything = own + far + guests
-            assert everything.max(initial=0) <= 1  # own square, far prefix and guests do not overlap
-            assert not ((own.any(axis=1) | far.any(axis=1)) & guests.any(axis=1)).any()
-            assert not (far.any(axis=1) & ~own.any(axis=1)).any()  # a prefix is merged into what own calls wrote
+            own, far, remote_queries = attended.own[line], attended.far[line], attended.remote_queries[line]
+            everything = own + far + remote_queries
+            assert everything.max(initial=0) <= 1  # own square, far prefix and remote queries do not overlap
+            assert not ((own.any(axis=1) | far.any(axis=1)) & remote_queries.any(axis=1)).any()
+            assert not (far.any(axis=1) & ~own.any(axis=1)).any()  # a prefix is merged into what local calls wrote
             queries = np.flatnonzero(everything.any(axis=1)).tolist()
             assert all(simulation.servers[line[0], query, line[1]] == rank for query in queries)
             total[line] = total.get(line, 0) + everything
@@ -310,8 +312,8 @@ def check_attention(simulation: Simulation) -> None:
 
 
 def check_keys(simulation: Simulation) -> None:
-    """Ranks receive the keys they lack, each once and nothing else; stores hold prefixes, leg by leg, in order of the
-    documents."""
+    """Ranks receive the keys they lack, each once and nothing else; stores hold prefixes, chunk by chunk, in order of
+    the documents."""
     sends = any(simulation.keys_received)
     for rank, routing in enumerate(simulation.routings):
         needed = {
@@ -321,40 +323,43 @@ def check_keys(simulation: Simulation) -> None:
         assert simulation.store[rank] == simulation.store_by_definition(rank)
         assert routing.exchanges == sends
         for other, other_routing in enumerate(simulation.routings):
-            assert (routing.leg_send_counts[:, other] == other_routing.leg_receive_counts[:, rank]).all()
+            assert (routing.chunk_send_counts[:, other] == other_routing.chunk_receive_counts[:, rank]).all()
 
 
 def check_kept(simulation: Simulation) -> None:
-    """Backward gets in one leg what forward got in several: kept rows find their place in its store, and guests that
-    are kept are its guests."""
-    at_once, kept = Simulation(simulation.plan), key_transfers(simulation.plan, simulation.legs)
+    """Backward gets in one chunk what forward got in several: kept rows find their place in its remote KV, and remote
+    queries that are kept are its remote queries."""
+    at_once, kept = Simulation(simulation.plan), key_transfers(simulation.plan, simulation.chunks)
     for rank in simulation.ranks:
         routing = route(simulation.plan, rank, kept=kept)
-        store: list[Row | None] = [None] * routing.store_rows
-        put(store, routing.kept_to_store, simulation.keys_received[rank])
-        put(store, routing.own_to_store, at_once.keys_copied[rank])
+        store: list[Row | None] = [None] * routing.remote_kv_rows
+        put(store, routing.kept_to_remote_kv, simulation.keys_received[rank])
+        put(store, routing.local_to_remote_kv, at_once.keys_copied[rank])
         assert store == at_once.store[rank]
         assert routing.kept_in_order == (store == simulation.keys_received[rank])
-        assert routing.received_to_store.numbers.tolist() == at_once.routings[rank].received_to_store.numbers.tolist()
-        assert at_once.guests[rank] == simulation.guests[rank]
+        assert (
+            routing.received_to_remote_kv.numbers.tolist()
+            == at_once.routings[rank].received_to_remote_kv.numbers.tolist()
+        )
+        assert at_once.remote_queries[rank] == simulation.remote_queries[rank]
 
 
 def check_shared_rows(simulation: Simulation) -> None:
     """Shared are the rows that are sent or copied, once each; where these are among them is written down."""
     for rank, routing in enumerate(simulation.routings):
-        sent, copied, shared = (x.numbers for x in (routing.send_rows, routing.own_rows, routing.shared_rows))
+        sent, copied, shared = (x.numbers for x in (routing.send_rows, routing.local_rows, routing.shared_rows))
         assert len(set(shared.tolist())) == len(shared)
         assert set(shared.tolist()) == {*sent.tolist(), *copied.tolist()}
         assert shared[routing.send_in_shared.numbers].tolist() == sent.tolist()
-        assert shared[routing.own_in_shared.numbers].tolist() == copied.tolist()
-        # The gradients of all others are whole when own calls have run.
+        assert shared[routing.local_in_shared.numbers].tolist() == copied.tolist()
+        # The gradients of all others are whole when local calls have run.
         own = simulation.attended[rank].own
         for row in simulation.held(rank) - {simulation.home[rank][place] for place in shared}:
             document, position, group = row
             everywhere = sum(
                 counts[document, group][:, position]
                 for attended in simulation.attended
-                for counts in (attended.own, attended.far, attended.guests)
+                for counts in (attended.own, attended.far, attended.remote_queries)
             )
             assert (own[document, group][:, position] == everywhere).all()
 
@@ -363,25 +368,28 @@ def check_orders(simulation: Simulation) -> None:
     """Rows are said to come in order where what arrives is, as it is, what the calls read; not where it is not."""
     for rank, routing in enumerate(simulation.routings):
         assert routing.come_in_order == (simulation.keys_received[rank] == simulation.store[rank])
-        places = routing.received_to_store.numbers.tolist()
+        places = routing.received_to_remote_kv.numbers.tolist()
         assert routing.come_in_order == (not simulation.keys_copied[rank] and places == list(range(len(places))))
         if routing.queries is not None:
-            places = routing.queries.received_to_guest.numbers.tolist()
-            in_order = routing.queries.own_rows.total == 0 and places == list(range(len(places)))
+            places = routing.queries.received_to_queries.numbers.tolist()
+            in_order = routing.queries.local_rows.total == 0 and places == list(range(len(places)))
             assert routing.queries.come_in_order == in_order
 
 
-def check_legs(simulation: Simulation) -> None:
-    """Calls of a leg read what it brings, and what is there anyway; all of a prefix if they attend for guests."""
+def check_chunks(simulation: Simulation) -> None:
+    """Calls of a chunk read what it brings, and what is there anyway; all of a prefix if they attend for remote
+    queries."""
     for rank, routing in enumerate(simulation.routings):
-        assert len(routing.far_of_leg) == len(routing.guests_of_leg) == simulation.legs.count
+        assert len(routing.prefix_of_chunk) == len(routing.remote_queries_of_chunk) == simulation.chunks.count
         own = set(simulation.keys_copied[rank])
-        own_guests = simulation.guests[rank] and simulation.held(rank)
-        for leg, (far, guests) in enumerate(zip(routing.far_of_leg, routing.guests_of_leg, strict=True)):
-            keys_there = {*simulation.keys_come[rank][leg], *own}
-            queries_there = {*simulation.queries_come[rank][leg], *own_guests}
-            for call in (*far, *guests):
+        own_guests = simulation.remote_queries[rank] and simulation.held(rank)
+        for chunk, (far, remote_queries) in enumerate(
+            zip(routing.prefix_of_chunk, routing.remote_queries_of_chunk, strict=True)
+        ):
+            keys_there = {*simulation.keys_come[rank][chunk], *own}
+            queries_there = {*simulation.queries_come[rank][chunk], *own_guests}
+            for call in (*far, *remote_queries):
                 for queries, keys in simulation.tasks_of(rank, call):
                     assert keys_there.issuperset(row for key in keys for row in key)
-                    if call in guests:
+                    if call in remote_queries:
                         assert queries_there.issuperset(row for query in queries for row in query)

@@ -25,9 +25,9 @@ from transformers.cache_utils import StaticCache
 import distca_hf
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.attention import distca_attention
-from distca_hf.kernels.choose import choose_kernel
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import local
+from distca_hf.kernels.registry import choose_kernel
+from distca_hf.runtime import local_attention
 from distca_hf.testing.reference import attend_documents
 from support.models import SIZES, VOCABULARY, tiny_config, tiny_model
 
@@ -254,7 +254,7 @@ def test_attention_without_a_plan_follows_the_settings(
             seen.append((type(self.kernel).__name__, given[7].deterministic))
             self.kernel.backward(*given)
 
-    monkeypatch.setattr(local, "choose_kernel", lambda *given: Looks(choose_kernel(*given)))
+    monkeypatch.setattr(local_attention, "choose_kernel", lambda *given: Looks(choose_kernel(*given)))
     model = distca_hf.enable(tiny_model(**TINY), distca_hf.DistCAPlugin(**settings))
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()

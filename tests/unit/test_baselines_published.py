@@ -10,7 +10,7 @@ import pytest
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.planning.baselines.published_greedy import plan_published_greedy, published_greedy
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.traffic import bytes_between
+from distca_hf.planning.transfers import bytes_between
 from support.published_mixes import published_batches
 
 

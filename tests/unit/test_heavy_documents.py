@@ -12,7 +12,7 @@ from distca_hf.packing.bound import key_tokens_bound
 from distca_hf.packing.heavy import HEAVY, deal_in_groups
 from distca_hf.packing.line import Segment, piece_of
 from distca_hf.packing.placement import place
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 
 

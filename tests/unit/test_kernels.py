@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels import choose, reference
-from distca_hf.kernels.choose import KERNELS, Entry, choose_kernel, chosen_kernel
+from distca_hf.kernels import reference, registry
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.interface import (
     OPTIONS,
@@ -25,8 +24,9 @@ from distca_hf.kernels.interface import (
     accumulation_dtype,
     spec_of,
 )
-from distca_hf.kernels.merge import merge
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
+from distca_hf.kernels.registry import KERNELS, Entry, choose_kernel, chosen_kernel
+from distca_hf.kernels.rows.merge import merge
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 
 
@@ -336,7 +336,7 @@ def is_untouched_around(whole: torch.Tensor, view: torch.Tensor, heads: tuple[in
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the store."""
+    """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the remote KV."""
     rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
     width = k.shape[1] * k.shape[2]
     return rows[:, :width].unflatten(1, k.shape[1:]), rows[:, width:].unflatten(1, v.shape[1:])
@@ -349,7 +349,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.
 def test_views_into_larger_tensors_are_read_and_written_in_place(
     kernel: Kernel, causal: bool, store: bool, around: tuple[int, int]
 ) -> None:
-    """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
+    """As the runtime has them: queries are some tokens and heads of a layer's; so are local keys, while those of the
     store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
     tasks = TASKS["prefixed"] if causal else WITHOUT_MASK["more queries"]
     case = Case.draw(tasks, causal=causal)
@@ -658,7 +658,7 @@ def test_kernel_that_fails_on_its_first_tokens_is_replaced(
         if isinstance(kernel, CpuKernel):
             raise RuntimeError("cannot compile for this machine")
 
-    monkeypatch.setattr(choose, "try_out", refuses)
+    monkeypatch.setattr(registry, "try_out", refuses)
     assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), ReferenceKernel)
     assert "reference, not a faster one: cpu fails: RuntimeError: cannot compile for this machine" in caplog.text
     assert "fails: RuntimeError: cannot compile" in refusal("cpu", CPU_JOB)
@@ -744,7 +744,7 @@ def test_choosing_on_a_cpu_imports_no_flash_package(monkeypatch: pytest.MonkeyPa
         raise AssertionError(f"imported {name}")
 
     chosen_kernel.cache_clear()
-    monkeypatch.setattr(choose.importlib, "import_module", refuse)
+    monkeypatch.setattr(registry.importlib, "import_module", refuse)
     assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), CpuKernel)
 
 
@@ -804,7 +804,7 @@ def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
 
 def test_kernel_is_chosen_once_for_all_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[AttentionSpec] = []
-    monkeypatch.setattr(choose, "try_out", lambda kernel, job, spec: tried.append(spec))
+    monkeypatch.setattr(registry, "try_out", lambda kernel, job, spec: tried.append(spec))
     chosen_kernel.cache_clear()
     for scale in (0.1, 0.2):
         for deterministic in (True, False):

@@ -18,7 +18,7 @@ from distca_hf import run
 from distca_hf.cli import app
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.launch import Recipe
-from distca_hf.kernels.choose import KERNELS
+from distca_hf.kernels.registry import KERNELS
 from distca_hf.shipped import RECIPES
 
 

@@ -34,7 +34,7 @@ def run_fresh(program: str) -> str:
         "import distca_hf.run, distca_hf.integrations.launch",
         "import distca_hf.cli",
         "import distca_hf.packing.placement, distca_hf.packing.epochs, distca_hf.packing.collate",
-        "import distca_hf.planning.planner, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
+        "import distca_hf.planning.in_place, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
         "import distca_hf.integrations.placed, distca_hf.insight.plan_command",
     ],
 )

@@ -13,7 +13,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.plans import LivePlan, find_plan
+from distca_hf.runtime.live_plan import LivePlan, find_plan
 from support.data import random_dataset
 from support.models import tiny_model
 from support.parity import live_plan

@@ -20,7 +20,7 @@ from distca_hf.integrations import ahead
 from distca_hf.integrations.ahead import Ahead
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.packing import contents
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import LoaderTimes
 from support.commands import HANG_SECONDS
 from support.data import random_dataset

@@ -31,8 +31,8 @@ import distca_hf
 from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.callback import DistCACallback
-from distca_hf.kernels.choose import KERNELS, choose_kernel
 from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.registry import KERNELS, choose_kernel
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_config, tiny_model
@@ -488,7 +488,7 @@ def test_packages_that_are_missing_are_named_with_how_to_install_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """26: the kernel of torch computes where no other is installed, and says so."""
-    monkeypatch.setattr("distca_hf.kernels.choose.try_out", lambda *arguments: None)
+    monkeypatch.setattr("distca_hf.kernels.registry.try_out", lambda *arguments: None)
     choose_kernel("auto", dataclasses.replace(HOPPER, num_heads=3, num_kv_heads=3), AttentionSpec(1.0))
     (message,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "faster one" in text]
 

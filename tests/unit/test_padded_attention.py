@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distca_hf.errors import PackingError
-from distca_hf.runtime import local
+from distca_hf.runtime import local_attention
 from support.models import SIZES, VOCABULARY, tiny_model
 
 
@@ -104,7 +104,7 @@ def test_rows_of_padding_alone_have_no_part(rows: str) -> None:
 def test_no_kernel_is_asked_about_padding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = padded("right")
     model, _ = both()
-    monkeypatch.setattr(local, "choose_kernel", lambda *given: pytest.fail("a kernel was asked"))
+    monkeypatch.setattr(local_attention, "choose_kernel", lambda *given: pytest.fail("a kernel was asked"))
     model.train()(ids, attention_mask=torch.zeros_like(mask), use_cache=False).logits.sum().backward()
 
     assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() == 0

@@ -34,7 +34,7 @@ from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.packs import PackPlanner
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.plan_facts import PlanFacts
-from distca_hf.runtime.plans import LivePlan
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.testing.loopback import LoopbackTransport, run_ranks
 from support.models import tiny_model
 

@@ -9,9 +9,9 @@ import torch
 
 from distca_hf.comm.transport import AllToAll, Exchange, Transport
 from distca_hf.config import DistCAConfig, Residency
-from distca_hf.planning.legs import Legs
-from distca_hf.planning.moving import plan_by_moving
+from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
@@ -39,14 +39,14 @@ class RecordingTransport:
 
 
 def run_one_layer(
-    plan: Plan, kv_residency: Residency, num_legs: int
+    plan: Plan, kv_residency: Residency, num_chunks: int
 ) -> list[tuple[CountingKernel, RecordingTransport]]:
     """Forward and backward of one layer; what was counted on each rank."""
     config = DistCAConfig(kernel="reference", kv_residency=kv_residency)
 
     def run(transport: Transport) -> tuple[CountingKernel, RecordingTransport]:
         recording = RecordingTransport(transport)
-        live = live_plan(plan.layout, recording, config, plan=plan, num_legs=num_legs)
+        live = live_plan(plan.layout, recording, config, plan=plan, num_chunks=num_chunks)
         rows = int(plan.layout.rank_rows[transport.rank])
         shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
         held = [torch.randn(rows, *shape, requires_grad=True) for shape in shapes]
@@ -65,30 +65,30 @@ def moved(seed: int) -> Plan:
 KINDS = [placed, striped, moved, anywhere, divided]
 
 
-@pytest.mark.parametrize(("kv_residency", "num_legs"), [("refetch", 1), ("keep", 1), ("refetch", 3), ("keep", 3)])
+@pytest.mark.parametrize(("kv_residency", "num_chunks"), [("refetch", 1), ("keep", 1), ("refetch", 3), ("keep", 3)])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("make", KINDS)
 def test_kernels_compute_the_pairs_of_the_plan_and_exchanges_carry_its_keys(
-    make: Callable[[int], Plan], seed: int, kv_residency: Residency, num_legs: int
+    make: Callable[[int], Plan], seed: int, kv_residency: Residency, num_chunks: int
 ) -> None:
     plan = make(seed)
-    transfers = key_transfers(plan, Legs.cut(plan, num_legs))
-    planned = np.zeros((num_legs, NUM_RANKS, NUM_RANKS), dtype=np.int64)
-    np.add.at(planned, (transfers.leg, transfers.source, transfers.destination), transfers.rows)
-    counted = run_one_layer(plan, kv_residency, num_legs)
+    transfers = key_transfers(plan, ExchangeChunks.cut(plan, num_chunks))
+    planned = np.zeros((num_chunks, NUM_RANKS, NUM_RANKS), dtype=np.int64)
+    np.add.at(planned, (transfers.chunk, transfers.source, transfers.destination), transfers.rows)
+    counted = run_one_layer(plan, kv_residency, num_chunks)
 
     row_heads = KV_HEADS // plan.tasks.head_groups  # of a row of keys; work, too, counts groups of heads
     work = (row_heads * plan.work).tolist()
     assert [kernel.forward_pairs for kernel, _ in counted] == work
     assert [kernel.backward_pairs for kernel, _ in counted] == work
-    # In every leg keys leave before queries; all at once again in backward if they were not kept. Their gradients go
+    # In every chunk keys leave before queries; all at once again in backward if they were not kept. Their gradients go
     # the same way back before those of queries.
     elements = row_heads * (HEAD_DIM + VALUE_DIM) * planned
     moves, some = [None] * plan.moves_queries, bool(planned.any())
-    keys = [exchange for leg in elements for exchange in ([leg.tolist()] * some + moves)]
+    keys = [exchange for chunk in elements for exchange in ([chunk.tolist()] * some + moves)]
     at_once = [elements.sum(axis=0).tolist()] * (some and kv_residency == "refetch")
     gradients = [elements.sum(axis=0).T.tolist()] * some
-    expected = [*keys, *moves * num_legs, *at_once, *moves, *gradients, *moves]
+    expected = [*keys, *moves * num_chunks, *at_once, *moves, *gradients, *moves]
     for _, recording in counted:
         assert len(recording.elements) == len(expected)
         for sent, between in zip(recording.elements, expected, strict=True):

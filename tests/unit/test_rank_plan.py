@@ -20,28 +20,28 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return random_plan(rng, random_layout(rng, NUM_RANKS), 2)
 
 
-def test_one_leg_has_one_routing(plan: Plan) -> None:
+def test_one_chunk_has_one_routing(plan: Plan) -> None:
     for rank in range(NUM_RANKS):
         mine = rank_plan(plan, rank)
         assert mine.backward is mine.forward
 
 
-def test_backward_has_one_leg_and_reads_what_forward_kept(plan: Plan) -> None:
-    """Rows arrive in legs in forward; backward finds them in that order, and none is missing."""
+def test_backward_has_one_chunk_and_reads_what_forward_kept(plan: Plan) -> None:
+    """Rows arrive in chunks in forward; backward finds them in that order, and none is missing."""
     for rank in range(NUM_RANKS):
         mine = rank_plan(plan, rank, 3)
-        assert (len(mine.forward.leg_send_counts), len(mine.backward.leg_send_counts)) == (3, 1)
+        assert (len(mine.forward.chunk_send_counts), len(mine.backward.chunk_send_counts)) == (3, 1)
         for counts in ("send_counts", "receive_counts"):
             assert np.array_equal(getattr(mine.forward, counts), getattr(mine.backward, counts))
         in_order, kept = (
-            np.sort(rows.numbers) for rows in (mine.backward.received_to_store, mine.backward.kept_to_store)
+            np.sort(rows.numbers) for rows in (mine.backward.received_to_remote_kv, mine.backward.kept_to_remote_kv)
         )
         assert np.array_equal(in_order, kept)
-        assert mine.backward.kept_to_store.total == mine.forward.received_to_store.total
+        assert mine.backward.kept_to_remote_kv.total == mine.forward.received_to_remote_kv.total
 
 
-def test_facts_are_the_same_on_all_ranks_and_in_any_number_of_legs(plan: Plan) -> None:
-    facts = [rank_plan(plan, rank, num_legs).facts for rank in range(NUM_RANKS) for num_legs in (1, 4)]
+def test_facts_are_the_same_on_all_ranks_and_in_any_number_of_chunks(plan: Plan) -> None:
+    facts = [rank_plan(plan, rank, num_chunks).facts for rank in range(NUM_RANKS) for num_chunks in (1, 4)]
 
     assert all(each == facts[0] for each in facts)
     assert facts[0].work == tuple(plan.work.tolist())

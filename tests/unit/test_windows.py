@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distca_hf.errors import PackingError
 from distca_hf.packing.placement import place
 from distca_hf.packing.windows import group_documents
-from distca_hf.planning.planner import plan_in_place
+from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.topology import Topology
 

@@ -22,7 +22,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.baselines.filled import fill_head_and_tail
 from distca_hf.planning.baselines.result import Baseline
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.task import Tasks
+from distca_hf.planning.tasks import Tasks
 
 
 # What the published code uses unless told otherwise.

@@ -7,7 +7,7 @@ import numpy as np
 
 from distca_hf.cost import IntArray, TokenBytes, imbalance
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.traffic import bytes_between
+from distca_hf.planning.transfers import bytes_between
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,114 @@
+"""Exchange chunks: remote prefixes are sent in several parts, so that one is attended while the next is in flight.
+
+Prefixes that only local queries read are cut so that every chunk brings a server about as much work. With four chunks
+a server takes one for each quarter of a rank's mean work. If it has little remote work, it takes only the last chunks:
+it makes fewer kernel calls, and busier ranks are served first. A prefix that remote queries read comes whole, in one
+chunk; the remote queries of a server are divided among the chunks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.planning.pieces import line_keys, rows_per_token
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.tasks import ALL_HEADS
+
+
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeChunks:
+    """Where the prefixes that servers read are cut.
+
+    Attributes:
+        count: chunks.
+        num_lines: lines that there may be, see `line_keys`.
+        keys: `[prefixes]` ascending, one for each (server, line) that may come in another chunk than the first.
+        borders: `[prefixes, count + 1]` chunk i brings tokens [borders[i], borders[i + 1]).
+    """
+
+    count: int
+    num_lines: int
+    keys: IntArray
+    borders: IntArray
+
+    @classmethod
+    def cut(cls, plan: Plan, count: int) -> "ExchangeChunks":
+        """Cuts all prefixes of a plan."""
+        if count == 1:
+            none = np.zeros(0, dtype=np.int64)
+            return cls(count, 0, none, none.reshape(0, 2))
+        tasks, reads = plan.tasks, plan.reads_others
+        groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
+        lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
+        keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
+        remote_query, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
+        longest, work = np.zeros((2, len(keys)), dtype=np.int64)
+        np.maximum.at(longest, prefix[~remote_query], start[~remote_query])
+        rectangles = start * (stop - start) * rows_per_token(tasks.head[reads], groups)
+        np.add.at(work, prefix[~remote_query], rectangles[~remote_query])
+        of_remote_queries = np.zeros(len(keys), dtype=bool)
+        of_remote_queries[prefix[remote_query]] = True
+        local = ~of_remote_queries
+        first_chunk, stop_chunk = np.zeros((2, len(keys)), dtype=np.int64)
+        first_chunk[of_remote_queries] = _chunks_of_remote_queries(keys[of_remote_queries], num_lines, groups, count)
+        stop_chunk[of_remote_queries] = first_chunk[of_remote_queries] + 1
+        first_chunk[local], stop_chunk[local] = _chunks_of_local_queries(
+            keys[local] // num_lines, work[local], plan.work.mean(), count
+        )
+        return cls(count, num_lines, keys, _borders(longest, first_chunk, stop_chunk, count))
+
+    def borders_of(self, servers: IntArray | int, lines: IntArray) -> IntArray:
+        """`[prefixes, count + 1]` borders; a prefix that nobody else holds is not cut."""
+        borders = np.full((len(lines), self.count + 1), NEVER)
+        borders[:, 0] = 0
+        if len(self.keys):
+            wanted = servers * self.num_lines + lines
+            at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+            found = self.keys[at] == wanted
+            borders[found] = self.borders[at[found]]
+        return borders
+
+    def of_remote_queries(self, servers: IntArray, lines: IntArray) -> IntArray:
+        """Chunk that brings a prefix that remote queries read."""
+        return (self.borders_of(servers, lines)[:, 1:] == 0).sum(axis=1)
+
+
+def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
+    """`[prefixes, count + 1]` borders of prefixes cut in equal parts for chunks [first, stop)."""
+    part = np.arange(count + 1) - first[:, None]
+    borders: IntArray = longest[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
+    borders[part >= (stop - first)[:, None]] = NEVER  # no row is read beyond the prefix
+    return borders
+
+
+def _chunks_of_local_queries(
+    servers: IntArray, work: IntArray, mean_work: float, count: int
+) -> tuple[IntArray, IntArray]:
+    """Returns the chunks [first, stop) of each prefix.
+
+    The prefixes of a server, one after the other, are cut in as many parts of equal work as are worth it. Cuts move to
+    the nearest border of prefixes, or of equal parts of one.
+    """
+    _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
+    before = np.cumsum(work) - work
+    begin, total = before - before[first_of][server], np.bincount(server, weights=work)
+    chunks = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[server]
+    chunks_of_work = chunks / np.maximum(total, 1)[server]
+    first = np.minimum(np.rint(begin * chunks_of_work).astype(np.int64), chunks - 1)
+    stop = np.maximum(np.rint((begin + work) * chunks_of_work).astype(np.int64), first + 1)
+    return first + count - chunks, stop + count - chunks
+
+
+def _chunks_of_remote_queries(keys: IntArray, num_lines: int, head_groups: int, count: int) -> IntArray:
+    """Chunk of each (server, line): those of a server one after the other, as they lie in its remote KV."""
+    server, head = keys // num_lines, keys % num_lines % (head_groups + 1) + ALL_HEADS
+    order = np.lexsort((keys, head != ALL_HEADS, server))
+    _, first, number = np.unique(server[order], return_index=True, return_counts=True)
+    place = np.arange(len(keys)) - np.repeat(first, number)
+    chunk = np.empty(len(keys), dtype=np.int64)
+    chunk[order] = place * count // np.repeat(number, number)
+    return chunk

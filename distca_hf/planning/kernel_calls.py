@@ -1,0 +1,263 @@
+"""Kernel calls of one rank: tasks that one varlen attention call computes together.
+
+local parts    | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] |    one LOCAL call: squares of neighbours with the same heads
+their prefixes |                 | d1[0:5] d2[0:6] |    one PREFIX call per chunk: the squares' queries, no mask
+remote tasks   | d9[2:7] against d9[0:7]           |    one REMOTE_QUERIES call
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import pairwise
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.planning.kv_layout import RemoteKVLayout
+from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
+from distca_hf.planning.tasks import ALL_HEADS, Tasks
+
+
+@dataclass(frozen=True, eq=False)
+class LocalParts(Ranges):
+    """Ranges of tokens that their owner rank computes and whose rows follow each other there, sorted by (document,
+    head, start). A part that does not begin its document attends to a prefix, too.
+
+    Attributes:
+        token_row: layout row of the first token; rows here are tokens.
+    """
+
+    token_row: IntArray
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> "LocalParts":
+        """Joins pieces of one rank, sorted as `Pieces` are, where one goes on right behind another."""
+        groups = pieces.head_groups
+        line = line_keys(pieces.document, pieces.head, groups)
+        token_row = pieces.row // groups
+        opens = np.ones(len(pieces), dtype=bool)
+        opens[1:] = (
+            (line[1:] != line[:-1])
+            | (pieces.start[1:] != pieces.stop[:-1])
+            | (token_row[1:] - token_row[:-1] != pieces.tokens[:-1])
+        )
+        closes = np.append(opens[1:], True)[: len(pieces)]
+        return cls(
+            pieces.document[opens],
+            pieces.head[opens],
+            pieces.start[opens],
+            pieces.stop[closes],
+            groups,
+            token_row[opens],
+        )
+
+    @property
+    def continued(self) -> IntArray:
+        """Parts that attend to a prefix."""
+        return np.flatnonzero(self.start > 0)
+
+    @property
+    def prefix_lines(self) -> IntArray:
+        """Lines of the prefixes, see `line_keys`."""
+        chosen = self.continued
+        return line_keys(self.document[chosen], self.head[chosen], self.head_groups)
+
+    @property
+    def prefixes(self) -> IntArray:
+        """Tokens of the prefixes."""
+        return self.start[self.continued]
+
+
+class CallKind(Enum):
+    """Where a call reads its queries and its keys, and how it masks.
+
+                    queries            keys            mask
+    LOCAL           local tokens       local tokens    causal
+    PREFIX          local tokens       remote-KV rows  none: all keys come before all queries
+    REMOTE_QUERIES  remote-query rows  remote-KV rows  causal
+    """
+
+    LOCAL = auto()
+    PREFIX = auto()
+    REMOTE_QUERIES = auto()
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether masks are causal, aligned bottom-right; otherwise every query attends to all keys of its task."""
+        return self is not CallKind.PREFIX
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """One varlen attention call: consecutive query rows against consecutive key rows.
+
+    Attributes:
+        query_start, query_stop, key_start, key_stop: tokens or rows, see `CallKind`.
+        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` offsets of each task in tokens, relative to the starts above.
+        heads: head groups [first, last) that the call computes: of all groups of a local token, or of the groups side
+            by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after token.
+    """
+
+    kind: CallKind
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    cu_seqlens_q: IntArray
+    cu_seqlens_k: IntArray
+    heads: tuple[int, int]
+
+    @property
+    def groups(self) -> int:
+        """Head groups that the call computes: rows of a token in the remote KV and among remote queries."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def pairs_of_tasks(self) -> IntArray:
+        """`[tasks]` attended pairs x groups of heads."""
+        queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
+        pairs = queries * (2 * keys - queries + 1) // 2 if self.kind.is_causal else queries * keys
+        return pairs * self.groups
+
+    @property
+    def pairs(self) -> int:
+        """Attended pairs x groups of heads of the call."""
+        return int(self.pairs_of_tasks.sum())
+
+
+def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
+    """Returns squares of local rows: one call for all neighbours of which the same heads are computed."""
+    row, tokens, first, last = _heads_joined(local)
+    order = np.lexsort((row, last, first))
+    row, tokens, first, last = row[order], tokens[order], first[order], last[order]
+    opens = np.ones(len(row), dtype=bool)
+    opens[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1]) | (row[1:] - row[:-1] != tokens[:-1])
+    calls = []
+    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(row)]):
+        offsets, at = _offsets(tokens[begin:end]), int(row[begin])
+        stop = at + int(offsets[-1])
+        heads = int(first[begin]), int(last[begin])
+        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, offsets, offsets, heads))
+    return tuple(calls)
+
+
+def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
+    """Returns calls of local parts against the part of their prefixes that a chunk brings, without a mask."""
+    groups, chosen = local.head_groups, local.continued
+    line = remote_kv.index_of(local.prefix_lines)
+    first, stop = remote_kv.starts[line, chunk], np.minimum(remote_kv.stops[line, chunk], local.prefixes)
+    some = np.flatnonzero(first < stop)
+    some = some[np.argsort(local.head[chosen[some]] != ALL_HEADS, kind="stable")]
+    chosen, line, first, stop = chosen[some], line[some], first[some], stop[some]
+    head, row, tokens = local.head[chosen], local.token_row[chosen], local.tokens[chosen]
+    per_token, first_key = rows_per_token(head, groups), remote_kv.offset[line, chunk]
+    opens = _opens(line, per_token, stop, remote_kv, chunk)
+    opens[1:] |= (row[1:] - row[:-1] != tokens[:-1]) | (head[1:] != head[:-1])
+    calls = []
+    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
+        queries, keys = _offsets(tokens[begin:end]), _offsets((stop - first)[begin:end])
+        query, key, rows, group = (int(x[begin]) for x in (row, first_key, per_token, head))
+        calls.append(
+            KernelCall(
+                CallKind.PREFIX,
+                query,
+                query + int(queries[-1]),
+                key,
+                key + int(keys[-1]) * rows,
+                queries,
+                keys,
+                heads=(0, groups) if group == ALL_HEADS else (group, group + 1),
+            )
+        )
+    return tuple(calls)
+
+
+def remote_query_calls(
+    tasks: Tasks, remote_queries: IntArray, first_query_row: IntArray, remote_kv: RemoteKVLayout, chunk: int
+) -> tuple[KernelCall, ...]:
+    """Returns calls of the tasks of one chunk with queries of other ranks, against their whole causal prefixes.
+
+    Args:
+        remote_queries: indices of the tasks, in the order of their remote-query rows.
+        first_query_row: `[tasks]` first remote-query row of each.
+    """
+    groups = tasks.head_groups
+    document, head, start, stop = (x[remote_queries] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
+    line, per_token = remote_kv.index_of(line_keys(document, head, groups)), rows_per_token(head, groups)
+    first_key = remote_kv.offset[line, chunk]
+    opens = _opens(line, per_token, stop, remote_kv, chunk)
+    calls = []
+    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(remote_queries)]):
+        queries, keys = _offsets((stop - start)[begin:end]), _offsets(stop[begin:end])
+        query, key, rows = (int(x[begin]) for x in (first_query_row, first_key, per_token))
+        query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
+        bounds = query, query_stop, key, key_stop
+        calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, heads=(0, rows)))
+    return tuple(calls)
+
+
+def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
+    """Row, tokens, and groups [first, last) of parts that differ in their groups alone, which follow each other."""
+    groups = local.head_groups
+    order = np.lexsort((local.head, local.token_row, local.tokens))
+    row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = (row[1:] != row[:-1]) | (tokens[1:] != tokens[:-1]) | (head[1:] != head[:-1] + 1)
+    closes = np.append(opens[1:], True)[: len(order)]
+    whole = head[opens] == ALL_HEADS
+    first = np.where(whole, 0, head[opens])
+    last = np.where(whole, groups, head[closes] + 1)
+    return row[opens], tokens[opens], first, last
+
+
+def _opens(line: IntArray, per_token: IntArray, stop: IntArray, remote_kv: RemoteKVLayout, chunk: int) -> np.ndarray:
+    """Returns which readers of a chunk need a new call.
+
+    Keys of a call follow each other, so all but its last task read all rows of the chunk, each of another line. An
+    earlier reader of a line that has several gets a call for itself, on the beginning of the same keys.
+    """
+    reads_all = stop == remote_kv.stops[line, chunk]
+    after = remote_kv.offset[line, chunk] + (remote_kv.stops - remote_kv.starts)[line, chunk] * per_token
+    follows = remote_kv.offset[line, chunk][1:] == after[:-1]
+    opens = np.ones(len(line), dtype=bool)
+    opens[1:] = (per_token[1:] != per_token[:-1]) | ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
+    return opens
+
+
+def _offsets(lengths: IntArray) -> IntArray:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+Span = tuple[int, int]
+
+
+def adding_calls(spans: Sequence[Span]) -> frozenset[int] | None:
+    """Calls that read what a larger one reads, too; all others read keys of their own.
+
+    Args:
+        spans: [start, stop) rows of each call, none of them empty.
+
+    Returns:
+        Indices of calls, or None if that cannot be: more than two calls read a row, or one reads more than the other.
+    """
+    writing: list[Span] = []
+    adding: list[Span] = []
+    indices = set[int]()
+    for index in sorted(range(len(spans)), key=lambda index: spans[index][0] - spans[index][1]):
+        span = spans[index]
+        written = _overlapping(writing, span)
+        if written is None:
+            insort(writing, span)
+        elif written[0] <= span[0] and span[1] <= written[1] and _overlapping(adding, span) is None:
+            insort(adding, span)
+            indices.add(index)
+        else:
+            return None
+    return frozenset(indices)
+
+
+def _overlapping(apart: Sequence[Span], span: Span) -> Span | None:
+    """The last of some ascending spans without common rows that has rows of `span`."""
+    before = bisect_left(apart, (span[1],)) - 1
+    return apart[before] if before >= 0 and apart[before][1] > span[0] else None

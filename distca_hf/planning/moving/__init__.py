@@ -1,3 +1,0 @@
-"""Moving tasks: the planner of layouts that must stay as they are. `planner` is where to begin reading."""
-
-from distca_hf.planning.moving.planner import plan_by_moving as plan_by_moving

@@ -1,0 +1,159 @@
+"""Supply: the stacks that each rank may give away, longest first."""
+
+from bisect import insort
+
+import numpy as np
+
+from distca_hf.cost import IntArray, TokenBytes, causal_pairs
+from distca_hf.layout import Layout
+from distca_hf.planning.rebalance.byte_costs import Prices
+from distca_hf.planning.rebalance.head_stacks import Holders, Stack
+from distca_hf.planning.rebalance.strategies import Strategy
+
+
+class Documents:
+    """A layout's documents, sorted once for all plans that are tried.
+
+    Attributes:
+        spanning: documents that span ranks, and (start, stop, rank) of their segments.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        document, start, stop = layout.segment_document, layout.segment_start, layout.segment_stop
+        tokens = layout.document_tokens[document]
+        whole = stop - start == tokens
+        cut = np.flatnonzero(~whole)
+        cut = cut[np.lexsort((start[cut], document[cut]))]
+        segments: dict[int, list[tuple[int, int, int]]] = {}
+        columns = (document[cut], start[cut], stop[cut], layout.segment_rank[cut])
+        for name, first, last, rank in zip(*(column.tolist() for column in columns), strict=True):
+            segments.setdefault(name, []).append((first, last, rank))
+        self.spanning = sorted(segments.items(), key=lambda item: (item[1], item[0]))
+        kept = np.flatnonzero(whole)
+        kept = kept[np.lexsort((document[kept], -tokens[kept], layout.segment_rank[kept]))]
+        self._whole, self._tokens = document[kept], tokens[kept]
+        self._borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
+
+    def whole_of(self, rank: int) -> tuple[IntArray, IntArray]:
+        """Documents that a rank holds all of, longest first, and their lengths in tokens."""
+        own = slice(self._borders[rank], self._borders[rank + 1])
+        return self._whole[own], self._tokens[own]
+
+
+class Supply:
+    """Stacks of every rank, those of whole documents made when they are asked for.
+
+    Attributes:
+        work: `[ranks]` pairs x groups of heads, slivers counted where they are merged.
+        head_groups: groups that heads are divided in.
+        spanning: stacks of documents that span ranks.
+        opened: stacks of other documents that have been asked for.
+
+    Args:
+        documents: of the layout.
+        work: `[ranks]` attended pairs of what each rank holds.
+        head_groups, token_bytes, prices, strategy: see `merge_slivers`.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        work: IntArray,
+        head_groups: int,
+        token_bytes: TokenBytes,
+        prices: Prices,
+        strategy: Strategy,
+    ) -> None:
+        self.work: list[int] = (work * head_groups).tolist()
+        self.spanning: list[Stack] = []
+        self.opened: list[Stack] = []
+        self._documents = documents
+        self.head_groups = head_groups
+        self._ready: dict[int, list[Stack]] = {}
+        self._next: dict[int, int] = {}
+        for place, (document, segments) in enumerate(documents.spanning):
+            stacks = merge_slivers(document, segments, head_groups, token_bytes, prices, strategy)
+            self.spanning += stacks
+            for start, stop, rank in segments:
+                self.work[rank] -= causal_pairs(start, stop) * head_groups
+            for stack in stacks:
+                stack.place = place
+                self.work[stack.server] += stack.pairs_left()
+                insort(self._ready.setdefault(stack.server, []), stack, key=_longest_first)
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """All stacks so far. Documents without one are computed where they are held."""
+        return self.spanning + self.opened
+
+    def longest(self, rank: int, count: int) -> list[Stack]:
+        """Up to `count` stacks of a rank that have queries left, longest first."""
+        ready = [stack for stack in self._ready.get(rank, []) if stack.has_queries]
+        documents, tokens = self._documents.whole_of(rank)
+        at = self._next.get(rank, 0)
+        while at < len(documents) and (len(ready) < count or tokens[at] > ready[count - 1].stop):
+            length = int(tokens[at])
+            stack = Stack(int(documents[at]), rank, 0, length, length, {}, [length] * self.head_groups)
+            stack.place = len(self._documents.spanning) + at
+            insort(ready, stack, key=_longest_first)
+            self.opened.append(stack)
+            at += 1
+        self._next[rank] = at
+        self._ready[rank] = ready
+        return ready[:count]
+
+
+def _longest_first(stack: Stack) -> tuple[int, int, int]:
+    return -stack.stop, stack.start, stack.place
+
+
+def merge_slivers(
+    document: int,
+    segments: list[tuple[int, int, int]],
+    head_groups: int,
+    token_bytes: TokenBytes,
+    prices: Prices,
+    strategy: Strategy,
+) -> list[Stack]:
+    """Stacks of a document that spans ranks, in order: one for each rank that begins to compute part of it.
+
+    Args:
+        document: its number.
+        segments: (start, stop, rank) of each, in order.
+        head_groups: groups that heads are divided in.
+        token_bytes: bytes of one token.
+        prices: what a byte costs on every rank.
+        strategy: which slivers are merged, and for how many heads.
+    """
+    stacks: list[Stack] = []
+    holders: Holders = {}
+    some_heads = max(1, round(strategy.merge_heads * head_groups))
+    for start, stop, rank in segments:
+        holders.setdefault(rank, []).append((start, stop))
+        before = stacks[-1] if stacks else None
+        if before is not None and before.server == rank and before.own_stop == before.stop:
+            before.own_stop = before.stop = stop
+        elif before is not None and _price_of_queries(stop - start, rank, before.server, token_bytes, prices) < (
+            strategy.merge_below * _price_of_keys(start, rank, before.server, token_bytes, prices)
+        ):
+            below, before.stop = before.stop, stop
+            if some_heads < head_groups and stop == segments[-1][1]:  # nothing comes after it, on whichever rank
+                others = head_groups - some_heads
+                before.tops = [stop] * some_heads + [below] * others
+                tops = [start] * some_heads + [stop] * others
+                stacks.append(Stack(document, rank, start, stop, stop, holders, tops))
+        else:
+            stacks.append(Stack(document, rank, start, stop, stop, holders, []))
+    for stack in stacks:
+        stack.tops = stack.tops or [stack.stop] * head_groups
+    return stacks
+
+
+def _price_of_keys(before: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
+    """Price of computing a sliver at home: keys of all that is before it come."""
+    return before * prices.of_keys(server, rank, token_bytes)
+
+
+def _price_of_queries(tokens: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
+    """Price of computing it where the keys are: its queries go there, with their own keys."""
+    return tokens * (prices.of_queries(rank, server, token_bytes) + prices.of_keys(rank, server, token_bytes))

@@ -1,0 +1,116 @@
+"""Stacks: what a rank may hand to others, for every head the queries of one document piled up from first to last.
+
+A query late in its document attends the most keys for the same bytes, so queries leave from the top:
+
+    position   stop ┬────┬────┬────┬────┐
+                    │ r2 │ r2 │ r3 │    │   head groups 0 and 1 down to `cut` went to rank 2, group 2 to rank 3,
+               cut  ├────┼────┤    │    │   group 3 stays, and so does what is below
+                    │    │    ├────┤    │
+              start └────┴────┴────┴────┘
+               head    0    1    2    3
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distca_hf.cost import causal_pairs
+from distca_hf.layout import Layout
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.tasks import ALL_HEADS, Tasks
+
+
+Holders = dict[int, list[tuple[int, int]]]  # rank -> ranges of a document that it holds
+Move = tuple[int, int, int, int]  # head group, start, stop, server
+
+
+@dataclass(slots=True)
+class Stack:
+    """Queries [start, stop) of a document, computed by `server` but for what it gives away.
+
+    Attributes:
+        document, server, start, stop: the queries, and the rank that begins with all of them.
+        own_stop: the server holds tokens [start, own_stop) itself; what follows was merged with them (see `slivers`).
+        holders: who else holds tokens of the document; empty if the server holds all of it.
+        tops: `[head_groups]` where each head's queries that are still here end.
+        place: settles between equally long stacks; depends on who holds what, not on how documents are numbered.
+        moves: what was given away.
+    """
+
+    document: int
+    server: int
+    start: int
+    own_stop: int
+    stop: int
+    holders: Holders
+    tops: list[int]
+    place: int = 0
+    moves: list[Move] = field(default_factory=list)
+
+    def pairs_left(self) -> int:
+        """Attended pairs x groups of heads that are still here."""
+        squares = sum([top * (top + 1) for top in self.tops])
+        return (squares - len(self.tops) * self.start * (self.start + 1)) // 2
+
+    @property
+    def has_queries(self) -> bool:
+        """Whether any query is still here."""
+        return max(self.tops) > self.start
+
+    def give(self, heads: list[int], cut: int, server: int) -> int:
+        """Hands queries [cut, top) of some heads to a server; returns their pairs x groups of heads."""
+        pairs = 0
+        for head in heads:
+            pairs += causal_pairs(cut, self.tops[head])
+            self.moves.append((head, cut, self.tops[head], server))
+            self.tops[head] = cut
+        return pairs
+
+    def parts(self) -> list[Move]:
+        """All queries of the stack, those that stay included."""
+        start, server = self.start, self.server
+        return self.moves + [(head, start, top, server) for head, top in enumerate(self.tops) if top > start]
+
+
+def tokens_held(holders: Holders, rank: int, start: int, stop: int) -> int:
+    """Tokens of [start, stop) that a rank holds."""
+    return sum([max(0, min(stop, last) - max(start, first)) for first, last in holders.get(rank, ())])
+
+
+Range = tuple[int, int, int]  # start, stop, server
+
+
+def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
+    """Tasks of a layout: what stacks say of their documents, and every other document where it is held.
+
+    A document gets tasks of single groups of heads only if not all groups go the same ways.
+    """
+    home = plan_in_place(layout).tasks
+    ranges: dict[int, list[list[Range]]] = {}
+    for stack in stacks:
+        heads = ranges.setdefault(stack.document, [[] for _ in range(head_groups)])
+        for head, start, stop, server in stack.parts():
+            heads[head].append((start, stop, server))
+    rows: list[tuple[int, int, int, int, int]] = []
+    for document, heads in ranges.items():
+        joined = [_join(parts) for parts in heads]
+        if all(parts == joined[0] for parts in joined):
+            rows += [(document, *part, ALL_HEADS) for part in joined[0]]
+        else:
+            rows += [(document, *part, head) for head, parts in enumerate(joined) for part in parts]
+    stays = np.ones(layout.num_documents, dtype=bool)
+    stays[list(ranges)] = False
+    kept = np.flatnonzero(stays[home.document])
+    untouched = np.stack((home.document, home.start, home.stop, home.server, home.head), axis=1)[kept]
+    columns = np.concatenate([untouched, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
+    return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups)
+
+
+def _join(parts: list[Range]) -> list[Range]:
+    """Ranges in order, neighbours of one server as one."""
+    joined: list[Range] = []
+    for start, stop, server in sorted(parts):
+        if joined and joined[-1][1:] == (start, server):
+            start = joined.pop()[0]
+        joined.append((start, stop, server))
+    return joined

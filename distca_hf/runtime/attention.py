@@ -1,0 +1,177 @@
+"""Core attention of one layer: dispatch, kernels, combine; forward and its explicit backward.
+
+    forward    send keys ─┬─ local calls ─┬─ prefix calls ── merge                                  1 exchange
+                          └── exchange ───┘
+    backward   send keys ─┬─ early local ─┬─ prefix calls ── send gradients ─┬─ late local ─┬─ sum  2 exchanges, or
+                          └── exchange ───┘                                  └── exchange ──┘       1 if rows were kept
+
+If queries move, too, they are sent right behind the keys. Remote-query calls follow the prefix calls, and their
+results are sent back beside late local calls: two exchanges more in either direction. With several chunks, prefix and
+remote-query calls of one are computed while the next one is in flight; each chunk is an exchange.
+
+Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
+in which no rank sends anything makes none, on all ranks alike. `planning.routing` defines the kinds of calls.
+
+Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
+"""
+
+import torch
+
+from distca_hf.kernels.interface import AttentionSpec, made_deterministic
+from distca_hf.runtime.checks import check_finite, check_room
+from distca_hf.runtime.device_routing import DeviceRouting
+from distca_hf.runtime.exchanges import KVDispatch, KVGradCombine
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads, empty_rows
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
+from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
+from distca_hf.runtime.retention import Kept, Received
+
+
+def attend(
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    spec: AttentionSpec,
+    plan: LivePlan,
+    received: Received | None = None,
+    sinks_N: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, Kept]:
+    """Attends from every row to the causal prefix of its document, wherever that prefix is held.
+
+    Args:
+        received: rows of other ranks from an earlier run of the same layer; they are not sent again.
+        sinks_N: scores of the heads' sinks.
+
+    Returns:
+        out: `[T, N, V]`, zero in padding rows.
+        lse: `[T, N]` log-sum-exp of the scaled scores in max(fp32, dtype), zero in padding rows.
+        kept: rows of other ranks that are kept for backward.
+
+    Raises:
+        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says, or what
+            they need does not fit the device.
+        UnsupportedAttentionError: no kernel can attend like this.
+        PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
+    """
+    plan.agree()
+    if not plan.forward_calls:
+        plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
+    where, routing, transport = plan.forward_pass.begin_forward(), plan.routing, plan.transport
+    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where, sinks_N)
+    check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
+    if plan.forward_calls == 1:
+        check_room(plan, where, q_TNH, k_TGH, v_TGV)
+    keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
+    kv_heads = k_TGH.shape[1]
+    k, v = as_rows(groups, k_TGH, v_TGV)
+    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=None if received is None else received.keys)
+    remote_queries = None
+    if routing.queries is not None:
+        [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
+        remote_queries = ForwardRemoteQueries(kernel, q, v, routing.queries, spec, kv_heads, came)
+    for chunk in routing.chunks:
+        keys.start(chunk, transport, where)
+        if remote_queries is not None:
+            remote_queries.start(chunk, transport, where)
+
+    out, lse = empty_rows(q_TNH, v_TGV)
+    _clear_padding(routing, out, lse)
+    calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads)
+    local.attend(calls.early, k_TGH, v_TGV)
+    remote_kv = RemoteKV.open(k, v, keys.received, routing)
+    for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
+        keys.receive(chunk, remote_kv)
+        local.attend_prefixes(prefixes, remote_kv, at_once=not calls.late)
+        if remote_queries is not None:
+            remote_queries.attend(chunk, remote_kv, transport, where)
+    local.attend(calls.late, k_TGH, v_TGV)
+    local.merge_prefixes()
+    if remote_queries is not None:
+        remote_queries.finish(*as_rows(groups, out, lse))
+    check_finite(plan, where, output=out)
+    if keeps and remote_queries is not None:
+        return out, lse, Kept(keys.received, *remote_queries.kept)
+    nothing = plan.retention.nothing(k)
+    return out, lse, Kept(keys.received, *nothing.remote_queries) if keeps else nothing
+
+
+def attend_backward(
+    dout_TNV: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGV: torch.Tensor,
+    out_TNV: torch.Tensor,
+    lse_TN: torch.Tensor,
+    kept: Kept,
+    spec: AttentionSpec,
+    plan: LivePlan,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns gradients of q, k and v from those of the output; what was not kept is fetched again.
+
+    Raises:
+        PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
+    """
+    plan.agree()
+    where, routing, transport = plan.forward_pass.begin_backward(), plan.backward_routing, plan.transport
+    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where)
+    keeps, groups = plan.retention.keeps is True, routing.rows_per_token
+    if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
+        spec = made_deterministic(spec)
+    how = spec, k_TGH.shape[1]
+    check_finite(plan, where, output_gradient=dout_TNV)
+    k, v = as_rows(groups, k_TGH, v_TGV)
+    keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)
+    remote_queries = None
+    if routing.queries is not None:
+        of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
+        remote_queries = BackwardRemoteQueries(kernel, of_queries, kept if keeps else None, routing.queries, *how)
+    for chunk in routing.chunks:
+        keys.start(chunk, transport, where)
+        if remote_queries is not None:
+            remote_queries.start(chunk, transport, where)
+
+    dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
+    comes = keys.sends or routing.queries is not None
+    calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
+    local = BackwardCalls(kernel, dout_TNV, q_TNH, out_TNV, lse_TN, dq, *how)
+    local.derive(calls.early, k_TGH, v_TGV, dk, dv)
+    remote_kv = RemoteKV.of_kept(k, v, kept.keys, routing) if keeps else RemoteKV.open(k, v, keys.received, routing)
+    gradients = RemoteKVGradients(k, v, routing)
+    combine = KVGradCombine(gradients, k, v, routing)
+    for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
+        keys.receive(chunk, remote_kv)
+        local.derive_prefixes(prefixes, remote_kv, gradients)
+        if remote_queries is not None:
+            remote_queries.derive(chunk, remote_kv, gradients)
+        gradients.complete()
+        combine.start(chunk, transport, where)
+        if remote_queries is not None:
+            remote_queries.send_gradients(chunk, transport, where)
+    local.derive(calls.late, k_TGH, v_TGV, dk, dv)
+    local.add_prefixes()
+    combine.finish(*as_rows(groups, dk, dv))
+    if remote_queries is not None:
+        remote_queries.finish(*as_rows(groups, dq))
+    return dq, dk, dv
+
+
+def _empty_gradients(
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns room for gradients, zero where no local call writes. Keys whose queries moved get all their gradients
+    from other ranks."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_TGH, v_TGV))
+    if routing.queries is not None:
+        dk.zero_()
+        dv.zero_()
+    _clear_padding(routing, dq, dk, dv)
+    return dq, dk, dv
+
+
+def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
+    """Sets the rows behind the last token to zero."""
+    if routing.num_tokens * routing.rows_per_token < routing.num_rows:
+        for x in tensors_T:
+            x[routing.num_tokens :] = 0

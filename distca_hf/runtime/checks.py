@@ -1,0 +1,86 @@
+"""Checks of a call: whether attention fits the device, and, if asked for, whether its numbers are finite.
+
+Room is checked once per plan, before anything is sent. A document's keys gather where its last queries are computed,
+so a plan may need more memory on some rank than its tokens suggest. Out of memory in the midst of a step, all other
+ranks would wait for the deadline. Finite numbers are looked for by those who debug: it waits for the device.
+"""
+
+import torch
+
+from distca_hf.errors import NotFiniteError, PlanError
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.runtime.device_routing import DeviceRouting
+from distca_hf.runtime.live_plan import LivePlan
+
+
+def check_room(plan: LivePlan, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Compares what backward of this layer holds at the same time, beside its inputs, with what is free.
+
+    Raises:
+        PlanError: it cannot fit; names both numbers, and what to change.
+    """
+    free = free_bytes(q.device)
+    needed = needed_bytes(plan.backward_routing, q, k, v)
+    if free is not None and needed > free:
+        raise PlanError(
+            f"rank {plan.transport.rank}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
+            f"{plan.routing.remote_kv_rows // plan.routing.rows_per_token} tokens of documents that span ranks, among "
+            f"others), but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on "
+            "more ranks, or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
+        )
+
+
+def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Bytes of one layer's backward: gradients, rows under way, and remote keys and values with their gradients.
+
+    Args:
+        routing: of backward, where everything is there in one chunk.
+        q, k, v: `[T, heads, dim]`.
+    """
+    groups = routing.rows_per_token
+    elements = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+    summed = accumulation_dtype(k.dtype).itemsize if routing.sums_remote_kv else k.element_size()
+    stored = routing.remote_kv_rows * elements * (k.element_size() + summed)
+    on_store = [call for chunk in routing.chunks for call in (*chunk.prefix, *chunk.remote_queries)]
+    stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
+    # Keys that were fetched again, and gradients that are sent back.
+    under_way = 2 * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
+    gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
+    prefix = 0  # gradients of queries that are added to those of local calls
+    for call in routing.chunks[0].prefix:
+        tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
+        prefix += tokens * heads * q.shape[2]
+    remote_queries = 0
+    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
+        heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()
+        lse, sent = accumulation_dtype(q.dtype).itemsize, len(routing.queries.send_rows)
+        remote_queries = heads * (
+            routing.queries.num_rows * (3 * query + 4 * value + 2 * lse) + sent * (2 * query + 2 * value + lse)
+        )
+    return (stored + under_way + remote_queries) // groups + gradients + prefix * q.element_size()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be had on a GPU, those that torch holds in reserve included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
+    """Looks at `[T, ...]` tensors, unless the settings leave it.
+
+    Raises:
+        NotFiniteError: names the tensor and the document of the first row that is wrong.
+    """
+    if not plan.config.check_finite:
+        return
+    for name, rows in tensors.items():
+        wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise NotFiniteError(
+                f"rank {plan.transport.rank}, {where}: {name} is not finite in row {row}, "
+                f"{plan.routing.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
+            )

@@ -1,0 +1,307 @@
+"""Routing on the device: index tensors and kernel calls of one rank, made once per micro-batch and used by every
+layer.
+
+Routing ── gather ──▶ PinnedRouting ── two copies ──▶ DeviceRouting
+planning              host, two buffers               index tensors, written out on the device
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca_hf.comm.transport import AllToAll
+from distca_hf.cost import IntArray
+from distca_hf.kernels.interface import Spans
+from distca_hf.kernels.rows.add import RowSums
+from distca_hf.planning.index_ranges import IndexRanges
+from distca_hf.planning.kernel_calls import CallKind, KernelCall
+from distca_hf.planning.rank_plan import RankPlan
+from distca_hf.planning.routing import QueryMoves, Routing
+from distca_hf.runtime.views import some_rows
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCall:
+    """A kernel call with its offsets on the device; names as in `KernelCall`.
+
+    Attributes:
+        rows_per_token: rows of a token in the remote KV and among remote queries.
+        adds: a larger call reads the same remote keys and writes their gradients; this one adds to them.
+    """
+
+    kind: CallKind
+    queries: slice
+    keys: slice
+    spans: Spans
+    heads: tuple[int, int]
+    rows_per_token: int
+    pairs: int
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class ExchangeSplits:
+    """Split sizes of one chunk: its part of all rows that are sent, and of all that are received."""
+
+    send: slice
+    receive: slice
+    send_counts: list[int]
+    receive_counts: list[int]
+
+    def dispatch(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
+        """Returns the all-to-all from the chunk's part of `sent` into its part of `received`."""
+        rows, into = some_rows(sent, self.send), some_rows(received, self.receive)
+        return AllToAll(rows, self.send_counts, self.receive_counts, where, into)
+
+    def combine(self, rows: torch.Tensor, returned: torch.Tensor, where: str) -> AllToAll:
+        """Returns the all-to-all that answers `dispatch`: from `rows` into the chunk's part of `returned`."""
+        return AllToAll(rows, self.receive_counts, self.send_counts, where, some_rows(returned, self.send))
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkRouting:
+    """One chunk: rows of keys and of queries that are sent together, and the calls that read them.
+
+    Attributes:
+        queries: no rows if on no rank queries move.
+    """
+
+    keys: ExchangeSplits
+    queries: ExchangeSplits
+    prefix: tuple[DeviceCall, ...]
+    remote_queries: tuple[DeviceCall, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class QueryRouting:
+    """Index tensors (int64) of queries that move; names as in `QueryMoves`."""
+
+    num_rows: int
+    come_in_order: bool
+    send_rows: torch.Tensor
+    received_to_queries: torch.Tensor
+    local_rows: torch.Tensor
+    local_to_queries: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRouting:
+    """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
+
+    Attributes:
+        local: kernel calls that need no chunk.
+        queries: queries that move, or None if on no rank any does.
+        calls_of_heads: what `runtime.kernel_calls` made of the calls, by layer.
+        sums: where gradients of sent keys, and of local rows of the remote KV, are added.
+        sums_remote_kv: gradients of remote keys are sums of many calls.
+    """
+
+    num_rows: int
+    held: IntArray
+    num_tokens: int
+    rows_per_token: int
+    remote_kv_rows: int
+    come_in_order: bool
+    kept_in_order: bool
+    exchanges: bool
+    sums_remote_kv: bool
+    send_rows: torch.Tensor
+    received_to_remote_kv: torch.Tensor
+    kept_to_remote_kv: torch.Tensor
+    local_rows: torch.Tensor
+    local_to_remote_kv: torch.Tensor
+    sums: RowSums
+    local: tuple[DeviceCall, ...]
+    chunks: tuple[ChunkRouting, ...]
+    late_share: float
+    queries: QueryRouting | None
+    calls_of_heads: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
+
+    def name_of(self, row: int) -> str:
+        """Document and token that a row of this rank holds; rows here are tokens."""
+        segment = int(np.searchsorted(self.held[:, 2], row, side="right")) - 1
+        if segment < 0 or row >= self.num_tokens:
+            return "padding"
+        document, start, first_row = self.held[segment].tolist()
+        return f"document {document} of the micro-batch, token {start + row - first_row}"
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedRouting:
+    """A routing before it is copied and written out: all its integers in two buffers, pinned if asked."""
+
+    routing: Routing
+    calls: tuple[tuple[KernelCall, ...], ...]
+    totals: tuple[int, ...]
+    table: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def prepare(cls, routing: Routing, pin: bool = False) -> "PinnedRouting":
+        """Gathers a routing's integers; safe in a background thread."""
+        moves = routing.queries
+        ranges = [
+            routing.send_rows,
+            routing.received_to_remote_kv,
+            routing.kept_to_remote_kv,
+            routing.local_rows,
+            routing.local_to_remote_kv,
+            routing.shared_rows,
+            routing.send_in_shared,
+            routing.local_in_shared,
+        ]
+        if moves is not None:
+            ranges += [moves.send_rows, moves.received_to_queries, moves.local_rows, moves.local_to_queries]
+        calls = routing.local, *routing.prefix_of_chunk, *routing.remote_queries_of_chunk
+        offsets = [offset for kind in calls for call in kind for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
+        return cls(
+            routing=routing,
+            calls=calls,
+            totals=tuple(part.total for part in ranges),
+            table=_pinned(_table(IndexRanges.join(ranges)), pin),
+            offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
+        )
+
+    def to(self, device: torch.device) -> DeviceRouting:
+        """Returns the routing on the device: two copies that the host does not wait for."""
+        routing = self.routing
+        index = _written_out(self.table.to(device, non_blocking=True), self.totals)
+        send, received, kept, local, local_to, shared, send_in, local_in, *moves = index
+        offsets = self.offsets.to(device, non_blocking=True)
+        local_calls, *others = _device_calls(self.calls, offsets, routing.adding or ())
+        return DeviceRouting(
+            num_rows=routing.num_rows,
+            held=routing.held,
+            num_tokens=routing.num_tokens,
+            rows_per_token=routing.rows_per_token,
+            remote_kv_rows=routing.remote_kv_rows,
+            come_in_order=routing.come_in_order,
+            kept_in_order=routing.kept_in_order,
+            exchanges=routing.exchanges,
+            sums_remote_kv=routing.adding is None,
+            send_rows=send,
+            received_to_remote_kv=received,
+            kept_to_remote_kv=kept,
+            local_rows=local,
+            local_to_remote_kv=local_to,
+            sums=RowSums(shared, local_to, local_in, send_in, _parts(routing.chunk_send_counts.ravel())),
+            local=local_calls,
+            chunks=_chunks(routing, others),
+            late_share=routing.late_share,
+            queries=_query_routing(routing.queries, moves),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRankPlan:
+    """Routing of forward and of backward: rows may come in several chunks, and all that was kept is there at once."""
+
+    forward: DeviceRouting
+    backward: DeviceRouting
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedRankPlan:
+    """The same before it is copied."""
+
+    forward: PinnedRouting
+    backward: PinnedRouting
+
+    @classmethod
+    def prepare(cls, plan: RankPlan, pin: bool = False) -> "PinnedRankPlan":
+        """Gathers the routings of a rank; safe in a background thread.
+
+        Args:
+            pin: puts them in memory that a GPU copies from while the host goes on.
+        """
+        forward = PinnedRouting.prepare(plan.forward, pin)
+        return cls(forward, forward if plan.backward is plan.forward else PinnedRouting.prepare(plan.backward, pin))
+
+    def to(self, device: torch.device) -> DeviceRankPlan:
+        """Returns both on the device; the host does not wait."""
+        forward = self.forward.to(device)
+        return DeviceRankPlan(forward, forward if self.backward is self.forward else self.backward.to(device))
+
+
+def _table(ranges: IndexRanges) -> np.ndarray:
+    """`[3, ranges]` length and stride of each range, and what its first number would be at place 0."""
+    return np.stack((ranges.lengths, ranges.strides, ranges.starts - ranges.before * ranges.strides))
+
+
+def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
+    """The numbers of some ranges on the device, in parts of so many; the host does not wait."""
+    lengths, strides, firsts = table
+    number_range = torch.repeat_interleave(lengths, output_size=sum(totals))
+    numbers = torch.arange(len(number_range), device=table.device)
+    numbers *= strides[number_range]
+    numbers += firsts[number_range]
+    return [*numbers.split([*totals])]
+
+
+def _parts(counts: IntArray) -> tuple[slice, ...]:
+    """Rows of each group that is not empty."""
+    stops = np.cumsum(counts)
+    return tuple(slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True) if count)
+
+
+def _query_routing(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryRouting | None:
+    if moves is None:
+        return None
+    return QueryRouting(moves.num_rows, moves.come_in_order, *index)
+
+
+def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[ChunkRouting, ...]:
+    """All chunks; calls are the prefix calls of each chunk, then the remote queries of each."""
+    count, moves = len(routing.prefix_of_chunk), routing.queries
+    none = np.zeros_like(routing.chunk_send_counts)
+    keys = _ways(routing.chunk_send_counts, routing.chunk_receive_counts)
+    queries = _ways(none, none) if moves is None else _ways(moves.chunk_send_counts, moves.chunk_receive_counts)
+    return tuple(
+        ChunkRouting(keys[chunk], queries[chunk], calls[chunk], calls[count + chunk]) for chunk in range(count)
+    )
+
+
+def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[ExchangeSplits]:
+    """One for each chunk, from `[chunks, ranks]` rows."""
+    sends, receives = (
+        [slice(*bounds) for bounds in pairwise([0, *np.cumsum(counts.sum(axis=1)).tolist()])]
+        for counts in (send_counts, receive_counts)
+    )
+    ways = zip(sends, receives, send_counts.tolist(), receive_counts.tolist(), strict=True)
+    return [ExchangeSplits(*way) for way in ways]
+
+
+def _device_calls(
+    kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor, adding: Collection[KernelCall]
+) -> tuple[tuple[DeviceCall, ...], ...]:
+    """Calls of each kind, whose offsets follow each other."""
+    made, at = [], 0
+    for calls in kinds:
+        of_kind = []
+        for call in calls:
+            entries = len(call.cu_seqlens_q)
+            spans = Spans(
+                cu_seqlens_q=offsets[at : at + entries],
+                cu_seqlens_k=offsets[at + entries : at + 2 * entries],
+                max_seqlen_q=_longest(call.cu_seqlens_q),
+                max_seqlen_k=_longest(call.cu_seqlens_k),
+            )
+            at += 2 * entries
+            queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
+            of_heads = call.heads, call.groups, call.pairs
+            of_kind.append(DeviceCall(call.kind, queries, keys, spans, *of_heads, adds=call in adding))
+        made.append(tuple(of_kind))
+    return tuple(made)
+
+
+def _longest(offsets: IntArray) -> int:
+    return int(np.diff(offsets).max(initial=0))
+
+
+def _pinned(array: np.ndarray, pin: bool) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if pin else tensor

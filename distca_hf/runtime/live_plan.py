@@ -1,0 +1,241 @@
+"""Live plans: a micro-batch's plan bound to what runs it on this rank, and the register that finds it by number.
+
+The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
+unharmed. The register is the one place in the package with shared state, and it is bounded.
+"""
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import PlanError
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel
+from distca_hf.kernels.registry import choose_kernel, kernel_name
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.runtime.device_routing import DeviceRankPlan
+from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.retention import Retention
+
+
+@dataclass
+class PlanUse:
+    """Whether a model has run with a plan; outlives the plan.
+
+    Attributes:
+        begun: a forward pass has begun.
+        trained: one with gradients has ended.
+    """
+
+    begun: bool = False
+    trained: bool = False
+
+
+class LivePlan:
+    """The plan of a micro-batch on this rank, which its batch carries as `distca_plan`: opaque to users.
+
+    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these,
+    so that the very same object arrives in every layer.
+
+    Args:
+        micro_batch: number of the micro-batch, counted by the loader.
+        agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
+        fingerprint: of the plan.
+
+    Attributes:
+        numbers: numbers of every rank in the agreement, by name.
+        forward_pass: the latest pass of a model with this plan.
+        use: whether there was one.
+        retention: what of other ranks is kept until backward, and until recomputation.
+        handle: number by which the operator finds the plan.
+    """
+
+    def __init__(
+        self,
+        micro_batch: int,
+        maps: DeviceRankPlan,
+        facts: PlanFacts,
+        transport: Transport,
+        config: DistCAConfig,
+        agreement: Agreement | None = None,
+        fingerprint: int = 0,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.routing, self.backward_routing = maps.forward, maps.backward
+        self.facts = facts
+        self.transport = transport
+        self.config = config
+        self.agreement = agreement
+        self.fingerprint = fingerprint
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        self.numbers: dict[str, list[int]] = {}
+        self.forward_pass = ForwardPass(transport, micro_batch)
+        self.use = PlanUse()
+        self.retention = Retention(config, facts)
+        self.handle = _register.add(self, config.plans_in_flight)
+
+    def agree(self) -> None:
+        """Waits until all ranks have shown that they run the same plan, and ran the same forward pass; each once.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they do not.
+        """
+        if self.agreement is not None:
+            self.numbers |= self.agreement.wait()
+            self.agreement = None
+        self.forward_pass.agree_to_differentiate()
+
+    @property
+    def label_tokens(self) -> int | None:
+        """Labels of the global micro-batch, all ranks together; None if they were not counted."""
+        self.agree()
+        return sum(self.numbers["label_tokens"]) if "label_tokens" in self.numbers else None
+
+    def begin_forward_pass(
+        self, num_calls: int | None, facts: Mapping[str, object], layers_kept: int = 1, attention_calls: int = 1
+    ) -> None:
+        """Begins a forward pass of a model with this plan.
+
+        Args:
+            num_calls: attention calls of the pass, if known.
+            facts: what must be the same on all ranks; shown to them before the first exchange.
+            layers_kept: layers whose attention is saved for backward at the same time.
+            attention_calls: of the pass, as far as is known before the first one.
+        """
+        self.agree()
+        self.use.begun = True
+        self.retention.begin_forward_pass(layers_kept, attention_calls)
+        facts = {**facts, "fingerprint of the plan": self.fingerprint}
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
+
+    def end_forward_pass(self, backward_follows: bool) -> None:
+        """Ends the forward pass, and starts showing all ranks which calls it made.
+
+        Args:
+            backward_follows: whether a backward pass may follow. If not, this rank waits for the others here.
+
+        Raises:
+            PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
+        """
+        self.forward_pass.end(self.routing.exchanges)
+        if not backward_follows:
+            self.agree()
+
+    @property
+    def forward_calls(self) -> int:
+        """Forward calls of the operator in the latest pass, recomputed ones included."""
+        return self.forward_pass.calls
+
+    @property
+    def backward_calls(self) -> int:
+        """Backward calls of the operator in the latest pass."""
+        return self.forward_pass.backward_calls
+
+    @property
+    def attention_dtype(self) -> torch.dtype | None:
+        """In which attention computes; None before the first call."""
+        return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
+
+    @property
+    def kernel_name(self) -> str:
+        """Of the kernel that attends; "none" before the first call."""
+        return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
+
+    def kernel(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        where: str = "no layer yet",
+        sinks_N: torch.Tensor | None = None,
+    ) -> Kernel:
+        """Returns the kernel for these tensors, once they are known to fit the plan; most layers ask for the same.
+
+        Raises:
+            PlanError: they do not fit.
+            UnsupportedAttentionError: there is no kernel for them.
+        """
+        q, k, v = q_TNH, k_TGH, v_TGV
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        job = *like, spec, sinks_N is None
+        kernel = self._kernels.get(job)
+        if kernel is None:
+            for x in (q, k, v):
+                self._check_fit(x, where)
+            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v, sinks_N), spec)
+        return kernel
+
+    def _check_fit(self, x: torch.Tensor, where: str) -> None:
+        """Checks that device, rows and heads of a tensor are those that the plan was made for."""
+        maps = self.routing
+        if x.device != maps.send_rows.device:
+            raise PlanError(
+                f"rank {self.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
+                f"on {maps.send_rows.device}; keep the model where the loader puts batches (its argument device)"
+            )
+        if x.shape[0] * maps.rows_per_token != maps.num_rows:
+            raise PlanError(
+                f"rank {self.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
+                f"{maps.num_rows // maps.rows_per_token}; feed the batch to the model as the loader made it"
+            )
+        if x.shape[1] % maps.rows_per_token:
+            raise PlanError(
+                f"rank {self.transport.rank}, {where}: the plan divides heads in {maps.rows_per_token} groups, the "
+                f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
+            )
+
+
+class PlanRegister:
+    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds
+    them."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
+        self._newest: OrderedDict[int, LivePlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, plan: LivePlan, keep: int) -> int:
+        """Registers a plan and lets go of all but the `keep` newest."""
+        with self._lock:
+            number = next(self._numbers)
+            self._all[number] = plan
+            self._newest[number] = plan
+            while len(self._newest) > keep:
+                self._newest.popitem(last=False)
+        return number
+
+    def find(self, number: int) -> LivePlan:
+        """Returns the plan with this number.
+
+        Raises:
+            PlanError: no batch and no graph holds it any more.
+        """
+        plan = self._all.get(number)
+        if plan is None:
+            raise PlanError(
+                f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "
+                "before its forward or backward ran; raise plans_in_flight"
+            )
+        return plan
+
+
+_register = PlanRegister()
+
+
+def find_plan(number: int) -> LivePlan:
+    """Returns the live plan with this number.
+
+    Raises:
+        PlanError: no batch and no graph holds it any more.
+    """
+    return _register.find(number)

@@ -1,0 +1,147 @@
+"""Remote KV: keys and values of the document prefixes that a rank reads, in document order, and their gradients.
+
+Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
+the remote KV, and its gradients are sent as they were written. Where groups of heads that belong to one token must lie
+side by side, too, keys and values lie apart.
+
+Shape legend in `kernels.interface`; rows are those of `planning.pieces`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.rows.copy import copy_rows
+from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
+from distca_hf.runtime.views import some_rows
+
+
+@dataclass(eq=False, slots=True)
+class RemoteKV:
+    """`[remote-KV rows, G, H]` and `[remote-KV rows, G, V]`; `beside` holds both if they lie side by side."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    beside: torch.Tensor | None = None
+
+    @classmethod
+    def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
+        """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
+        if routing.come_in_order and _side_by_side(k, routing):
+            return cls(*apart(received, k, v), beside=received)
+        return cls._with_local_rows(k, v, routing)
+
+    @classmethod
+    def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
+        """Returns the whole remote KV from rows that were received before."""
+        if routing.kept_in_order and _side_by_side(k, routing):
+            return cls(*apart(kept, k, v), beside=kept)
+        remote_kv = cls._with_local_rows(k, v, routing)
+        remote_kv._put(routing.kept_to_remote_kv, kept)
+        return remote_kv
+
+    @classmethod
+    def _with_local_rows(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
+        remote_kv = cls.empty(k, v, routing, k.dtype)
+        if len(routing.local_rows):
+            copy_rows((k, v), routing.local_rows, remote_kv._tensors, routing.local_to_remote_kv)
+        return remote_kv
+
+    def put_received(self, received: torch.Tensor, rows: slice, routing: DeviceRouting) -> None:
+        """Puts some received rows where they are read."""
+        if self.beside is not received:
+            self._put(some_rows(routing.received_to_remote_kv, rows), some_rows(received, rows))
+
+    def _put(self, places: torch.Tensor, received: torch.Tensor) -> None:
+        copy_rows((received,), None, self._tensors, places)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        """What holds keys and values."""
+        return (self.k, self.v) if self.beside is None else (self.beside,)
+
+    @classmethod
+    def empty(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting, dtype: torch.dtype) -> "RemoteKV":
+        """Room for all remote-KV rows."""
+        if _side_by_side(k, routing):
+            beside = k.new_empty((routing.remote_kv_rows, row_width(k, v)), dtype=dtype)
+            return cls(*apart(beside, k, v), beside=beside)
+        k, v = (x.new_empty((routing.remote_kv_rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
+        return cls(k, v)
+
+    def rows_to_send(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns some rows as they are sent."""
+        if self.beside is None:
+            return side_by_side(self.k, self.v, rows).to(dtype)
+        chosen = some_rows(self.beside, rows) if isinstance(rows, slice) else self.beside.index_select(0, rows)
+        return chosen.to(dtype)
+
+
+class RemoteKVGradients:
+    """Gradients of a remote KV. Where two calls read the same rows the smaller one adds to what the larger one writes;
+    where more do they all add, in max(fp32, dtype)."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
+        self._routing, self._dtype = routing, k.dtype
+        self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.total = RemoteKV.empty(k, v, routing, accumulation_dtype(k.dtype) if routing.sums_remote_kv else k.dtype)
+        if routing.sums_remote_kv:
+            self.total.k.zero_()
+            self.total.v.zero_()
+
+    def target(self, call: DeviceCall, total: torch.Tensor) -> torch.Tensor:
+        """Where a call writes its part of some rows of the gradients."""
+        if self._routing.sums_remote_kv or call.adds:
+            return torch.empty(total.shape, dtype=self._dtype, device=total.device)
+        return total
+
+    def settle(self, call: DeviceCall, part: torch.Tensor, total: torch.Tensor) -> None:
+        """Adds what a call wrote, or has `complete` do it."""
+        if self._routing.sums_remote_kv:
+            total += part
+        elif call.adds:
+            self._to_add.append((part, total))
+
+    def complete(self) -> None:
+        """Adds what is still to be added, once all calls have written their parts."""
+        for part, total in self._to_add:
+            total += part
+        self._to_add.clear()
+
+    def rows_to_send(self, rows: slice) -> torch.Tensor:
+        """Returns the gradients of some received rows, in their order."""
+        routing = self._routing
+        if routing.come_in_order:
+            return self.total.rows_to_send(rows, self._dtype)
+        return self.total.rows_to_send(some_rows(routing.received_to_remote_kv, rows), self._dtype)
+
+
+def _side_by_side(k: torch.Tensor, routing: DeviceRouting) -> bool:
+    """Whether calls can read keys that lie beside their values: heads of all groups of a token need one stride."""
+    return routing.rows_per_token == 1 or k.shape[1] == 1
+
+
+def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Some rows of `[rows, G, H]` and `[rows, G, V]` as `[chosen, G * H + G * V]`."""
+    if isinstance(rows, slice):
+        return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
+    both = k.new_empty((rows.shape[0], row_width(k, v)))
+    copy_rows((k, v), rows, (both,), None)
+    return both
+
+
+def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
+    (groups, dim), value_dim = k.shape[1:], v.shape[2]
+    width, count = groups * dim, rows.shape[0]
+    stride = rows.stride(0)
+    return (
+        rows.as_strided((count, groups, dim), (stride, dim, 1)),
+        rows.as_strided((count, groups, value_dim), (stride, value_dim, 1), rows.storage_offset() + width),
+    )
+
+
+def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Elements of one row of keys and values side by side."""
+    return k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]

@@ -1,0 +1,228 @@
+"""Retention: rows of other ranks that stay in memory until backward, or until checkpointing recomputes attention.
+
+    forward     attend ── keys and queries of other ranks ──┐          backward    attend again, without fetching them
+                                                            └────────▶
+
+Kept until backward are received keys and values, and remote queries with their results. Where attention is recomputed,
+received rows of all layers may be kept until then. Otherwise the same rows would be sent once more, just when
+gradients and weights of sharded layers are sent, too. They take less memory than attention outputs: only rows of
+documents that span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent
+again.
+
+Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
+
+Checkpointing runs a region of a model in one context, and its recomputation in another (`context_fn` of
+`torch.utils.checkpoint.checkpoint`). From these the operator reads in which of the two it is. Calls are matched by
+their order.
+"""
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from distca_hf.config import DistCAConfig
+from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.planning.plan_facts import PlanFacts
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """Rows of one layer that are kept until backward; empty tensors if they are not.
+
+    Attributes:
+        keys: `[rows, G * H + G * V]` received keys and values.
+        remote_q, remote_out, remote_lse: `[remote-query rows, ...]`.
+    """
+
+    keys: torch.Tensor
+    remote_q: torch.Tensor
+    remote_out: torch.Tensor
+    remote_lse: torch.Tensor
+
+    @classmethod
+    def nothing(cls, k: torch.Tensor) -> "Kept":
+        keys, q, out = k.new_empty((0, 0)), k.new_empty((0, 0, 0)), k.new_empty((0, 0, 0))
+        return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)))
+
+    def received(self) -> "Received":
+        """Returns the part that came from other ranks."""
+        return Received(self.keys, self.remote_q).once_more()
+
+    @property
+    def remote_queries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, outputs and log-sum-exps."""
+        return self.remote_q, self.remote_out, self.remote_lse
+
+
+@dataclass(eq=False, slots=True)
+class Received:
+    """Rows that came from other ranks in a layer's forward pass.
+
+    Attributes:
+        keys: `[rows, G * H + G * V]` keys and values.
+        remote_q: `[remote-query rows, ...]`.
+    """
+
+    keys: torch.Tensor
+    remote_q: torch.Tensor
+
+    def once_more(self) -> "Received":
+        """Returns detached aliases: an operator's outputs get a history, so kept rows must be other tensors."""
+        return Received(self.keys.detach(), self.remote_q.detach())
+
+
+class Retention:
+    """Decides for a micro-batch what of other ranks is kept until backward, and until recomputation.
+
+    The first layer decides for all layers; all ranks decide alike, because fetching is an exchange.
+
+    Attributes:
+        layers_kept: layers whose attention is saved for backward at the same time.
+        attention_calls: of one forward pass.
+        keeps: whether received rows are kept until backward; None before the first layer.
+    """
+
+    def __init__(self, config: DistCAConfig, facts: PlanFacts) -> None:
+        self._config, self._facts = config, facts
+        self.layers_kept = self.attention_calls = 1
+        self.keeps: bool | None = None
+        self._waits: bool | None = None
+        self._nothing: Kept | None = None
+
+    def begin_forward_pass(self, layers_kept: int, attention_calls: int) -> None:
+        """Notes how many layers the next pass has; see the attributes."""
+        self.layers_kept, self.attention_calls = layers_kept, attention_calls
+
+    def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
+        """Returns whether this micro-batch keeps what it receives until backward.
+
+        With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
+        the rank that receives most. Where attention itself is recomputed, that is one layer.
+        """
+        if self.keeps is None:
+            setting = self._config.kv_residency
+            if setting == "auto":
+                self.keeps = kept_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.layers_kept <= self._budget_bytes
+            else:
+                self.keeps = setting == "keep"
+        return self.keeps
+
+    def waits_for_recomputation(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
+        """Returns whether received rows of all layers wait until their attention is recomputed."""
+        if self._waits is None:
+            setting = self._config.kv_residency
+            if setting == "auto" and self.keeps_received(q_TNH, k_TGH, v_TGV):
+                of_all_layers = received_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.attention_calls
+                self._waits = of_all_layers <= self._budget_bytes
+            else:
+                self._waits = setting == "keep"
+        return self._waits
+
+    def nothing(self, k: torch.Tensor) -> Kept:
+        """Returns empty tensors. They are made once: new ones for each layer cost the host more; nothing is derived
+        from them."""
+        if self._nothing is None or self._nothing.keys.dtype != k.dtype:
+            with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
+                self._nothing = Kept.nothing(k)
+        return self._nothing
+
+    @property
+    def _budget_bytes(self) -> float:
+        return self._config.kv_budget_gib * 2**30
+
+
+def kept_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Returns the bytes of one layer's `Kept` on the rank that receives most."""
+    result_bytes = v_TGV.shape[2] * q_TNH.element_size() + accumulation_dtype(q_TNH.dtype).itemsize
+    return _most_bytes(facts, k_TGH, v_TGV, q_TNH.shape[1] * (q_TNH.shape[2] * q_TNH.element_size() + result_bytes))
+
+
+def received_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:
+    """Returns the bytes of one layer's `Received` on the rank that receives most."""
+    return _most_bytes(facts, k_TGH, v_TGV, q_TNH.shape[1:].numel() * q_TNH.element_size())
+
+
+def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, query_bytes: int) -> int:
+    """Returns bytes of received keys and values, and of remote queries of `query_bytes` each, where these are most."""
+    key_bytes = (k_TGH.shape[1:].numel() + v_TGV.shape[1:].numel()) * k_TGH.element_size()
+    received = zip(facts.key_rows_received, facts.remote_query_rows, strict=True)
+    most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)
+    return most // facts.rows_per_token
+
+
+class Region:
+    """Received rows of every attention call of a checkpointed region, None where they are not kept."""
+
+    def __init__(self) -> None:
+        self._received: list[Received | None] = []
+
+    def begin(self) -> None:
+        """Forgets the calls of an earlier forward pass."""
+        self._received.clear()
+
+    def keep(self, received: Received | None) -> None:
+        """Keeps the rows of the next call in forward."""
+        self._received.append(received)
+
+    def of_call(self, number: int) -> Received | None:
+        """Returns the rows that a call received in forward.
+
+        Raises:
+            RuntimeError: there were fewer calls.
+        """
+        if number >= len(self._received):
+            raise RuntimeError(
+                f"recomputation made more than the {len(self._received)} attention calls of its forward pass; "
+                "kv_residency='refetch' exchanges again"
+            )
+        return self._received[number]
+
+
+class Scope:
+    """The time in which a region runs forward, or is recomputed; with `retain_graph` perhaps several times."""
+
+    def __init__(self, region: Region, *, recomputes: bool) -> None:
+        self.recomputes = recomputes
+        self._region, self._calls = region, 0
+        self._outer: Token[Scope | None] | None = None
+
+    def __enter__(self) -> Self:
+        self._calls = 0
+        if not self.recomputes:
+            self._region.begin()
+        self._outer = _scope.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._outer is not None
+        _scope.reset(self._outer)
+        self._outer = None
+
+    def keep(self, received: Received | None) -> None:
+        """Keeps the rows that a call of forward received."""
+        self._region.keep(received)
+
+    def take(self) -> Received | None:
+        """Returns the rows that the next call received in forward."""
+        number, self._calls = self._calls, self._calls + 1
+        received = self._region.of_call(number)
+        return None if received is None else received.once_more()
+
+
+_scope: ContextVar[Scope | None] = ContextVar("distca_checkpointed_region", default=None)
+
+
+def current_scope() -> Scope | None:
+    """Returns the scope of the caller's thread; None outside checkpointed regions that keep received rows."""
+    return _scope.get()
+
+
+def retaining_contexts() -> tuple[Scope, Scope]:
+    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
+    region = Region()
+    return Scope(region, recomputes=False), Scope(region, recomputes=True)

@@ -1,0 +1,157 @@
+"""ExchangeChunks: where prefixes are cut that arrive in several parts."""
+
+import random
+
+import numpy as np
+import pytest
+
+from distca_hf.config import DistCAConfig
+from distca_hf.layout import Layout, Stripe
+from distca_hf.planning.chunks import NEVER, ExchangeChunks
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.pieces import line_keys
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.routing import route
+from distca_hf.planning.tasks import ALL_HEADS, Tasks
+from distca_hf.planning.transfers import key_transfers
+from support.layouts import random_layout, random_plan
+
+
+# Rank 1 holds the ends of d0 and d1, and d2; rank 0 the beginnings.
+PARTED = Layout.from_segments([12, 7, 3], [[(0, 0, 8), (1, 0, 4)], [(0, 8, 12), (1, 4, 7), (2, 0, 3)]])
+
+
+def borders(
+    chunks: ExchangeChunks, server: int, document: int, head: int = ALL_HEADS, head_groups: int = 1
+) -> list[int]:
+    return chunks.borders_of(server, line_keys(np.array([document]), np.array([head]), head_groups))[0].tolist()
+
+
+def moved(layout: Layout, tasks: list[tuple[int, ...]], head_groups: int = 1) -> Plan:
+    columns = np.array([(*task, ALL_HEADS)[:5] for task in tasks], dtype=np.int64).T.copy()
+    plan = Plan(layout, Tasks.sort(*columns, head_groups=head_groups))
+    plan.validate()
+    return plan
+
+
+def test_work_of_a_server_is_divided_among_the_chunks() -> None:
+    """4 x 8 and 3 x 4 pairs, where a rank has 56 on average. The last part has no end: nobody reads beyond."""
+    chunks = ExchangeChunks.cut(plan_in_place(PARTED), 4)
+
+    assert borders(chunks, 1, 0) == [0, 2, 5, NEVER, NEVER]
+    assert borders(chunks, 1, 1) == [0, 0, 0, 0, NEVER]
+
+
+def test_a_long_prefix_is_cut_in_equal_parts() -> None:
+    layout = Layout.from_segments([16], [[(0, 0, 11)], [(0, 11, 16)]])
+    chunks = ExchangeChunks.cut(plan_in_place(layout), 3)
+
+    assert borders(chunks, 1, 0) == [0, 3, 7, NEVER]
+
+
+def test_what_is_little_work_comes_in_the_last_chunk() -> None:
+    layout = Layout.from_segments([16, 20], [[(0, 0, 15)], [(0, 15, 16), (1, 0, 20)]])
+    chunks = ExchangeChunks.cut(plan_in_place(layout), 3)
+
+    assert borders(chunks, 1, 0) == [0, 0, 0, NEVER]
+
+
+def test_a_prefix_that_nobody_lacks_comes_in_the_first_chunk() -> None:
+    chunks = ExchangeChunks.cut(plan_in_place(PARTED), 3)
+
+    assert borders(chunks, 1, 2) == [0, NEVER, NEVER, NEVER]
+    assert borders(chunks, 0, 0) == [0, NEVER, NEVER, NEVER]
+    assert chunks.borders_of(0, np.zeros(0, dtype=np.int64)).shape == (0, 4)
+
+
+def test_one_chunk_brings_everything() -> None:
+    chunks = ExchangeChunks.cut(plan_in_place(PARTED), 1)
+
+    assert borders(chunks, 1, 0) == borders(chunks, 1, 1) == borders(chunks, 0, 2) == [0, NEVER]
+
+
+def test_nothing_to_bring_is_cut_in_no_parts() -> None:
+    chunks = ExchangeChunks.cut(plan_in_place(Layout.from_segments([3, 2], [[(0, 0, 3)], [(1, 0, 2)]])), 3)
+
+    assert len(chunks.keys) == 0
+    assert borders(chunks, 1, 1) == [0, NEVER, NEVER, NEVER]
+
+
+def test_guests_of_a_server_are_divided_among_the_chunks() -> None:
+    """Each document comes whole, in the chunk of its remote queries; local queries of the same document take it from
+    there."""
+    lengths = [4, 4, 4, 6]
+    layout = Layout.from_segments(lengths, [[(0, 0, 4), (1, 0, 4), (2, 0, 4), (3, 0, 4)], [(3, 4, 6)]])
+    tasks = [(0, 0, 4, 1), (1, 0, 4, 1), (2, 0, 4, 1), (3, 0, 2, 0), (3, 2, 4, 1), (3, 4, 6, 1)]
+    chunks = ExchangeChunks.cut(moved(layout, tasks), 2)
+
+    assert [borders(chunks, 1, document) for document in range(4)] == [[0, NEVER, NEVER]] * 2 + [[0, 0, NEVER]] * 2
+    lines = line_keys(np.arange(4), np.full(4, ALL_HEADS), 1)
+    assert chunks.of_remote_queries(np.ones(4, dtype=np.int64), lines).tolist() == [0, 0, 1, 1]
+
+
+def test_groups_of_heads_are_guests_by_themselves() -> None:
+    layout = Layout.from_segments([8], [[(0, 0, 4)], [(0, 4, 8)]], None, [Stripe(0, 0, 8, 0, 2)])
+    plan = plan_in_place(layout, head_groups=4)
+    chunks = ExchangeChunks.cut(plan, 2)
+
+    for server, groups in ((0, (0, 1)), (1, (2, 3))):
+        assert [borders(chunks, server, 0, group, 4) for group in groups] == [[0, NEVER, NEVER], [0, 0, NEVER]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("head_groups", [1, 3])
+def test_chunks_carry_together_what_one_carries(count: int, head_groups: int) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        plan = random_plan(rng, random_layout(rng, 4), head_groups)
+        transfers, parts = key_transfers(plan), key_transfers(plan, ExchangeChunks.cut(plan, count))
+
+        assert parts.rows_between(4).tolist() == transfers.rows_between(4).tolist()
+        assert not transfers.chunk.any()
+        assert set(parts.chunk.tolist()) <= set(range(count))
+
+
+def test_rows_of_a_chunk_lie_together_and_in_order() -> None:
+    """By hand: rank 1 of the layout above, in two chunks."""
+    routing = route(plan_in_place(PARTED), 1, chunks=ExchangeChunks.cut(plan_in_place(PARTED), 2))
+
+    assert routing.remote_kv_rows == 8 + 4
+    assert routing.chunk_receive_counts.tolist() == [[8, 0], [4, 0]]
+    assert routing.received_to_remote_kv.numbers.tolist() == list(range(12))
+    assert routing.come_in_order
+    told = [
+        [
+            (call.query_start, call.query_stop, call.key_start, call.key_stop, call.cu_seqlens_k.tolist())
+            for call in far
+        ]
+        for far in routing.prefix_of_chunk
+    ]
+    assert told == [[(0, 4, 0, 8, [0, 8])], [(4, 7, 8, 12, [0, 4])]]
+
+    sender = route(plan_in_place(PARTED), 0, chunks=ExchangeChunks.cut(plan_in_place(PARTED), 2))
+    assert sender.send_rows.numbers.tolist() == list(range(12))
+    assert sender.chunk_send_counts.tolist() == [[0, 8], [0, 4]]
+    assert sender.shared_rows.numbers.tolist() == list(range(12))
+    assert sender.send_in_shared.numbers.tolist() == sender.send_rows.numbers.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks", "num_chunks"),
+    [
+        ({}, 8, 1),
+        ({"ranks_per_node": 8}, 8, 1),
+        ({"ranks_per_node": 8}, 4, 1),
+        ({"ranks_per_node": 4}, 8, 4),
+        ({"ranks_per_node": 1}, 2, 4),
+        ({"exchange_legs": 1, "ranks_per_node": 4}, 8, 1),
+        ({"exchange_legs": 7}, 8, 7),
+    ],
+)
+def test_chunks_by_setting_and_topology(
+    settings: dict[str, int], num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One where links are fast, four between nodes, unless somebody says otherwise."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    assert DistCAConfig(**settings).num_chunks(num_ranks) == num_chunks

@@ -1,0 +1,279 @@
+"""Operators behave as torch expects them to: it checks schema, gradients, shapes and compilation itself."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.config import DistCAConfig, Residency
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.layout import Layout
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.local_attention import flash_attn_local
+from distca_hf.runtime.op import flash_attn, flash_attn_backward
+from distca_hf.testing.loopback import run_ranks
+from support.layouts import SCATTERED, random_plan
+from support.parity import SPEC, live_plan
+
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+TOKENS = 12
+
+
+def tensors(*, requires_grad: bool = True) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(TOKENS, heads, DIM, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def alone() -> LivePlan:
+    """A plan of one rank with two documents."""
+    layout = Layout.from_segments([8, 4], [[(0, 0, 8), (1, 0, 4)]])
+    return live_plan(layout, LocalTransport(), DistCAConfig(kernel="reference"))
+
+
+def of_documents() -> tuple[Any, ...]:
+    offsets = torch.tensor([0, 8, 12], dtype=torch.int32)
+    return offsets, offsets, 8, 8, SPEC, "auto"
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_local_attention_passes_the_checks_of_torch(requires_grad: bool) -> None:
+    held = tensors(requires_grad=requires_grad)
+    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *of_documents()))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_planned_attention_passes_the_checks_of_torch(requires_grad: bool) -> None:
+    live = alone()
+    held = tensors(requires_grad=requires_grad)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, SPEC.numbers, live.handle), test_utils=checks)
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of ours that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "distca":
+            self.operators.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
+    """Values and gradients; and with a mode there is none that does not see it."""
+    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SPEC, alone().handle))):
+        name = "flash_attn_local" if attention is flash_attn_local else "flash_attn"
+        operator = getattr(torch.ops.distca, name).default
+        results = []
+        for call in (attention, operator):
+            held = tensors()
+            out = call(*held, *given)[0]
+            results.append([out, *torch.autograd.grad(out.square().sum(), held)])
+        with Seen() as seen:
+            held = tensors()
+            out = attention(*held, *given)[0]
+            results.append([out, *torch.autograd.grad(out.square().sum(), held)])
+
+        assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+        assert seen.operators == [f"distca.{name}.default", f"distca.{name}_backward.default"]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_gradients_may_be_batched(planned: bool) -> None:
+    """By torch's older vmap, of which only the dispatcher knows."""
+    live, held = alone(), tensors()
+    out = flash_attn(*held, SPEC, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
+    directions = torch.randn(3, *out.shape, dtype=out.dtype)
+    together = torch.autograd.grad(out, held, directions, is_grads_batched=True, retain_graph=True)
+    for at, direction in enumerate(directions):
+        expected = torch.autograd.grad(out, held, direction, retain_graph=True)
+        assert all(torch.allclose(batch[at], one) for batch, one in zip(together, expected, strict=True))
+
+
+def test_values_that_are_still_to_be_negated_are() -> None:
+    q, k, v = tensors(requires_grad=False)
+    lazy = torch.complex(torch.zeros_like(q), -q).conj().imag
+    assert lazy.is_neg()
+    assert torch.equal(flash_attn_local(lazy, k, v, *of_documents())[0], flash_attn_local(q, k, v, *of_documents())[0])
+
+
+def test_nothing_is_recorded_below_autograd() -> None:
+    with torch._C._AutoDispatchBelowAutograd():
+        out, _ = flash_attn_local(*tensors(), *of_documents())
+    assert out.grad_fn is None
+
+
+def test_profiles_name_the_operator() -> None:
+    live, held = alone(), tensors()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        flash_attn(*held, SPEC, live.handle)
+
+    assert "distca::flash_attn" in {event.name for event in profile.events()}
+
+
+def test_tensors_of_other_kinds_are_dispatched() -> None:
+    """Those without values get shapes, and subclasses of Tensor decide themselves."""
+    live = alone()
+    for kind in (torch.device("meta"), FakeTensorMode()):
+        with kind:
+            held = [torch.empty(TOKENS, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            offsets = torch.empty(3, dtype=torch.int32)
+        out, lse = flash_attn_local(*held, offsets, offsets, 8, 8, SPEC, "auto")
+        assert (out.shape, lse.shape) == ((TOKENS, HEADS, DIM), (HEADS, TOKENS))
+    assert live.forward_calls == 0
+
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return str(function)
+
+    q, k, v = tensors()
+    assert "flash_attn" in flash_attn(q.as_subclass(Mine), k, v, SPEC, live.handle)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    live = alone()
+    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SPEC, live.handle))):
+        held = tensors()
+        out = attention(*held, *given)[0]
+        direction = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, held, direction)
+        for at, gradient in enumerate(gradients):
+            step = torch.randn_like(gradient)
+            ends = [
+                (attention(*(x + way * 1e-6 * step if n == at else x for n, x in enumerate(held)), *given)[0]).detach()
+                for way in (1, -1)
+            ]
+            assert ((ends[0] - ends[1]) * direction).sum() / 2e-6 == pytest.approx(
+                (gradient * step).sum().item(), 1e-6
+            )
+
+
+OVER_RANKS = {
+    "placed": plan_in_place(SCATTERED),
+    "moved": random_plan(random.Random(0), SCATTERED, 1),
+    "moved heads": random_plan(random.Random(0), SCATTERED, KV_HEADS),
+}
+
+
+@pytest.mark.parametrize("kv_residency", ["keep", "refetch"])
+@pytest.mark.parametrize("kind", list(OVER_RANKS))
+def test_what_operators_return_shares_no_memory(kind: str, kv_residency: Residency) -> None:
+    """Neither with what they are given nor among itself: compiled graphs write into what nobody needs any more."""
+
+    def run(transport: Transport) -> None:
+        plan = OVER_RANKS[kind]
+        live = live_plan(plan.layout, transport, DistCAConfig(kv_residency=kv_residency), plan=plan)
+        rows = int(plan.layout.rank_rows[transport.rank])
+        q, k, v = (torch.randn(rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        forward = flash_attn(q, k, v, SPEC, live.handle)
+        assert (kv_residency == "keep") == any(len(kept) for kept in forward[2:])
+        assert_apart(q, k, v, *forward)
+        dout = torch.randn_like(q)
+        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, SPEC.numbers, live.handle))
+
+    run_ranks(2, run)
+
+
+def assert_apart(*tensors: torch.Tensor) -> None:
+    begins = [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+    assert len(set(begins)) == len(begins)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_gradients_have_no_gradients(planned: bool) -> None:
+    live, held = alone(), tensors()
+    out = flash_attn(*held, SPEC, live.handle)[0] if planned else flash_attn_local(*held, *of_documents())[0]
+    [gradient] = torch.autograd.grad(out.square().sum(), held[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no gradients of gradients"):
+        gradient.sum().backward()
+
+
+def test_some_inputs_need_no_gradients() -> None:
+    """Frozen keys, for example."""
+    live, (q, k, v) = alone(), tensors()
+    expected = torch.autograd.grad(flash_attn(q, k, v, SPEC, live.handle)[0].square().sum(), [q])[0]
+    out, *_ = flash_attn(q, k.detach(), v.detach(), SPEC, live.handle)
+
+    assert torch.equal(torch.autograd.grad(out.square().sum(), [q])[0], expected)
+    assert not flash_attn(*(x.detach() for x in (q, k, v)), SPEC, live.handle)[0].requires_grad
+    with torch.no_grad():
+        assert not flash_attn(q, k, v, SPEC, live.handle)[0].requires_grad
+    with torch.inference_mode():
+        assert torch.equal(flash_attn(q, k, v, SPEC, live.handle)[0], out)
+
+
+# --- forward-mode derivatives
+
+
+def _local(*given: torch.Tensor) -> torch.Tensor:
+    offsets = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
+    output: torch.Tensor = flash_attn_local(*given, offsets, offsets, 8, 8, SPEC, "reference")[0]
+    return output
+
+
+def _planned(*given: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = flash_attn(*given, SPEC, alone().handle)[0]
+    return output
+
+
+def _by_torch_func(derive: Any, x: torch.Tensor) -> None:
+    torch.func.jvp(derive, (x,), (torch.ones_like(x),))
+
+
+def _by_dual_tensors(derive: Any, x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        derive(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("attend", [_local, _planned])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("how", [_by_torch_func, _by_dual_tensors])
+def test_forward_derivatives_are_refused_instead_of_lost(attend: Any, at: int, requires_grad: bool, how: Any) -> None:
+    given = tensors(requires_grad=requires_grad)
+    with pytest.raises(UnsupportedAttentionError, match=r"distca::flash_attn.* forward-mode derivatives"):
+        how(lambda x: attend(*given[:at], x, *given[at + 1 :]), given[at])
+
+
+@pytest.mark.parametrize("attend", [_local, _planned])
+def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refuse(attend: Any) -> None:
+    given = tensors()
+    with forward_ad.dual_level():
+        inside = attend(*given)
+
+    assert torch.equal(inside, attend(*given))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"spec": SPEC._replace(window_tokens=4)}, "does not compute window_tokens=4"),
+        ({"spec": SPEC._replace(softcap=20.0)}, r"does not compute softcap=20\.0"),
+        ({"sinks_N": torch.zeros(HEADS)}, "does not compute sinks"),
+    ],
+    ids=["window", "softcap", "sinks"],
+)
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_no_kernel_computes_is_refused_by_name(planned: bool, how: dict[str, Any], told: str) -> None:
+    live, given = alone(), {"spec": SPEC, **how}
+    spans = of_documents()[:4]
+    with pytest.raises(UnsupportedAttentionError, match=f"kernel='reference' .*{told}"):
+        _ = (
+            flash_attn(*tensors(), plan=live.handle, **given)
+            if planned
+            else flash_attn_local(*tensors(), *spans, kernel="reference", **given)
+        )

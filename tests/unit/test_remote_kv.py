@@ -1,0 +1,254 @@
+"""The store: keys of prefixes in order, and gradients of rows that several calls read."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.kernels.interface import accumulation_dtype, empty_outputs
+from distca_hf.layout import Layout
+from distca_hf.planning.chunks import ExchangeChunks
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.routing import Routing, route
+from distca_hf.runtime.attention import attend
+from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
+from distca_hf.runtime.kernel_calls import keys_of
+from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients, apart, row_width, side_by_side
+from distca_hf.testing.loopback import run_ranks
+from support.layouts import SCATTERED, SHARED, THRICE
+from support.parity import SPEC, Case, compare, live_plan
+
+
+KV_HEADS, DIM, VALUE_DIM = 2, 8, 4
+ALL = slice(None)
+
+
+def routing_of(layout: Layout, rank: int, num_chunks: int = 1) -> Routing:
+    plan = plan_in_place(layout)
+    return route(plan, rank, chunks=ExchangeChunks.cut(plan, num_chunks))
+
+
+def maps_of(layout: Layout, rank: int, num_chunks: int = 1) -> DeviceRouting:
+    return PinnedRouting.prepare(routing_of(layout, rank, num_chunks)).to(torch.device("cpu"))
+
+
+def keys(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
+    k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return k, v
+
+
+# --- keys
+
+
+def test_rows_travel_side_by_side_and_are_seen_apart() -> None:
+    k, v = keys(7)
+    chosen = torch.tensor([5, 0, 6])
+    rows = side_by_side(k, v, chosen)
+
+    assert rows.shape == (3, row_width(k, v))
+    assert torch.equal(rows, torch.cat([k[chosen].flatten(1), v[chosen].flatten(1)], dim=1))
+    assert torch.equal(side_by_side(k, v, slice(2, 6)), side_by_side(k, v, torch.arange(2, 6)))
+    for part, x in zip(apart(rows, k, v), (k, v), strict=True):
+        assert torch.equal(part, x[chosen])
+        assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+    for part, x in zip(apart(rows[1:], k, v), (k, v), strict=True):
+        assert torch.equal(part, x[chosen[1:]])
+
+
+def test_rows_that_come_in_order_are_the_store() -> None:
+    maps, (k, v) = maps_of(SHARED, 1), keys(7)
+    received = torch.randn(2, row_width(k, v), dtype=k.dtype)
+    store = RemoteKV.open(k, v, received, maps)
+    came = torch.randn_like(received)
+    received.copy_(came)
+    store.put_received(received, slice(0, 2), maps)
+
+    assert store.beside is received
+    assert torch.equal(side_by_side(store.k, store.v, ALL), came)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunks: int) -> None:
+    """Every token is told by its keys."""
+    maps, routing = maps_of(SCATTERED, rank, num_chunks), routing_of(SCATTERED, rank, num_chunks)
+    number = {
+        token: 1.0 + count
+        for count, token in enumerate((document, at) for document, stop in ((0, 9), (1, 5)) for at in range(stop))
+    }
+    tokens = [
+        [(document, at) for document, start, stop in SCATTERED.held_by(holder) for at in range(start, stop)]
+        for holder in range(2)
+    ]
+
+    def told(of: list[tuple[int, int]]) -> list[torch.Tensor]:
+        column = torch.tensor([number[token] for token in of], dtype=torch.float64)[:, None, None]
+        return [column.expand(-1, KV_HEADS, dim) for dim in (DIM, VALUE_DIM)]
+
+    sends = routing_of(SCATTERED, 1 - rank, num_chunks)
+    came = side_by_side(*told([tokens[1 - rank][row] for row in sends.send_rows.numbers]), ALL)
+    received = torch.full_like(came, float("nan"))
+    store = RemoteKV.open(*told(tokens[rank]), received, maps)
+    for chunk in maps.chunks:
+        received[chunk.keys.receive] = came[chunk.keys.receive]
+        store.put_received(received, chunk.keys.receive, maps)
+
+    prefixes = [[(0, at) for at in range(7)] + [(1, at) for at in range(3)], [(0, at) for at in range(4)]]
+    for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
+        assert len(stored) == routing.remote_kv_rows
+        assert torch.equal(stored, expected)
+
+    # Backward reads what was kept in one chunk.
+    backward = (
+        PinnedRankPlan.prepare(rank_plan(plan_in_place(SCATTERED), rank, num_chunks)).to(torch.device("cpu")).backward
+    )
+    store = RemoteKV.of_kept(*told(tokens[rank]), came, backward)
+    for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
+        assert torch.equal(stored, expected)
+
+
+# --- gradients
+
+
+def parts_of(maps: DeviceRouting, dtype: torch.dtype) -> Iterator[tuple[DeviceCall, torch.Tensor, torch.Tensor]]:
+    """Something that each call on remote keys could contribute."""
+    generator = torch.Generator().manual_seed(1)
+    for call in [call for chunk in maps.chunks for call in chunk.prefix]:
+        rows = call.keys.stop - call.keys.start
+        yield (
+            call,
+            *(torch.randn(rows, KV_HEADS, dim, generator=generator).to(dtype) for dim in (DIM, VALUE_DIM)),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "reads"),
+    [(SCATTERED, [2] * 2 + [1] * 8), (THRICE, [3] * 2 + [2] * 4 + [1] * 4)],
+    ids=["two calls", "three calls"],
+)
+def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
+    layout: Layout, reads: list[int], dtype: torch.dtype
+) -> None:
+    maps, (k, v) = maps_of(layout, 0), keys(6, dtype)
+    gradients = RemoteKVGradients(k, v, maps)
+    precise = accumulation_dtype(dtype)
+    expected = [torch.zeros(maps.remote_kv_rows, KV_HEADS, dim, dtype=precise) for dim in (DIM, VALUE_DIM)]
+    counted = torch.zeros(maps.remote_kv_rows)
+    for call, *parts in parts_of(maps, dtype):
+        counted[call.keys] += 1
+        totals = keys_of(call, 1, gradients.total.k, gradients.total.v)
+        targets = [gradients.target(call, total) for total in totals]
+        for target, part, total, sum_of in zip(targets, parts, totals, expected, strict=True):
+            assert target.dtype == dtype
+            target.copy_(part)
+            gradients.settle(call, target, total)
+            sum_of[call.keys] += part.to(precise)
+    gradients.complete()
+
+    assert counted.tolist() == reads
+    for total, sum_of in zip((gradients.total.k, gradients.total.v), expected, strict=True):
+        assert total.dtype == (precise if max(reads) > 2 else dtype)
+        assert torch.equal(total, sum_of.to(total.dtype))
+    came = maps.received_to_remote_kv
+    for rows in (slice(0, len(came)), slice(2, 5)):
+        travelling = gradients.rows_to_send(rows)
+        assert travelling.dtype == dtype
+        assert torch.equal(travelling, side_by_side(*(x[came[rows]].to(dtype) for x in expected), ALL))
+
+
+def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_from() -> None:
+    maps, (k, v) = maps_of(SHARED, 1), keys(7, torch.bfloat16)
+    assert not maps.sums_remote_kv
+    gradients = RemoteKVGradients(k, v, maps)
+    for call, *parts in parts_of(maps, torch.bfloat16):
+        for part, total in zip(parts, keys_of(call, 1, gradients.total.k, gradients.total.v), strict=True):
+            target = gradients.target(call, total)
+            target.copy_(part)
+            gradients.settle(call, target, total)
+
+    travelling = gradients.rows_to_send(slice(0, 2))
+    assert travelling.data_ptr() == gradients.total.k.data_ptr()
+    assert torch.equal(travelling, side_by_side(*parts, ALL))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "adding", "sums"),
+    [
+        (SCATTERED, 0, [(0, 2)], False),
+        (SCATTERED, 1, [], False),
+        (SHARED, 1, [], False),
+        (THRICE, 0, [], True),
+    ],
+)
+def test_sums_are_known_from_the_calls(layout: Layout, rank: int, adding: list[tuple[int, int]], sums: bool) -> None:
+    """Only the smaller of two calls that read the same keys adds; of three all do."""
+    maps = maps_of(layout, rank)
+
+    added = [(call.keys.start, call.keys.stop) for chunk in maps.chunks for call in chunk.prefix if call.adds]
+    assert (added, maps.sums_remote_kv) == (adding, sums)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("layout", [SCATTERED, SHARED, THRICE], ids=["scattered", "shared", "thrice"])
+def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed: int) -> None:
+    case = Case.draw(seed, layout)
+
+    for difference in run_ranks(2, lambda transport: compare(case, transport)):
+        assert difference.largest <= 1e-12
+        assert difference.as_planned
+
+
+def test_keys_are_read_where_they_lie() -> None:
+    """Local calls get views of the very tensors, in the order of the layout, and calls on the remote KV views of
+    it."""
+    seen: list[tuple[str, int]] = []
+
+    class Looks:
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(("query", q.data_ptr()))
+            seen.append(("key", k.data_ptr()))
+            return empty_outputs(q, v)
+
+    def run(transport: Transport) -> None:
+        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
+        rows = int(SHARED.rank_rows[transport.rank])
+        q, k, v = torch.randn(rows, 4, DIM), *(torch.randn(rows, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
+        live.kernel = lambda *given: Looks()  # type: ignore[method-assign,assignment]
+        attend(q, k, v, SPEC, live)
+        if transport.rank == 0:
+            assert ("query", q.data_ptr()) in seen
+            assert ("key", k.data_ptr()) in seen
+        else:
+            assert ("query", q[1:].data_ptr()) in seen  # d0[2:8] once more, behind d2
+            assert ("key", k.data_ptr()) in seen
+
+    run_ranks(2, run)
+
+
+def test_gradients_do_not_depend_on_how_tensors_lie() -> None:
+    """`[T, N, H]` tensors that are `[N, T, H]` in memory, as a projection of all heads may leave them."""
+
+    def run(transport: Transport, strided: bool) -> list[torch.Tensor]:
+        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
+        generator = torch.Generator().manual_seed(transport.rank)
+        rows = int(SHARED.rank_rows[transport.rank])
+        held = [torch.randn(rows, heads, DIM, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+        if strided:
+            held = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in held]
+        out, *_ = flash_attn(*(x.requires_grad_() for x in held), SPEC, live.handle)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), held)]
+
+    whole, apart_in_memory = (run_ranks(2, partial(run, strided=strided)) for strided in (False, True))
+    for rank in range(2):
+        for expected, got in zip(whole[rank], apart_in_memory[rank], strict=True):
+            assert (expected - got).abs().max() <= 1e-12
