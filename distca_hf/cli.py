@@ -107,7 +107,7 @@ def train(
     """
     from distca_hf import train as command
 
-    if is_launched():
+    if is_launched() and not dry_run:
         command.train_here(recipe, script, context.args)
         return
     with _one_line_errors():
