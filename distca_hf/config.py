@@ -312,8 +312,9 @@ def launched_world_size() -> int:
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks."""
-    return {"RANK", "WORLD_SIZE"} <= set(os.environ)
+    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. Schedulers
+    of clusters number nodes by the first two names."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(os.environ)
 
 
 def _names() -> list[str]:
