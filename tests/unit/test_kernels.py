@@ -796,7 +796,7 @@ def test_every_optional_field_of_a_spec_is_an_option() -> None:
 )
 def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
     """As the floats that the dispatcher makes of its numbers, too."""
-    for numbers in (spec.numbers, [float(number) for number in spec]):
+    for numbers in ([*spec], [float(number) for number in spec]):
         arrived = spec_of(*numbers)
         assert arrived == spec
         assert [type(field) for field in arrived] == [float, bool, int, float, bool]
