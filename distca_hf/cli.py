@@ -56,7 +56,7 @@ def recipes(name: str = typer.Argument(None, help="recipe whose path to print; w
     _print_shipped(RECIPES, name)
 
 
-@app.command(epilog='Example: cp "$(distca examples train_causal_lm)" train.py')
+@app.command(epilog='Example: cp "$(distca examples train)" train.py')
 def examples(name: str = typer.Argument(None, help="example whose path to print; without it all names")) -> None:
     """Lists the examples that come with distca_hf, or prints the path of one."""
     _print_shipped(EXAMPLES, name)
@@ -107,7 +107,7 @@ def train(
     """
     from distca_hf import train as command
 
-    if is_launched():
+    if is_launched() and not dry_run:
         command.train_here(recipe, script, context.args)
         return
     with _one_line_errors():

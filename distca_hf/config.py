@@ -130,8 +130,8 @@ class DistCAConfig:
     kernel_times: str = _setting(
         "kernel_times",
         "",
-        "Path of a table of kernel times (scripts/measure_kernels.py writes it): placement then makes predicted "
-        "seconds equal instead of attended pairs.",
+        "Path of a table of kernel times (scripts/benchmarks/kernel_times.py writes it): placement then makes "
+        "predicted seconds equal instead of attended pairs.",
     )
     deterministic: bool = _setting(
         "deterministic",
@@ -312,8 +312,9 @@ def launched_world_size() -> int:
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks."""
-    return {"RANK", "WORLD_SIZE"} <= set(os.environ)
+    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. Schedulers
+    of clusters number nodes by the first two names."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(os.environ)
 
 
 def _names() -> list[str]:

@@ -11,11 +11,12 @@ def leave_for_launcher(words: str) -> None:
     """Leaves words in the file that the launcher reads when this process has failed; does nothing if there is no such
     file, or somebody has written to it (`torch.distributed.elastic`'s `record`)."""
     name = launched_error_file()
-    if name is None or Path(name).exists():
+    if name is None:
         return
     # The form of torch.distributed.elastic; with a call stack the summary would show that in place of the message.
     content = {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}}
     try:
-        Path(name).write_text(json.dumps(content), encoding="utf-8")
+        with Path(name).open("x", encoding="utf-8") as file:
+            json.dump(content, file)
     except OSError:
-        return  # the error itself is shown all the same
+        return  # it is there already, or cannot be written; the error itself is shown all the same

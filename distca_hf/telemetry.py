@@ -52,7 +52,10 @@ class Console(logging.Handler):
         if any(handler is not self for handler in given):
             return
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
-        tqdm.write(f"{NAME} [rank {getattr(record, 'rank', 0)}] {level}{record.getMessage()}", file=sys.stderr)
+        try:
+            tqdm.write(f"{NAME} [rank {getattr(record, 'rank', 0)}] {level}{record.getMessage()}", file=sys.stderr)
+        except Exception:  # as in all handlers: a closed pipe or a full disk ends no training
+            self.handleError(record)
 
 
 def _prepare(logger: logging.Logger) -> None:

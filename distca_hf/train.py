@@ -5,7 +5,8 @@ In a process that a launcher has started already (`torchrun --no-python distca t
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distca_hf import run
 from distca_hf.config import read_yaml
@@ -72,7 +73,7 @@ def check_gpus(line: Sequence[str]) -> None:
         return
     import torch
 
-    processes = int(content.get("num_processes", 1)) // int(content.get("num_machines", 1))
+    processes = _number(content, "num_processes", configuration) // _number(content, "num_machines", configuration)
     gpus = torch.cuda.device_count()
     if gpus < processes:
         other = (
@@ -81,3 +82,17 @@ def check_gpus(line: Sequence[str]) -> None:
         raise ConfigError(
             f"{configuration} starts {processes} processes on each machine, and this one has {gpus} GPUs; give {other}"
         )
+
+
+def _number(content: Mapping[str, Any], name: str, where: str) -> int:
+    """Returns a number of a configuration; 1 if it has none.
+
+    Raises:
+        ConfigError: it is no whole number above 0.
+    """
+    value = content.get(name)
+    if value is None:
+        return 1
+    if not str(value).isdecimal() or not int(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; write a whole number, at least 1")
+    return int(value)

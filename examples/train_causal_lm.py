@@ -2,8 +2,8 @@
 
     distca train llama3_8b_128k --dataset documents.jsonl
 
-Without a recipe every argument of `TrainingArguments` and below can be given on the command line, and settings of
-distca as DISTCA_<FIELD>. On CPUs add `--use_cpu true`.
+Without a recipe all arguments of `TrainingArguments` and `ScriptArguments` go on the command line, and settings of
+distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true`. To copy it, copy tokenise_texts.py as well.
 """
 
 from dataclasses import dataclass, field

@@ -214,7 +214,7 @@ class TorchTransport:
             )
         except RuntimeError as error:
             raise self.failure(error, asked.where) from error
-        self._under_way.add(work)
+        self._note(work)
         return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
 
     def gather(self, values: Sequence[int], where: str) -> "TorchGather":
@@ -225,7 +225,7 @@ class TorchTransport:
             work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
         except RuntimeError as error:
             raise self.failure(error, where) from error
-        self._under_way.add(work)
+        self._note(work)
         return TorchGather(self, work, where, time.monotonic(), theirs)
 
     def _check_open(self, where: str) -> None:
@@ -233,6 +233,12 @@ class TorchTransport:
             raise ConfigError(
                 f"rank {self.rank}, {where}: the plugin was closed; make another one, and enable the model with it"
             )
+
+    def _note(self, work: dist.Work) -> None:
+        """Notes an operation that is under way. Nobody waits for some: agreements of passes without backward."""
+        if len(self._under_way) >= REMEMBERED_EXCHANGES:
+            self._under_way = {earlier for earlier in self._under_way if not earlier.is_completed()}
+        self._under_way.add(work)
 
     def wait_for(self, work: dist.Work, where: str, began: float) -> None:
         """Waits for an operation.

@@ -8,6 +8,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 
 PREFIX = "distca/"
+ALWAYS = ("imbalance", "tokens_per_second_per_rank")
+SOMETIMES = ("utilisation", "memory_gib")
 
 
 def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, Any], None]) -> None:
@@ -34,9 +36,9 @@ def _print_log(
 
 
 def in_short(logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns a log with the basic metrics as one entry of at most 52 characters."""
-    metrics = {name.removeprefix(PREFIX): value for name, value in logs.items() if name.startswith(PREFIX)}
-    if not metrics:
+    """Returns a log with the basic metrics as one entry of at most 52 characters; all else stays."""
+    metrics = {name: logs[PREFIX + name] for name in (*ALWAYS, *SOMETIMES) if PREFIX + name in logs}
+    if not metrics.keys() >= set(ALWAYS):
         return logs
     unit = "GPU" if "memory_gib" in metrics else "rank"
     words = [
@@ -47,4 +49,5 @@ def in_short(logs: dict[str, Any]) -> dict[str, Any]:
         words.append(f"{100 * metrics['utilisation']:.0f}% MFU")
     if "memory_gib" in metrics:
         words.append(f"{metrics['memory_gib']:.0f} GiB")
-    return {name: value for name, value in logs.items() if not name.startswith(PREFIX)} | {"distca": ", ".join(words)}
+    others = {name: value for name, value in logs.items() if name not in {PREFIX + metric for metric in metrics}}
+    return others | {"distca": ", ".join(words)}

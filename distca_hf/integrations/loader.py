@@ -251,8 +251,9 @@ class PlacedLoader:
                 if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
                     self._is_left_early = False
+                use = batch["distca_plan"].use  # whoever takes the batch may take the plan out
                 yield batch
-            if self.writes_epochs and batch["distca_plan"].use.trained:
+            if self.writes_epochs and use.trained:
                 log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
 
     def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 import distca_hf
 from distca_hf.comm import gloo_threads
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.transport import AllToAll
+from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll
 from distca_hf.errors import ConfigError
 from support.commands import HANG_SECONDS
 from support.data import random_dataset
@@ -164,6 +164,19 @@ def _end_alone(folder: Path) -> None:
 
 def test_rank_that_ends_in_the_middle_of_a_gather_does_not_wait_for_others(tmp_path: Path) -> None:
     assert run_ranks(2, _end_alone, tmp_path, tmp_path) == [None, None]
+
+
+def _never_wait(_: Path) -> int:
+    """Operations that the transport remembers after many that nobody waited for, as of passes without backward."""
+    transport = distca_hf.DistCAPlugin(tokens_per_rank=96).transport(CPU)
+    for number in range(5 * REMEMBERED_EXCHANGES):
+        transport.gather([number], "agreement of a pass without backward")
+        transport.gather([number], "the next one").wait()
+    return len(transport._under_way)
+
+
+def test_operations_that_nobody_waits_for_are_forgotten(tmp_path: Path) -> None:
+    assert all(0 < count <= REMEMBERED_EXCHANGES for count in run_ranks(2, _never_wait, tmp_path, tmp_path))
 
 
 def test_threads_of_other_groups_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,3 +91,10 @@ def test_line_of_a_log_is_at_most_160_characters(
     assert len(line.strip()) <= LONGEST_LINE, line
     assert recorder.seen is logs
     assert logs["distca/imbalance"] == pytest.approx(1.002)
+
+
+@pytest.mark.parametrize("log", [{"distca/mine": 1.0}, READING.basic() | {"distca/mine": 1.0, "imbalance": 2.0}])
+def test_metrics_of_the_users_own_stay(log: dict[str, Any]) -> None:
+    assert {name: in_short(log)[name] for name in log if name not in READING.basic()} == {
+        name: value for name, value in log.items() if name not in READING.basic()
+    }

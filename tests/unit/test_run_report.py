@@ -169,6 +169,15 @@ def test_loop_of_ones_own_writes_two_lines_and_one_for_every_epoch(caplog: pytes
     ]
 
 
+def test_epoch_ends_with_its_line_where_the_plan_was_taken_out_of_batches(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+    for batch in plugin.dataloader(random_dataset(40), model=model):
+        model(distca_plan=batch.pop("distca_plan"), **batch)
+
+    assert lines_of(caplog)[-1].startswith("epoch 0: ")
+
+
 def test_evaluation_writes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
     model = distca_hf.enable(tiny_model(num_hidden_layers=1).eval(), plugin)

@@ -62,6 +62,19 @@ def test_level_of_the_application_counts() -> None:
     assert written(level=logging.ERROR) == ["distca_hf [rank 0] ERROR: e"]
 
 
+class ClosedPipe(io.StringIO):
+    """Standard error behind which nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_training_goes_on_where_lines_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with contextlib.redirect_stderr(ClosedPipe()):
+        LOGGER.warning("lost")
+
+
 def test_handlers_of_the_application_write_instead(caplog: pytest.LogCaptureFixture) -> None:
     assert written([caplog.handler]) == []
     assert [(record.getMessage(), record.rank) for record in caplog.records] == [

@@ -19,7 +19,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Programs that this process would have become; it runs under no launcher."""
     programs: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: programs.append(words))
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return programs
 
@@ -62,12 +62,21 @@ def test_launcher_is_the_one_of_this_python(launched: list[list[str]]) -> None:
 def test_launched_process_runs_the_script(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(run, "run_script", lambda recipe, script, rest: seen.extend([script, rest]))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
     ran = train("quickstart", "--steps", "3")
 
     assert ran.exit_code == 0, ran.output
     assert (seen, launched) == ([EXAMPLES.find("quickstart"), ["--steps", "3"]], [])
+    assert line_of("quickstart")[:2] == ["accelerate", "launch"], "a dry run trains nowhere"
+
+
+def test_number_of_a_node_is_no_rank(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train("quickstart")
+
+    assert len(launched) == 1, "schedulers of clusters number nodes by these names"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +97,26 @@ def test_more_processes_than_gpus_are_refused(
 
     assert ran.exit_code == (2 if told else 0), ran.output
     assert len(launched) == (not told)
+    assert told in ran.output
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"num_processes": None, "num_machines": None}, ""),
+        ({"num_machines": 0}, "num_machines is 0; write a whole number, at least 1"),
+        ({"num_processes": "all"}, "num_processes is 'all'; write a whole number, at least 1"),
+    ],
+)
+def test_configuration_without_numbers_is_for_one_process(
+    numbers: dict[str, object], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    configuration = tmp_path / "accelerate.yaml"
+    configuration.write_text(yaml.safe_dump(numbers))
+    ran = train("quickstart", "--accelerate", str(configuration))
+
+    assert ran.exit_code == (2 if told else 0), ran.output
     assert told in ran.output
 
 
