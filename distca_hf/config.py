@@ -130,8 +130,8 @@ class DistCAConfig:
     kernel_times: str = _setting(
         "kernel_times",
         "",
-        "Path of a table of kernel times (scripts/measure_kernels.py writes it): placement then makes predicted "
-        "seconds equal instead of attended pairs.",
+        "Path of a table of kernel times (scripts/benchmarks/kernel_times.py writes it): placement then makes "
+        "predicted seconds equal instead of attended pairs.",
     )
     deterministic: bool = _setting(
         "deterministic",

@@ -1,6 +1,6 @@
 """Preparer: one rank's part of a micro-batch, made on the host: placed, planned, routed and read.
 
-IndexRanges in the loader's background thread: it knows no process group, and nothing of the loader.
+Runs in the loader's background thread: it knows no process group, and nothing of the loader.
 """
 
 import time

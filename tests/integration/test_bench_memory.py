@@ -21,7 +21,7 @@ def test_every_way_runs_all_its_steps(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     steps = ["--tokens-per-rank", "256", "--longest", "400", "--steps", "2", "--parts", "2"]
-    printed = run_script(2, tmp_path, ["scripts/bench_memory.py", "--device", "cpu", "--config", config, *steps])
+    printed = run_script(2, tmp_path, ["scripts/benchmarks/memory.py", "--device", "cpu", "--config", config, *steps])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
 
     expected = [[way, part] for way in ("constant", "placed", "packs") for part in ("1 to 1", "2 to 2")]

@@ -30,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
     return importlib.import_module
 
 
@@ -39,7 +39,7 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG))
     model = ["--device", "cpu", "--config", str(config), "--layers", "2", "--head", "chunked" if CHUNKED else "none"]
     documents = ["--documents", f"{LONGEST},4x64", "--rounds", str(ROUNDS), "--warmup", "1"]
-    printed = run_script(RANKS, tmp_path, ["scripts/bench_model.py", *model, *documents, "--out", out])
+    printed = run_script(RANKS, tmp_path, ["scripts/benchmarks/model_step.py", *model, *documents, "--out", out])
     modes = json.loads(out.read_text())["modes"]
 
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("| ")] == ["mode", "local", "placed"]
@@ -56,7 +56,7 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_local_is_left_out_if_a_document_does_not_fit_a_rank(script: Callable[[str], ModuleType]) -> None:
-    modes = script("bench_model_modes")
+    modes = script("lib.training_modes")
     assert modes.fitting_modes([256, 64, 64, 64, 64], RANKS) == ["local", "placed"]
     assert modes.fitting_modes([257, 64, 64, 64, 63], RANKS) == ["placed"]
 
@@ -74,7 +74,7 @@ def test_a_head_in_chunks_has_the_gradients_of_the_models_own(script: Callable[[
     gradients = []
     for head in ("none", "chunked"):
         model = _small_model(script)
-        script("bench_model_head").use_head(model, head)
+        script("lib.head").use_head(model, head)
         model(**batch).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0])
@@ -83,7 +83,7 @@ def test_a_head_in_chunks_has_the_gradients_of_the_models_own(script: Callable[[
 def test_a_head_with_another_loss_is_refused(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = script("bench_model_head")
+    heads = script("lib.head")
 
     def use_mean(causal_lm: PreTrainedModel) -> None:
         own = causal_lm.loss_function
@@ -95,7 +95,7 @@ def test_a_head_with_another_loss_is_refused(
 
 
 def _small_model(script: Callable[[str], ModuleType]) -> nn.Module:
-    models = script("bench_step_model")
+    models = script("lib.model")
     torch.manual_seed(0)
     sizes = {name: value for name, value in CONFIG.items() if name != "model_type"} | {"num_hidden_layers": 2}
     config = LlamaConfig(**sizes, use_cache=False, attn_implementation="distca")

@@ -14,7 +14,7 @@ def test_a_log_is_compared_with_the_plan(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.json"
     lengths.write_text(json.dumps(np.random.RandomState(0).randint(4, 400, 120).tolist()))
     printed = run_script(
-        2, tmp_path, ["scripts/bench_plan_log.py", str(lengths), "--shorter", "4", "--tokens-per-rank", "256"]
+        2, tmp_path, ["scripts/benchmarks/plan_log.py", str(lengths), "--shorter", "4", "--tokens-per-rank", "256"]
     )
     steps = re.search(r"lengths.json: (\d+) logged steps, (\d+) planned micro-batches", printed)
     assert steps is not None, printed
@@ -26,7 +26,7 @@ def test_a_log_is_compared_with_the_plan(tmp_path: Path) -> None:
 
 
 def test_rows_are_printed_for_the_page(tmp_path: Path) -> None:
-    printed = run_script(1, tmp_path, ["scripts/bench_plan.py"])
+    printed = run_script(1, tmp_path, ["scripts/benchmarks/plan_estimates.py"])
     assert "| 2026-11-22-four-gpus | 4, NVLink | 131072,96x4096 |  | 2.02 | 2.03 | +0.5% |" in printed
     assert "speed-up, off by at most: NVLink 7.8%, 30 GB/s 9.9%" in printed
     assert "peak memory, off by at most: local 2.3%, placed 10.9%, whole 4.2%" in printed

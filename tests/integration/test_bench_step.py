@@ -30,13 +30,15 @@ CONFIG = {
 
 @pytest.fixture
 def documents(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    return importlib.import_module("bench_step_documents")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    return importlib.import_module("lib.documents")
 
 
 def test_host_time_of_attention_calls_is_told_for_every_rank(tmp_path: Path) -> None:
     size = ["--device", "cpu", "--documents", "64,24x8", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
-    printed = run_script(RANKS, tmp_path, ["scripts/bench_host.py", *size, "--head-dim", "8", "--repeats", "2"])
+    printed = run_script(
+        RANKS, tmp_path, ["scripts/benchmarks/host_time.py", *size, "--head-dim", "8", "--repeats", "2"]
+    )
 
     pattern = r"rank (\d), repeat (\d): (\d+) µs a call, (\d+) in (\d+) kernels, (\d+) beyond"
     told = {match[:2]: [int(number) for number in match[2:]] for match in re.findall(pattern, printed)}
@@ -52,7 +54,7 @@ def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG))
     model = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--accumulation", str(MICRO_STEPS)]
     documents = ["--documents", f"{TOKENS},8x64", "--rounds", "1", "--warmup", "0"]
-    command = ["scripts/bench_step.py", *model, *documents, "--profile", traces, "--out", out]
+    command = ["scripts/benchmarks/attention_step.py", *model, *documents, "--profile", traces, "--out", out]
     printed = run_script(RANKS, tmp_path, command)
     facts = json.loads(out.read_text())
     modes = facts["modes"]

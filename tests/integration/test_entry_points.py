@@ -220,7 +220,10 @@ def test_first_comment_of_a_recipe_is_its_launch_line(path: Path) -> None:
     assert path in (Path(command.config_file), Path(recipe)), "the line must use the recipe"
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES, *sorted(REPOSITORY.glob("scripts/*"))], ids=lambda p: p.name)
+PROGRAMS = [path for ending in ("py", "sh", "md") for path in sorted(REPOSITORY.glob(f"scripts/**/*.{ending}"))]
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES, *PROGRAMS], ids=lambda p: p.name)
 def test_files_that_are_named_are_there(path: Path) -> None:
     named = re.findall(r"(?:recipes|examples|scripts|docs)/[\w/]+\.(?:yaml|py|sh|sbatch|md)", path.read_text())
 
@@ -228,7 +231,7 @@ def test_files_that_are_named_are_there(path: Path) -> None:
 
 
 SHELL_SCRIPTS = [
-    *sorted(REPOSITORY.glob("scripts/*.s*")),
+    *sorted(REPOSITORY.glob("scripts/**/*.s*")),
     *sorted(REPOSITORY.glob("recipes/slurm/*")),
     REPOSITORY / ".ci" / "run",
 ]

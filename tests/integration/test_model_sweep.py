@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from distca_hf.integrations import attention
+from distca_hf.kernels.interface import AttentionSpec
 from support.commands import REPOSITORY
 from support.scripts import run_script
 
@@ -44,13 +45,13 @@ def rows(page: str) -> dict[str, tuple[str, str, str]]:
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    return importlib.import_module("model_sweep")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
+    return importlib.import_module("sweep")
 
 
 def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
     out = tmp_path / "models.md"
-    run_script(1, tmp_path, ["scripts/model_sweep.py", "--only", *SOME, "--out", out])
+    run_script(1, tmp_path, ["scripts/models/sweep.py", "--only", *SOME, "--out", out])
     page = out.read_text()
     found = rows(page)
 
@@ -66,8 +67,8 @@ def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: 
 def test_attention_that_is_a_little_wrong_is_noticed(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.flash_attn
 
-    def wrong(q: Any, k: Any, v: Any, scale: float, *others: Any) -> Any:
-        return right(q, k, v, 1.001 * scale, *others)
+    def wrong(q: Any, k: Any, v: Any, spec: AttentionSpec, *others: Any) -> Any:
+        return right(q, k, v, spec._replace(scale=1.001 * spec.scale), *others)
 
     monkeypatch.setattr(attention, "flash_attn", wrong)
     (llama,) = sweep.config_classes(["llama"])
@@ -97,7 +98,7 @@ def test_error_that_is_no_refusal_is_noticed(name: str, sweep: ModuleType, monke
 def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sweep, "examine", lambda config_class: sweep.Outcome("A", "a", sweep.WRONG, "0.1"))
     monkeypatch.setattr(sweep, "be_quiet", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["model_sweep.py", "--only", "llama", "--out", str(tmp_path / "page.md")])
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--only", "llama", "--out", str(tmp_path / "page.md")])
     with pytest.raises(SystemExit) as ended:
         sweep.main()
 

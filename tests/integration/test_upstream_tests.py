@@ -15,7 +15,7 @@ from support.commands import REPOSITORY, run_command
 from support.models import tiny_config
 
 
-SCRIPT = REPOSITORY / "scripts" / "upstream_tests.py"
+SCRIPT = REPOSITORY / "scripts" / "models" / "upstream_tests.py"
 VERSION = '__version__ = "5.1.2"\n'
 TESTS_OF_A_MODEL = """
 import pytest
@@ -64,17 +64,17 @@ def test_sdpa_padding():
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
 
 
 @pytest.fixture
 def outcomes(scripts: None) -> ModuleType:
-    return importlib.import_module("upstream_outcomes")
+    return importlib.import_module("upstream.outcomes")
 
 
 @pytest.fixture
 def plugin(scripts: None) -> ModuleType:
-    return importlib.import_module("upstream_plugin")
+    return importlib.import_module("upstream.plugin")
 
 
 def make_tree(tree: Path, **files: str) -> Path:
@@ -152,7 +152,7 @@ def test_process_that_dies_is_no_result(tmp_path: Path) -> None:
 
 
 def test_section_is_made_replaced_or_added(scripts: None, tmp_path: Path) -> None:
-    sections = importlib.import_module("page_sections")
+    sections = importlib.import_module("shared.page_sections")
     page = tmp_path / "page.md"
     for section in ("# A\n\nold\n", "## B\n\nfirst\n\n### Part\n", "## C\n", "## B\n\nsecond\n", "# A\n\nnew\n"):
         sections.write_section(page, section)

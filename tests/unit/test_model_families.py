@@ -15,8 +15,8 @@ PAGE = (REPOSITORY / "docs" / "models.md").read_text().partition("\n## ")[0]
 
 @pytest.fixture
 def families(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    return importlib.import_module("model_families")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
+    return importlib.import_module("families")
 
 
 @pytest.mark.skipif(

@@ -30,8 +30,8 @@ SIZE = ModelSize.of_gated_layers(SMALL, layers=3, hidden_size=8, mlp_size=16, vo
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    return importlib.import_module("bench_plan")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    return importlib.import_module("plan_estimates")
 
 
 def test_speed_is_within_ten_percent_of_what_was_measured(measured: ModuleType) -> None:

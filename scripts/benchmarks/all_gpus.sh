@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks shows them.
+# Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but `shown` run, for about half
+# an hour on four H200.
+#
+#   modes    every way to attend, one process: documents A, B, C and uniform ones
+#   shown    the modes that figures are about, A, B, C: fewer than above
+#   liger    the same with Liger's kernels in all modes
+#   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
+#   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
+#   host     time of the host per attention call
+#   memory   what torch holds while shapes change
+#
+# DOCUMENTS replaces A, B and C, whose tokens are meant for four GPUs: on two, for example, 65536,16x4096;131072,32x4096.
+# NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes; DISTCA_EXCHANGE_LEGS=4 is the setting
+# that the product takes between nodes by itself.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:?usage: scripts/benchmarks/all_gpus.sh OUT [PART ...]}
+shift
+mkdir -p "$out"
+documents=${DOCUMENTS:-C;A;B}
+gpus=$(nvidia-smi --list-gpus | wc -l)
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 # kernels are compiled once for all parts
+
+launch() { torchrun --standalone --nproc-per-node "$gpus" "$@"; }
+step() {
+    local name=$1
+    shift
+    echo "== $name"
+    launch scripts/benchmarks/attention_step.py --layers 4 --warmup 1 --rounds 3 --no-exposed --out "$out/$name.json" "$@"
+}
+model() {
+    local name=$1
+    shift
+    echo "== $name"
+    launch scripts/benchmarks/model_step.py --liger --head liger --warmup 1 --rounds 1 --out "$out/$name.json" "$@"
+}
+
+for part in "${@:-modes liger saved models host memory}"; do
+    for name in $part; do
+        case $name in
+        modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
+        shown) step shown --documents "$documents" --modes ideal,placed,fixed,local ;;
+        liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
+        saved)
+            step saved --checkpointing saved --no-check --no-kernels --documents "$documents" --modes ideal,placed
+            step best --checkpointing saved --liger --no-check --no-kernels \
+                --documents "$documents" --modes ideal,placed
+            ;;
+        models)
+            model llama-64k --documents 262144
+            model llama-128k --documents 262144,64x4096
+            model qwen-64k --preset qwen3-4b --documents 262144
+            model qwen-128k --preset qwen3-4b --documents 262144,64x4096
+            ;;
+        host) launch scripts/benchmarks/host_time.py ;;
+        memory)
+            launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30
+            PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30
+            ;;
+        *)
+            echo "scripts/benchmarks/all_gpus.sh: no part $name" >&2
+            exit 1
+            ;;
+        esac
+    done
+done

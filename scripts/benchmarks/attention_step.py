@@ -1,0 +1,148 @@
+"""Times a training step of any Transformers decoder on a list of documents, in every way to share their attention.
+
+    torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --layers 4 --documents A --out a.json
+    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --documents 'A;B'
+    torchrun --nproc-per-node 2 scripts/benchmarks/attention_step.py --device cpu --config c.json --documents 512,8x64
+
+A step is forward and backward of the model without its head, and FSDP's collectives; there is no optimizer. All modes
+(`lib/modes.py` describes them) run in one process with the same weights, documents, kernel and process groups,
+and with equally many tokens per rank; one after the other, again and again, so that a device that slows down does so
+for all. Before that, their attention is compared with exact attention (`lib/check.py`). Settings of the product
+come from its environment variables, for example DISTCA_KV_RESIDENCY=refetch or DISTCA_KERNEL_TIMES=table.json.
+
+In the table, each figure of the slowest or largest rank:
+
+    step            median of the rounds, from a barrier until the device is done
+    ÷ ideal         the same work, spread evenly, without any transfer
+    ÷ floor         linear work as executed (recomputed under checkpointing) at the rate of a large matrix product,
+                    attention once forward and once backward at the rate of the kernel on one document
+    MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
+    exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
+    exposed         the step minus the same step on silent wires, where what would have arrived is a local copy of
+                    random numbers; includes what exchanges make kernels beside them slower, and no difference in work
+    kernels         seconds of all calls of the attention kernel, of the slowest rank as a multiple of the mean of all
+                    ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
+    peak            memory that torch had given out at once; of `ideal` with its made-up keys
+    error           the largest one of output and gradients on short documents, as a part of what is allowed; if it is
+                    above 1, or losses of the same tokens differ, the script exits with 1 at its end
+
+Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
+`fixed` plans inside the step, as an enabled model does with every batch.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+
+import distca_hf
+from distca_hf.kernels.interface import Kernel
+from lib.baselines.attention import register_ways
+from lib.check import check_modes
+from lib.documents import check_lengths, random_tokens, smaller_lengths
+from lib.header import facts_of
+from lib.kernel_seconds import time_kernels
+from lib.model import Backbone, build_model, prepare, probe, read_config
+from lib.modes import BUILDERS, Place, build_mode
+from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.rates import Rates, kernel_for, measure_rates
+from lib.report import Load, figures_of, load_of, table
+from lib.rounds import Runner, equal_losses
+from lib.traces import trace_step
+from lib.wires import Wires
+
+
+def main() -> None:
+    on_all_ranks(measure, parse())
+
+
+def parse() -> argparse.Namespace:
+    parser = shared_options(__doc__)
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step, with equal lengths")
+    parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
+    parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
+    parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
+    options = parse_shared(parser, BUILDERS)
+    left_out = {"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"}
+    options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
+    return options
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Builds the model once, and measures on one set of documents after the other.
+
+    Raises:
+        SystemExit: documents that cannot be divided, or numbers that were wrong.
+    """
+    datasets.disable_progress_bars()
+    num_ranks, longest = dist.get_world_size(), max(max(lengths) for lengths in options.sets.values())
+    for lengths in options.sets.values():
+        check_lengths(lengths, num_ranks)
+    register_ways()
+    config = read_config(options, longest)
+    model = Backbone(build_model(config, options, device))
+    shape = probe(model)
+    kernel = kernel_for(shape, options.kernel, device, options.dtype)
+    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing == "full")
+    most_tokens = max(sum(lengths) for lengths in options.sets.values())
+    distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
+    prepare(model, options, device)
+    rates = measure_rates(shape, kernel, longest, device, options.dtype)
+    for number, (name, lengths) in enumerate(options.sets.items()):
+        of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
+        if options.out and number:
+            of_set.out = options.out.with_suffix(f".{number}.json")
+        measure_documents(of_set, config, place, Runner(model, wires, device), kernel, rates)
+
+
+def measure_documents(
+    options: argparse.Namespace, config: Any, place: Place, runner: Runner, kernel: Kernel, rates: Rates
+) -> None:
+    """Checks, times, and reports on rank 0."""
+    lengths, device, num_ranks = options.lengths, place.device, place.wires.world_size
+    errors = check_modes(options.modes, place, smaller_lengths(lengths, num_ranks)) if options.check else {}
+    window = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
+    modes = [build_mode(name, place, window) for name in options.modes]
+    measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
+    kernels = {}
+    for mode in modes if options.kernels else ():
+        with runner.ready(mode) as step:
+            kernels[mode.name] = time_kernels(step, kernel, device, options.rounds)
+    if options.profile:
+        for mode in modes:
+            with runner.ready(mode) as step:
+                trace_step(step, kernel, device, options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz")
+    if dist.get_rank() == 0:
+        load = load_of(options, place.shape, num_ranks, device)
+        figures = figures_of(measured, kernels, rates, load)
+        header = "; ".join([*facts_of(options, config, load.tokens, device), rates_line(rates, load)])
+        print(f"{header}\n\n{table(figures, errors)}", flush=True)
+        if options.out:
+            facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
+            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+    losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
+    wrong = {name: row for name, row in errors.items() if not all(error <= 1 for error in row.values())}
+    if wrong:
+        raise SystemExit(f"attention differs from exact attention, as a part of what is allowed: {wrong}")
+    if not equal_losses([*losses.values()], options.dtype):
+        raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+def rates_line(rates: Rates, load: Load) -> str:
+    """What the device is able to do, and how long a step takes at least."""
+    floor_seconds = rates.floor_seconds(load.executed_linear_flops, load.pairs)
+    return (
+        f"{rates.kernel} {rates.forward_pairs / 1e9:.4g} / {rates.backward_pairs / 1e9:.4g} billion pairs/s forward / "
+        f"backward, matrices {rates.matrix_flops / 1e12:.4g} TF/s, floor {1e3 * floor_seconds:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Measures the time that the host spends on an attention call, beyond that of the kernel function itself.
+
+    torchrun --nproc-per-node 4 scripts/benchmarks/host_time.py
+    torchrun --nproc-per-node 2 scripts/benchmarks/host_time.py --device cpu --documents 64,24x8 --repeats 3
+
+Calls are those of a forward pass of so many layers, one behind the other, with real exchanges and no waiting for the
+device; documents are so small that the device keeps up. One line per rank and repeat; `beyond` the kernel function's
+own time are launches of exchanges (in one chunk) and copies, views, and the dispatch of the operator.
+"""
+
+import argparse
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.groups import open_transport
+from distca_hf.config import DistCAConfig
+from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.packing.placement import place
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.op import flash_attn
+from lib.documents import parse_documents
+from lib.options import on_all_ranks
+from lib.rates import synchronize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", default="4096,96x128")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--kernel", default=DistCAConfig().kernel)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--profile", action="store_true", help="print where rank 0 spent its time in one more pass")
+    on_all_ranks(measure, parser.parse_args())
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Prints what every repeat took on this rank."""
+    live = _plan(options, device)
+    kernel, attend = _attention(options, device, live)
+    for repeat in range(options.repeats):
+        with _timed(kernel) as spent, torch.no_grad():
+            dist.barrier()
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(options.layers):
+                attend()
+            seconds = (time.perf_counter() - began) / options.layers
+            synchronize(device)
+        of_kernel, kernels = sum(spent) / options.layers, len(spent) // options.layers
+        words = f"rank {dist.get_rank()}, repeat {repeat}: {1e6 * seconds:.0f} µs a call, {1e6 * of_kernel:.0f} in"
+        print(f"{words} {kernels} kernels, {1e6 * (seconds - of_kernel):.0f} beyond", flush=True)
+    if options.profile:
+        profile = cProfile.Profile()
+        with torch.no_grad():
+            for _ in range(4 * options.layers):
+                profile.runcall(attend)
+        if dist.get_rank() == 0:
+            pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(30)
+
+
+def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
+    """A placed plan in the middle of training: every rank has agreed to it."""
+    transport = open_transport(device, 60.0)
+    plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
+    mine = rank_plan(plan, transport.rank)
+    maps = PinnedRankPlan.prepare(mine).to(device)
+    live = LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
+    live.begin_forward_pass(None, {})
+    return live
+
+
+def _attention(
+    options: argparse.Namespace, device: torch.device, live: LivePlan
+) -> tuple[Kernel, Callable[[], object]]:
+    """The kernel, and one attention call of this rank's rows."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (
+        torch.randn(live.routing.num_rows, heads, options.head_dim, device=device, dtype=dtype)
+        for heads in (options.heads, options.kv_heads, options.kv_heads)
+    )
+    layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
+    scale = options.head_dim**-0.5
+
+    def attend() -> object:
+        return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
+
+    return live.kernel(q, k, v, AttentionSpec(scale)), attend
+
+
+@contextmanager
+def _timed(kernel: Kernel) -> Iterator[list[float]]:
+    """Seconds of every forward call of a kernel that is made within."""
+    spent: list[float] = []
+    forward = type(kernel).forward
+
+    def timed(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        began = time.perf_counter()
+        results = forward(*arguments)
+        spent.append(time.perf_counter() - began)
+        return results
+
+    with mock.patch.object(type(kernel), "forward", timed):
+        yield spent
+
+
+if __name__ == "__main__":
+    main()

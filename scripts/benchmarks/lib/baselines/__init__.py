@@ -1,0 +1,1 @@
+"""Other ways to share attention than the product's: whole documents, Ulysses, context parallelism, and the ideal."""

@@ -1,0 +1,76 @@
+"""Attention functions of the modes that are not the product's; Transformers calls them once per layer.
+
+    whole       q k v ── kernel ── out                                                        nothing exchanged
+    heads       q k v ── tokens to heads ── kernel ── heads to tokens ── out                  Ulysses
+    gathered    k v ── all-gather ── kernel ── out; dk dv are summed by a reduce-scatter      context parallelism
+
+What belongs to a micro-batch travels as `bench_work` in the model's keywords.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from lib.baselines.operators import Work, flash_attn, gather_tokens, heads_to_tokens, tokens_to_heads
+
+
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Work], torch.Tensor]
+
+
+def attend(
+    way: Way,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    *,
+    bench_work: Work,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What Transformers calls: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return way(q, k, v, scale, bench_work).unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
+    """All keys are this rank's own, or made up."""
+    return flash_attn(q, k, v, scale, work.handle)[0]
+
+
+def attend_by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
+    """Ulysses: some heads of all ranks' tokens. If ranks do not divide KV heads, these are repeated until they do."""
+    copies = work.ranks // math.gcd(k.shape[1], work.ranks)
+    if q.shape[1] % (copies * k.shape[1]):
+        raise SystemExit(f"ulysses: {work.ranks} ranks cannot divide {q.shape[1]} query and {k.shape[1]} KV heads")
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+    q, k, v = (tokens_to_heads(x, work.ranks, work.handle) for x in (q, k, v))
+    return heads_to_tokens(attend_whole(q, k, v, scale, work), work.ranks, work.handle)
+
+
+def attend_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
+    """Context parallelism: own queries, keys of all ranks."""
+    k, v = (gather_tokens(x, work.ranks, work.handle) for x in (k, v))
+    return attend_whole(q, k, v, scale, work)
+
+
+WAYS: dict[str, Way] = {
+    "bench_whole": attend_whole,
+    "bench_heads": attend_by_heads,
+    "bench_gathered": attend_gathered,
+}
+
+
+def register_ways() -> None:
+    """Makes them known to Transformers. There is no mask of these names, so that none is made: calls say which
+    documents there are."""
+    for name, way in WAYS.items():
+        AttentionInterface.register(name, partial(attend, way))

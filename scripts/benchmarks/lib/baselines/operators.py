@@ -1,0 +1,171 @@
+"""Operators of a benchmark step: the product's kernels and plain collectives, where the product is not measured.
+
+They are built like the product's operator: with an explicit backward, so that activation checkpointing can save what
+kernels wrote, and `torch.compile` goes through.
+
+Shape legend in `distca_hf.kernels.interface`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distca_hf.comm.transport import AllToAll
+from distca_hf.config import KernelName
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
+from distca_hf.kernels.registry import choose_kernel
+from lib.baselines.calls import Call
+from lib.wires import Wires
+
+
+class Work:
+    """Kernel calls of a micro-batch on this rank, and the wires to the others.
+
+    Operators carry its number, as the product's carry that of a plan: compiled graphs and checkpointing pass it on.
+    """
+
+    def __init__(self, calls: Sequence[Call], wires: Wires, kernel: KernelName) -> None:
+        self.calls, self.wires, self.kernel = tuple(calls), wires, kernel
+        self.ranks = wires.world_size
+        self.handle = len(_works)
+        _works.append(self)
+
+    def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
+        """The kernel for these tensors."""
+        return choose_kernel(self.kernel, Job.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
+
+
+_works: list[Work] = []
+
+
+@torch.library.custom_op("bench_step::flash_attn", mutates_args=())
+def flash_attn(
+    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention output and log-sum-exp of all calls."""
+    kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV)
+    out, lse = empty_outputs(q_TNH, v_SGV)
+    for call in _works[work].calls:
+        rows = call.queries
+        k, v = call.keys.take(k_SGH, v_SGV)
+        kernel.forward(q_TNH[rows], k, v, call.spans, AttentionSpec(scale), out[rows], lse[:, rows])
+    return out, lse
+
+
+@flash_attn.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_outputs(q, v)
+
+
+@torch.library.custom_op("bench_step::flash_attn_backward", mutates_args=())
+def flash_attn_backward(
+    dout_TNV: torch.Tensor, saved: Sequence[torch.Tensor], scale: float, work: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v; `saved` are these, output and log-sum-exp."""
+    q, k, v, out, lse = saved
+    kernel, calls = _works[work].kernel_of(q, k, v), _works[work].calls
+    dq = torch.empty_like(q)
+    adds = any(call.keys.adds for call in calls)
+    dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) if adds else torch.empty_like(x) for x in (k, v))
+    for call in calls:
+        rows, keys = call.queries, call.keys
+        call_k, call_v = keys.take(k, v)
+        call_dk, call_dv = keys.gradient(call_k, dk), keys.gradient(call_v, dv)
+        kernel.backward(
+            *(dout_TNV[rows], q[rows], call_k, call_v, out[rows], lse[:, rows]),
+            *(call.spans, AttentionSpec(scale), dq[rows], call_dk, call_dv),
+        )
+        keys.settle(call_dk, dk)
+        keys.settle(call_dv, dv)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@flash_attn_backward.register_fake
+def _(
+    dout: torch.Tensor, saved: Sequence[torch.Tensor], *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return empty_gradients(dout, *saved)
+
+
+@torch.library.custom_op("bench_step::tokens_to_heads", mutates_args=())
+def tokens_to_heads(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    """`[T, N, D]`, all heads of this rank's tokens, as `[ranks * T, N / ranks, D]`, some heads of all tokens."""
+    rows, heads, dim = x_TND.shape
+    packed = x_TND.new_empty((ranks, rows, heads // ranks, dim))
+    packed.copy_(x_TND.view(rows, ranks, heads // ranks, dim).transpose(0, 1))
+    counts = [rows] * ranks
+    return _works[work].wires.exchange(AllToAll(packed.flatten(0, 1), counts, counts, "tokens to heads")).wait()
+
+
+@tokens_to_heads.register_fake
+def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    return x_TND.new_empty((ranks * x_TND.shape[0], x_TND.shape[1] // ranks, x_TND.shape[2]))
+
+
+@torch.library.custom_op("bench_step::heads_to_tokens", mutates_args=())
+def heads_to_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    """The way back of `tokens_to_heads`."""
+    rows, heads, dim = x_TND.shape[0] // ranks, x_TND.shape[1], x_TND.shape[2]
+    counts = [rows] * ranks
+    received = _works[work].wires.exchange(AllToAll(x_TND, counts, counts, "heads to tokens")).wait()
+    unpacked = x_TND.new_empty((rows, ranks, heads, dim))
+    unpacked.copy_(received.view(ranks, rows, heads, dim).transpose(0, 1))
+    return unpacked.flatten(1, 2)
+
+
+@heads_to_tokens.register_fake
+def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    return x_TND.new_empty((x_TND.shape[0] // ranks, x_TND.shape[1] * ranks, x_TND.shape[2]))
+
+
+@torch.library.custom_op("bench_step::gather_tokens", mutates_args=())
+def gather_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    """Rows of all ranks, by rank."""
+    return _works[work].wires.all_gather(x_TND)
+
+
+@gather_tokens.register_fake
+def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    return x_TND.new_empty((ranks * x_TND.shape[0], *x_TND.shape[1:]))
+
+
+@torch.library.custom_op("bench_step::sum_tokens", mutates_args=())
+def sum_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    """This rank's rows, summed over ranks."""
+    return _works[work].wires.reduce_scatter(x_TND)
+
+
+@sum_tokens.register_fake
+def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
+    return x_TND.new_empty((x_TND.shape[0] // ranks, *x_TND.shape[1:]))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, scale, work = inputs
+    ctx.set_materialize_grads(False)  # log-sum-exps are not differentiated
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.scale, ctx.work = scale, work
+
+
+def _flash_attn_gradients(ctx: Any, dout: torch.Tensor, dlse: None) -> tuple[torch.Tensor | None, ...]:
+    return *flash_attn_backward(dout.contiguous(), list(ctx.saved_tensors), ctx.scale, ctx.work), None, None
+
+
+def _remember_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *ctx.place = inputs
+
+
+flash_attn.register_autograd(_flash_attn_gradients, setup_context=_remember)
+for there, back in (
+    (tokens_to_heads, heads_to_tokens),
+    (heads_to_tokens, tokens_to_heads),
+    (gather_tokens, sum_tokens),
+):
+    there.register_autograd(
+        lambda ctx, gradient, back=back: (back(gradient.contiguous(), *ctx.place), None, None),
+        setup_context=_remember_place,
+    )
+
+# What selective checkpointing saves: outputs of attention, in both shapes where there are two.
+SAVED_OPERATORS = (torch.ops.bench_step.flash_attn.default, torch.ops.bench_step.heads_to_tokens.default)

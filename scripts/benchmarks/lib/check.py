@@ -1,0 +1,165 @@
+"""Numbers before times: output and gradients of every mode's attention against exact attention.
+
+On documents of the same kind, only shorter, and through the very function that the model's layers call. bf16 may be
+off by twice the error of attention written out in bf16 PyTorch (and rounding of the result), fp32 by 1e-5. `ideal`,
+whose keys are made up in part, is compared with exact attention to these.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from distca_hf.integrations.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.packs import PackPlanner
+from distca_hf.testing.reference import attend_documents
+from lib.baselines.calls import MadeUpKeys
+from lib.baselines.operators import Work
+from lib.documents import numbered_tokens
+from lib.modes import Batch, Mode, Place, build_mode
+
+
+NAMES = ("output", "dq", "dk", "dv")
+LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
+
+
+def check_modes(names: Sequence[str], place: Place, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Errors of each mode as a part of what is allowed, the largest of all ranks; a collective call."""
+    whole = _random_tensors(sum(lengths), place)
+    exact, rounded = (
+        _attend_exactly(whole, lengths, place.shape.scale, kind) for kind in (torch.float32, place.dtype)
+    )
+    found = {name: _errors(name, place, lengths, whole, exact, rounded) for name in names}
+    errors = torch.tensor([list(errors.values()) for errors in found.values()], device=place.device)
+    errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out what is no number
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(names, errors.tolist(), strict=True)}
+
+
+def _random_tensors(tokens: int, place: Place) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output, of all documents, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn((tokens, *width), generator=generator).to(place.device, place.dtype)
+        for width in place.shape.widths
+    ]
+
+
+def _attend_exactly(
+    whole: Sequence[torch.Tensor], lengths: Sequence[int], scale: float, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Output and gradients of attention by its definition, computed in `dtype`."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in whole[:3])
+    out = attend_documents(q, k, v, lengths, scale)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3].to(dtype))]
+
+
+def _errors(
+    name: str,
+    place: Place,
+    lengths: Sequence[int],
+    whole: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    rounded: Sequence[torch.Tensor],
+) -> dict[str, float]:
+    """Largest error of this rank's rows, of output and gradients, as a part of what is allowed."""
+    mode = build_mode(name, place, [numbered_tokens(lengths)])
+    mode.begin()
+    [batch] = mode.batches
+    rows = batch["input_ids"][0]
+    q, k, v, dout = (x[rows] for x in whole)
+    results = _attend(mode, place, batch, q, k, v, dout)
+    if not mode.exact:
+        rows = slice(None)
+        exact, rounded = (
+            _attend_made_up(batch["bench_work"], q, k, v, dout, place.shape.scale, kind)
+            for kind in (torch.float32, place.dtype)
+        )
+    mode.end()
+    return {
+        what: ((result.float() - truth[rows]).abs().max() / _allowed(truth, plain)).item()
+        for what, result, truth, plain in zip(NAMES, results, exact, rounded, strict=True)
+    }
+
+
+def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Largest difference from the truth, given what plain PyTorch makes of it."""
+    if plain.dtype == torch.float32:
+        return LARGEST_DIFFERENCE * truth.abs().max()
+    rounding = (truth.to(plain.dtype).float() - truth).abs().max()
+    return 2 * (plain.float() - truth).abs().max() + 2 * rounding
+
+
+def _attend(
+    mode: Mode,
+    place: Place,
+    batch: Batch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Output and gradients, as a layer of the model gets them."""
+    keywords = {name: value for name, value in batch.items() if name != "input_ids"}
+    if mode.name == "fixed":  # as the hook of an enabled model does before every forward pass
+        groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
+        planner = PackPlanner(place.plugin(len(q)), place.wires, groups, token_bytes)
+        keywords["distca_plan"] = planner.plan(batch)
+    if "distca_plan" in keywords:
+        keywords["distca_plan"].begin_forward_pass(None, {})
+    inputs = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
+    attend = ALL_ATTENTION_FUNCTIONS[mode.implementation]
+    out, _ = attend(place.shape.module, *inputs, None, dropout=0.0, scaling=place.shape.scale, **keywords)
+    gradients = torch.autograd.grad(out, inputs, dout[None])
+    return [out[0].detach(), *(gradient[0].transpose(0, 1) for gradient in gradients)]
+
+
+def _attend_made_up(
+    work: Work,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Output and gradients of a work's calls by definition, with its made-up keys, computed in `dtype`."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    outputs = []
+    for call in work.calls:
+        if isinstance(call.keys, MadeUpKeys):
+            keys, values = (
+                taken.to(dtype).index_copy(0, call.keys.places, x[call.keys.rows])
+                for taken, x in zip(call.keys.take(k.detach(), v.detach()), leaves[1:], strict=True)
+            )
+        else:
+            keys, values = call.keys.take(leaves[1], leaves[2])
+        outputs.append(
+            _attend_tasks(leaves[0][call.queries], keys, values, call.spans.queries, call.spans.keys, scale)
+        )
+    out = torch.cat(outputs)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+
+def _attend_tasks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of tasks, aligned bottom-right, given by offsets of queries and keys."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    outputs = []
+    for task in range(len(queries) - 1):
+        own, seen = slice(queries[task], queries[task + 1]), slice(keys[task], keys[task + 1])
+        scores = torch.einsum("tnh,snh->nts", q[own], k[seen]) * scale
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(
+            scores.shape[2] - scores.shape[1]
+        )
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("nts,snv->tnv", weights, v[seen]))
+    return torch.cat(outputs)

@@ -1,0 +1,35 @@
+"""The first line of a report: versions, device, and what was run."""
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import distca_hf
+from lib.documents import PRESETS
+
+
+def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
+    """Parts of that line; `tokens` are those of a rank and step."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    p2p = os.environ.get("NCCL_P2P_DISABLE")
+    return [
+        f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        f"{dist.get_world_size()} x {name}" + (f", NCCL_P2P_DISABLE={p2p}" if p2p else ""),
+        f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
+        str(options.dtype).removeprefix("torch."),
+        f"documents {PRESETS.get(options.documents, options.documents)}",
+        f"{tokens} tokens per rank and step"
+        + (f" in {options.accumulation} micro-steps" * (options.accumulation > 1)),
+        f"checkpointing {options.checkpointing}, "
+        + (
+            f"FSDP2, gradients summed in {str(options.reduce_dtype).removeprefix('torch.')}"
+            if options.fsdp
+            else "no FSDP"
+        )
+        + (f", compiled by {options.compile}" if options.compile else "")
+        + (", liger" if options.liger else ""),
+    ]

@@ -1,0 +1,243 @@
+"""The model of a benchmark step: any Transformers decoder, checkpointed and sharded."""
+
+import argparse
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from distca_hf.integrations.offload import OffloadedAttention
+from lib.baselines.operators import SAVED_OPERATORS
+from lib.liger import use_liger_layers
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+    },
+}
+PROBE_TOKENS = 64
+
+
+class LossModel(nn.Module):
+    """A causal language model whose output is a loss.
+
+    Calling it runs the product's hooks, as any enabled model does; `forward` runs the model alone. The product finds
+    the Transformers model inside as it does in a PEFT model.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.causal_lm
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        return self.causal_lm(**batch).loss
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Decoder layers."""
+        return [module for module in self.causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that is sharded as a whole, but for its layers."""
+        return self.causal_lm
+
+
+class Backbone(LossModel):
+    """A causal language model without its head.
+
+    The loss is a weighted mean of squared hidden states: no head, no labels, and yet a gradient for every weight. (A
+    plain mean would have hardly any behind the last norm, which makes it 1.)
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__(causal_lm)
+        causal_lm.set_output_embeddings(nn.Identity())
+        hidden_size = causal_lm.config.get_text_config().hidden_size
+        self.register_buffer("weight", torch.linspace(0, 2, hidden_size, device=causal_lm.device), persistent=False)
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        hidden = self.causal_lm.base_model(**{"use_cache": False, **batch}).last_hidden_state
+        return (hidden.float().square() @ self.weight).mean()
+
+    @property
+    def root(self) -> nn.Module:
+        return self.causal_lm.base_model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model asks of attention and of matrix products.
+
+    Attributes:
+        linear_flops: of one token, forward, in all layers.
+        layers: attention calls of a forward pass.
+        module: an attention layer.
+    """
+
+    linear_flops: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    module: nn.Module
+
+    @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """Heads and dimension of q, k, v and the output."""
+        query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        return query, key, (self.kv_heads, self.value_dim), (self.heads, self.value_dim)
+
+    @property
+    def flops_of_pair(self) -> int:
+        """Of one attended pair, forward, all heads of one layer: scores and weighted sum."""
+        return 2 * (self.head_dim + self.value_dim) * self.heads
+
+
+def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedConfig:
+    """The configuration of a file or a preset, with so many layers, and positions for the longest document."""
+    values = json.loads(options.config.read_text()) if options.config else PRESETS[options.preset]
+    values = {**values, "num_hidden_layers": options.layers or values["num_hidden_layers"], "use_cache": False}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    values["max_position_embeddings"] = max(values.get("max_position_embeddings") or 0, longest_tokens)
+    return AutoConfig.for_model(**values)
+
+
+def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+    """The model with random weights, the same on all ranks; with FSDP and bf16 they are fp32, as when training."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if options.fsdp else options.dtype
+    with device:
+        causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation="distca", dtype=dtype)
+    if options.liger:
+        use_liger_layers(causal_lm)
+    return causal_lm.train()
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer asked of attention."""
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+
+
+@contextmanager
+def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall]]:
+    """The model with attention that answers zeros, whatever the dtype, and what was asked of it."""
+    calls: list[AttentionCall] = []
+
+    def look(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **given: Any
+    ) -> tuple[torch.Tensor, None]:
+        scale = given.get("scaling")
+        calls.append(AttentionCall(module, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale))
+        return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+
+    AttentionInterface.register("bench_probe", look)
+    causal_lm.set_attn_implementation("bench_probe")
+    yield calls
+    causal_lm.set_attn_implementation("distca")
+
+
+def probe(model: LossModel) -> Shape:
+    """Runs a few tokens through the model without attention: counts the rest and looks at what attention is given."""
+    positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
+    counter = FlopCounterMode(display=False)
+    with without_attention(model.causal_lm) as calls, torch.no_grad(), counter:
+        model.forward(input_ids=torch.zeros_like(positions), position_ids=positions)
+    call = calls[0]
+    return Shape(
+        linear_flops=counter.get_total_flops() / PROBE_TOKENS,
+        layers=len(calls),
+        heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
+        head_dim=call.query.shape[3],
+        value_dim=call.value.shape[3],
+        scale=call.scale,
+        module=call.module,
+    )
+
+
+def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:
+    """Checkpointing, FSDP2 of every decoder layer, compilation of every decoder layer; in place."""
+    if options.checkpointing != "none":
+        keywords: dict[str, Any] = {"use_reentrant": False}
+        if options.checkpointing == "saved":
+            keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        if options.checkpointing == "offloaded":
+            keywords["context_fn"] = OffloadedAttention()
+        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+    if options.fsdp:
+        _shard(model.layers, model.root, options, device)
+    if options.compile:
+        torch._dynamo.config.recompile_limit = 64  # one variant for each way to attend
+        for layer in model.layers:
+            layer.forward = torch.compile(layer.forward, backend=options.compile)
+
+
+def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The product's own (`checkpointed_attention="save"`), for the operators of all modes."""
+    saved = operator in (
+        *SAVED_OPERATORS,
+        torch.ops.distca.flash_attn.default,
+        torch.ops.distca.flash_attn_local.default,
+    )
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
+    """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(root, mesh=mesh, mp_policy=policy)

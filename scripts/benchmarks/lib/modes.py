@@ -1,0 +1,267 @@
+"""Modes of a benchmark step: the same documents and weights, held and attended in different ways.
+
+local     whole documents, packed in order; nothing is exchanged
+sorted    the same packs, sorted by work over the accumulation window (`distca_hf.packing.sorted_packs`): ranks
+          have equally heavy packs at the same time. With one micro-step there is nothing to sort: it is local.
+ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
+          documents; what is left over is cut in zigzag, and the keys of other ranks that a chunk attends are
+          made-up local ones (see `MadeUpKeys`). Tokens and attended pairs are equal on all ranks, to the pair.
+          (What placed documents take without any exchange is the step of placed minus its exposed time.)
+ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
+context   every document in zigzag over all ranks, keys and values all-gathered
+placed    the product: batches of `plugin.dataloader`
+fixed     the product: the packs of local, its tasks move
+unchecked placed, but in a forward pass ranks do not agree on anything: the price of that is placed ÷ unchecked
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import nn
+
+from distca_hf.config import KernelName
+from distca_hf.cost import IntArray
+from distca_hf.packing.placement import fill_in_order
+from distca_hf.packing.sorted_packs import SortedPacks
+from distca_hf.runtime.forward_pass import ForwardPass
+from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
+from lib.baselines.operators import Work
+from lib.documents import (
+    Holding,
+    attended_pairs,
+    batch_of,
+    evenly_spread,
+    gathered_rows,
+    whole_documents,
+    zigzag,
+)
+from lib.model import Shape
+from lib.wires import WiredPlugin, Wires
+
+
+Window = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
+Batch = dict[str, Any]
+
+
+class Batches(Protocol):
+    """Keywords of the model for each micro-step, anew for every step."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """What modes are built from: this rank, its wires, and the model that plans are made for; `recomputes` if
+    checkpointing recomputes attention, too."""
+
+    wires: Wires
+    device: torch.device
+    kernel: KernelName
+    dtype: torch.dtype
+    model: nn.Module
+    shape: Shape
+    recomputes: bool = False
+
+    def plugin(self, tokens_per_rank: int) -> WiredPlugin:
+        """The product, with further settings from the environment (`DISTCA_<FIELD>`). What is checkpointed is decided
+        for all modes alike (`model.py`)."""
+        checkpointed = "recompute" if self.recomputes else "save"
+        settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
+        return WiredPlugin(self.wires, tokens_per_rank=tokens_per_rank, **settings)
+
+    def work(self, calls: Iterable[Call]) -> Work:
+        return Work(list(calls), self.wires, self.kernel)
+
+
+class ThereWhileItRuns(Protocol):
+    """Something that only the steps of one mode need."""
+
+    def make(self) -> object: ...
+
+    def forget(self) -> object: ...
+
+
+class NoAgreement:
+    """Takes the agreements of a forward pass away."""
+
+    def __init__(self) -> None:
+        names = ("agree_to_attend", "_agree_at_the_end")
+        self._patches = [mock.patch.object(ForwardPass, name, return_value=None) for name in names]
+
+    def make(self) -> None:
+        for patch in self._patches:
+            patch.start()
+
+    def forget(self) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a step.
+
+    Attributes:
+        implementation: name of the attention function.
+        batches: of a step.
+        watched: the model is called with the product's hooks around it.
+        exchanges: whether attention sends anything, on several ranks.
+        exact: outputs are those of attention on the documents; false for `ideal` alone.
+        made_up: keys, or changes to the product, that are there only while this mode runs.
+    """
+
+    name: str
+    implementation: str
+    batches: Batches
+    watched: bool = False
+    exchanges: bool = False
+    exact: bool = True
+    made_up: Sequence["ThereWhileItRuns"] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Makes what only this mode's steps need."""
+        for keys in self.made_up:
+            keys.make()
+
+    def end(self) -> None:
+        """Lets go of it: other modes need the memory."""
+        for keys in self.made_up:
+            keys.forget()
+
+
+def _local(place: Place, window: Window) -> Mode:
+    holding = whole_documents(_lengths(window), place.wires.world_size)
+    return _of_packs("local", place, [(holding[place.wires.rank], tokens) for tokens in window])
+
+
+def _sorted(place: Place, window: Window) -> Mode:
+    rank, num_ranks = place.wires.rank, place.wires.world_size
+    holding = whole_documents(_lengths(window), num_ranks)
+    packs = [(segments, tokens) for tokens in window for segments in holding]
+    work = np.array([attended_pairs([stop for _, _, stop in segments]) for segments, _ in packs])
+    order = list(SortedPacks(work, num_ranks, packs_per_rank=1, micro_steps=len(window), seed=0))
+    return _of_packs("sorted", place, [packs[pack] for pack in order[rank::num_ranks]])
+
+
+def _of_packs(name: str, place: Place, packs: Sequence[tuple[Any, Sequence[IntArray]]]) -> Mode:
+    batches: list[Batch] = []
+    for segments, tokens in packs:
+        work = place.work([_whole_call([stop for _, _, stop in segments], place.device)])
+        batches.append({**batch_of(segments, tokens, place.device), "bench_work": work})
+    return Mode(name, "bench_whole", batches)
+
+
+def _ideal(place: Place, window: Window) -> Mode:
+    rank = place.wires.rank
+    whole, parts = (holding[rank] for holding in evenly_spread(_lengths(window), place.wires.world_size))
+    calls: list[Call] = []
+    made_up: list[MadeUpKeys] = []
+    if whole:
+        calls.append(_whole_call([stop for _, _, stop in whole], place.device))
+    if parts:
+        queries, keys = [stop - start for _, start, stop in parts], [stop for _, _, stop in parts]
+        first = calls[0].queries.stop if calls else 0
+        local_rows = torch.arange(first, first + sum(queries), device=place.device)
+        made_up.append(_made_up(place, queries, keys, local_rows))
+        calls.append(make_call(first, queries, keys, made_up[0], place.device))
+    work = place.work(calls)
+    batches = [{**batch_of([*whole, *parts], tokens, place.device), "bench_work": work} for tokens in window]
+    return Mode("ideal", "bench_whole", batches, exact=False, made_up=made_up)
+
+
+def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_rows: torch.Tensor) -> MadeUpKeys:
+    """Keys of tasks, the last of which are own rows: as many as there are queries."""
+    last = [np.arange(end - own, end) for end, own in zip(accumulate(keys), queries, strict=True)]
+    _, key, value, _ = place.shape.widths
+    sizes = torch.Size((sum(keys), *key)), torch.Size((sum(keys), *value))
+    return MadeUpKeys(sizes, place.dtype, torch.from_numpy(np.concatenate(last)).to(place.device), local_rows)
+
+
+def _ulysses(place: Place, window: Window) -> Mode:
+    lengths = _lengths(window)
+    layout = fill_in_order(lengths, place.wires.world_size)
+    work = place.work([_whole_call(lengths, place.device)])
+    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], window, work)
+    return Mode("ulysses", "bench_heads", batches, exchanges=True)
+
+
+def _context(place: Place, window: Window) -> Mode:
+    lengths, num_ranks = _lengths(window), place.wires.world_size
+    holding = zigzag(range(len(lengths)), lengths, num_ranks)
+    gathered = gathered_rows(holding, lengths)
+    segments = holding[place.wires.rank]
+    calls, row = [], 0
+    for chunks in (segments[: len(lengths)], segments[len(lengths) :]):
+        queries, keys = [stop - start for _, start, stop in chunks], [stop for _, _, stop in chunks]
+        rows = torch.from_numpy(np.concatenate([gathered[document][:stop] for document, _, stop in chunks]))
+        calls.append(make_call(row, queries, keys, ChosenKeys(rows.to(place.device)), place.device))
+        row += sum(queries)
+    return Mode("context", "bench_gathered", _batches(place, holding, window, place.work(calls)), exchanges=True)
+
+
+def _placed(place: Place, window: Window) -> Mode:
+    tokens_per_rank = sum(_lengths(window)) // place.wires.world_size
+    documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(window)]
+    loader = place.plugin(tokens_per_rank).dataloader(
+        Dataset.from_dict({"input_ids": documents}),
+        shuffle=False,
+        device=place.device,
+        model=place.model,
+        micro_steps=len(window),
+    )
+    batches = [{name: batch[name] for name in ("input_ids", "position_ids", "distca_plan")} for batch in loader]
+    tokens = [batch["input_ids"].shape[1] for batch in batches]
+    if sum(tokens) != tokens_per_rank * len(window):
+        raise SystemExit(f"placed: rank {place.wires.rank} holds {tokens} tokens, not {tokens_per_rank} of each step")
+    return Mode("placed", "distca", batches, watched=True, exchanges=True)
+
+
+def _unchecked(place: Place, window: Window) -> Mode:
+    return replace(_placed(place, window), name="unchecked", made_up=[NoAgreement()])
+
+
+def _fixed(place: Place, window: Window) -> Mode:
+    batches = [
+        {name: batch[name] for name in ("input_ids", "position_ids")} for batch in _local(place, window).batches
+    ]
+    return Mode("fixed", "distca", batches, watched=True, exchanges=True)
+
+
+BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
+    "local": _local,
+    "sorted": _sorted,
+    "ideal": _ideal,
+    "ulysses": _ulysses,
+    "context": _context,
+    "placed": _placed,
+    "fixed": _fixed,
+    "unchecked": _unchecked,
+}
+
+
+def build_mode(name: str, place: Place, window: Window) -> Mode:
+    """The mode of this name for the documents of an accumulation window. A collective call."""
+    return BUILDERS[name](place, window)
+
+
+def _lengths(window: Window) -> list[int]:
+    """Documents of a micro-step; all of them have the same ones."""
+    return [len(tokens) for tokens in window[0]]
+
+
+def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
+    """Whole documents, one after the other."""
+    return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
+
+
+def _batches(place: Place, holding: Holding, window: Window, work: Work) -> list[Batch]:
+    segments = holding[place.wires.rank]
+    return [{**batch_of(segments, tokens, place.device), "bench_work": work} for tokens in window]

@@ -1,0 +1,89 @@
+"""Options that benchmarks of steps share: which model, on which device, trained in which way."""
+
+import argparse
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.config import DistCAConfig
+from lib.documents import PRESETS as DOCUMENTS
+from lib.documents import parse_documents
+from lib.model import PRESETS as MODELS
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Everything is recomputed; attention is saved; the product's attention waits on the host; nothing is recomputed.
+CHECKPOINTING = ("full", "saved", "offloaded", "none")
+
+
+def shared_options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with these options; a script adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = argparse.BooleanOptionalAction
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--config", type=Path, help="config.json of a Transformers model")
+    model.add_argument("--preset", choices=[*MODELS], default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
+    parser.add_argument(
+        "--documents",
+        default="A",
+        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}; several sets with ; between them, "
+        "measured one after the other: figures of the second go to OUT.1.json",
+    )
+    parser.add_argument("--modes", help="comma-separated; by default all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
+    parser.add_argument("--checkpointing", choices=[*CHECKPOINTING], default="full")
+    parser.add_argument("--fsdp", action=flag, default=True, help="without it gradients are not exchanged")
+    parser.add_argument(
+        "--reduce-dtype",
+        choices=[*DTYPES],
+        help="in which FSDP sums gradients; by default that of the model, as Accelerate's mixed_precision takes it",
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--kernel", default=DistCAConfig().kernel)
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers")
+    parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    parser.set_defaults(accumulation=1)
+    return parser
+
+
+def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
+    """What was asked for, with the dtype and lengths of documents (`sets` by name, `lengths` of the first); `modes` is
+    a list, or None if nothing was said."""
+    options = parser.parse_args()
+    options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
+    options.lengths = next(iter(options.sets.values()))
+    options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
+    options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype
+    options.modes = options.modes and options.modes.split(",")
+    if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
+        parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, or one of them")
+    unknown = [name for name in options.modes or () if name not in known_modes]
+    if unknown:
+        parser.error(f"mode {unknown[0]!r} is none of {', '.join(known_modes)}")
+    return options
+
+
+def _open_group(device_type: str) -> torch.device:
+    """The process group, and this rank's device."""
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def on_all_ranks(measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace) -> None:
+    """Measures on this rank's device, between the beginning and the end of the process group."""
+    measure(options, _open_group(options.device))
+    dist.barrier()
+    dist.destroy_process_group()

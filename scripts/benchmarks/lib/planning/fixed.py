@@ -1,0 +1,72 @@
+"""Fixed: balance, and bytes of the largest rank against the published planner and the bound."""
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.cost import imbalance
+from distca_hf.planning.baselines.published_greedy import plan_published_greedy
+from distca_hf.planning.bounds import bytes_bound
+from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
+from lib.planning.mixes import Lengths, batch
+from lib.planning.tools import HEAD_GROUPS, LLAMA, RANKS_PER_NODE, K, gigabytes, largest_rank, plan_fixed, row, table
+
+
+TOKENS_PER_RANK = 256 * K
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One plan beside the published one for the same documents, at a tolerance of 0, and the bound."""
+
+    before: float
+    imbalance: float
+    largest_rank_bytes: float
+    total_bytes: float
+    to_published: float
+    to_bound: float
+    total_to_bound: float
+
+
+def measure(documents: Lengths, num_ranks: int) -> Measured:
+    """Plans, and counts; the bound is that of all plans as balanced as this one."""
+    plan = plan_fixed(documents, Topology(num_ranks, RANKS_PER_NODE))
+    sent = bytes_between(plan, LLAMA)
+    published = bytes_between(plan_published_greedy(documents, num_ranks, LLAMA, 0.0), LLAMA)
+    largest_work = int(plan.work.max()) * HEAD_GROUPS // plan.tasks.head_groups
+    bound = bytes_bound(plan.layout, np.full(num_ranks, largest_work), HEAD_GROUPS, LLAMA)
+    return Measured(
+        before=imbalance(plan.layout.rank_work),
+        imbalance=plan.imbalance,
+        largest_rank_bytes=largest_rank(sent),
+        total_bytes=int(sent.sum()),
+        to_published=largest_rank(sent) / max(1, largest_rank(published)),
+        to_bound=largest_rank(sent) / max(1, bound.largest_rank),
+        total_to_bound=int(sent.sum()) / max(1, bound.total),
+    )
+
+
+def print_fixed(ranks: list[int], seeds: int) -> None:
+    """Tokens stay where sequential fill puts them."""
+    table(
+        "Fixed, 256K tokens per rank (limits: max/mean 1.025, 1.025, 1.03, 1.03; ÷ published pretrain .50, .40, .33, "
+        ".28, ProLong .50, .50, .45, .50; ÷ bound 1.10, 1.20, 1.20, 1.30)",
+        *("mix", "ranks", "in order", "max/mean, worst", "largest rank GB", "total GB"),
+        *("largest ÷ published, harmonic mean", "mean", "largest ÷ bound", "total ÷ bound"),
+    )
+    for mix in ("pretrain_256k", "prolong_256k"):
+        for num_ranks in ranks:
+            cases = [
+                measure(batch(mix, num_ranks, TOKENS_PER_RANK, TOKENS_PER_RANK, seed), num_ranks)
+                for seed in range(seeds)
+            ]
+            mean = {name: statistics.mean(getattr(case, name) for case in cases) for name in vars(cases[0])}
+            row(
+                *(mix, num_ranks, f"{mean['before']:.2f}", f"{max(case.imbalance for case in cases):.4f}"),
+                *(gigabytes(mean["largest_rank_bytes"]), gigabytes(mean["total_bytes"])),
+                # Of the mean over batches of published ÷ ours, and of ours ÷ published.
+                f"{statistics.harmonic_mean(case.to_published for case in cases):.2f}",
+                *(f"{mean[name]:.2f}" for name in ("to_published", "to_bound", "total_to_bound")),
+            )

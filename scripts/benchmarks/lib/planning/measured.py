@@ -1,0 +1,147 @@
+"""Measured steps and peaks of docs/benchmarks, in the words of `distca plan`'s estimates."""
+
+from dataclasses import dataclass
+
+from distca_hf.insight.models import PRESETS
+from distca_hf.insight.plan_size import ModelSize
+from distca_hf.insight.plan_time import Checkpointing
+
+
+LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]
+LAYERS = 4
+FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS = (
+    "2026-11-21-first-light",
+    "2026-11-21-everything",
+    "2026-11-21-planning",
+    "2026-11-21-step",
+    "2026-11-22-two-gpus",
+    "2026-11-22-four-gpus",
+)
+
+
+def _few_layers(vocabulary: int, head: bool) -> ModelSize:
+    """Four layers of an 8B Llama with an embedding, and with or without a head."""
+    size = ModelSize.of_gated_layers(LLAMA_8B.heads, LAYERS, 4096, 14_336, 0)
+    embedding = vocabulary * 4096 * (2 if head else 1)
+    return ModelSize(
+        layers=LAYERS,
+        hidden_size=4096,
+        vocabulary=vocabulary if head else 0,
+        parameters=size.parameters + embedding,
+        layer_parameters=size.layer_parameters,
+        embedding_parameters=embedding,
+    )
+
+
+BACKBONE = _few_layers(128_256, head=False)  # scripts/benchmarks/attention_step.py
+SMALL_VOCABULARY = _few_layers(32_000, head=True)  # scripts/benchmarks/training_run.py
+LLAMA, QWEN = LLAMA_8B.size, QWEN_4B.size
+
+# Short documents of scripts/benchmarks/training_run.py have 512 to 8192 tokens; so many fill up a batch as here.
+TRAINING = "131200,8x512,8x1024,8x2048,8x4096,8x8192,4016"
+A, B, C = "65536,2x32768,4x16384,32x2048", "131072,96x4096", "65536,48x4096"
+HALF_64K, HALF_128K = "65536,16x4096", "131072,32x4096"
+NVLINK, SLOW = "NVLink", "30 GB/s"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A step of packing alone, and one of placed documents.
+
+    Attributes:
+        page: in docs/benchmarks.
+        links: between GPUs.
+        num_ranks, documents, size: what was run; documents as "131072,96x4096".
+        local_ms, placed_ms: median steps.
+        checkpointing, local_checkpointing: of placed, and of packing alone.
+        liger: Liger's norms, rotary embeddings and MLPs.
+        whole: packing kept documents whole, though a rank then held more tokens than others.
+    """
+
+    page: str
+    links: str
+    num_ranks: int
+    documents: str
+    local_ms: float
+    placed_ms: float
+    size: ModelSize = BACKBONE
+    checkpointing: Checkpointing = "recomputed"
+    local_checkpointing: Checkpointing = "recomputed"
+    liger: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class PeakRow:
+    """Most memory that torch had given out at once.
+
+    Attributes:
+        page, num_ranks, documents, size, checkpointing, liger: as of a `StepRow`.
+        way: "local", "placed", or "whole" (see `StepRow.whole`).
+        gib: measured.
+        optimizer_bytes: of its state, for each weight; 0 where no optimizer ran.
+    """
+
+    page: str
+    num_ranks: int
+    documents: str
+    way: str
+    gib: float
+    size: ModelSize = BACKBONE
+    checkpointing: Checkpointing = "recomputed"
+    liger: bool = False
+    optimizer_bytes: int = 0
+
+
+STEPS = [
+    StepRow(STEP, NVLINK, 4, A, 1917, 1369),
+    StepRow(STEP, NVLINK, 4, B, 5856, 2918),
+    StepRow(STEP, NVLINK, 4, C, 1913, 1227),
+    StepRow(STEP, SLOW, 4, A, 1979, 1488),
+    StepRow(STEP, SLOW, 4, B, 5839, 3012),
+    StepRow(STEP, SLOW, 4, C, 1977, 1354),
+    StepRow(STEP, SLOW, 4, "64x4096", 1057, 1063),
+    StepRow(STEP, NVLINK, 2, HALF_64K, 1914, 1456),
+    StepRow(TWO_GPUS, NVLINK, 2, HALF_64K, 1905, 1445),
+    StepRow(TWO_GPUS, NVLINK, 2, HALF_128K, 5843, 3907),
+    StepRow(TWO_GPUS, SLOW, 2, HALF_64K, 1970, 1521),
+    StepRow(TWO_GPUS, SLOW, 2, HALF_128K, 5915, 3980),
+    StepRow(FOUR_GPUS, NVLINK, 4, A, 1897, 1348),
+    StepRow(FOUR_GPUS, NVLINK, 4, B, 5823, 2886),
+    StepRow(FOUR_GPUS, NVLINK, 4, C, 1886, 1201),
+    StepRow(FOUR_GPUS, NVLINK, 4, "64x4096", 929, 933),
+    StepRow(FOUR_GPUS, SLOW, 4, A, 1950, 1420),
+    StepRow(FOUR_GPUS, SLOW, 4, B, 5816, 2930),
+    StepRow(FOUR_GPUS, SLOW, 4, C, 1948, 1272),
+    StepRow(FOUR_GPUS, NVLINK, 4, A, 1755, 1201, liger=True),
+    StepRow(FOUR_GPUS, NVLINK, 4, B, 5545, 2587, liger=True),
+    StepRow(FOUR_GPUS, NVLINK, 4, C, 1747, 1052, liger=True),
+    StepRow(FOUR_GPUS, SLOW, 4, A, 1846, 1322, liger=True),
+    StepRow(FOUR_GPUS, SLOW, 4, B, 5600, 2682, liger=True),
+    StepRow(FOUR_GPUS, SLOW, 4, C, 1847, 1182, liger=True),
+    StepRow(FIRST_LIGHT, NVLINK, 4, TRAINING, 6026, 1949, SMALL_VOCABULARY, whole=True),
+    StepRow(FIRST_LIGHT, SLOW, 4, TRAINING, 6036, 2242, SMALL_VOCABULARY, whole=True),
+    StepRow(PLANNING, NVLINK, 4, TRAINING, 6046, 1695, SMALL_VOCABULARY, "saved", whole=True),
+    StepRow(PLANNING, SLOW, 4, TRAINING, 6067, 1849, SMALL_VOCABULARY, "saved", whole=True),
+    StepRow(EVERYTHING, NVLINK, 4, TRAINING, 6068, 1684, SMALL_VOCABULARY, "saved", whole=True),
+]
+
+PEAKS = [
+    PeakRow(FOUR_GPUS, 4, A, "local", 21.8),
+    PeakRow(FOUR_GPUS, 4, A, "placed", 22.4),
+    PeakRow(FOUR_GPUS, 4, B, "local", 40.1),
+    PeakRow(FOUR_GPUS, 4, B, "placed", 41.8),
+    PeakRow(FOUR_GPUS, 4, C, "local", 21.8),
+    PeakRow(FOUR_GPUS, 4, C, "placed", 22.5),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "local", 23.7),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "placed", 24.4),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "placed", 25.2, checkpointing="saved"),
+    PeakRow(FIRST_LIGHT, 4, TRAINING, "whole", 58.5, SMALL_VOCABULARY, optimizer_bytes=8),
+    PeakRow(FIRST_LIGHT, 4, TRAINING, "placed", 29.5, SMALL_VOCABULARY, optimizer_bytes=8),
+    PeakRow(PLANNING, 4, TRAINING, "placed", 31.5, SMALL_VOCABULARY, "saved", optimizer_bytes=8),
+    PeakRow(EVERYTHING, 4, TRAINING, "placed", 32.6, SMALL_VOCABULARY, "saved", optimizer_bytes=8),
+    PeakRow(STEP, 4, "262144", "placed", 69, LLAMA, "saved", True, 8),
+    PeakRow(STEP, 4, "262144,64x4096", "placed", 111, LLAMA, "saved", True, 8),
+    PeakRow(STEP, 4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),
+    PeakRow(FOUR_GPUS, 4, "262144", "placed", 53, QWEN, "saved", True, 8),
+]

@@ -1,0 +1,132 @@
+"""Placed: balance, bytes against the published planner and the counting bound, bytes between nodes."""
+
+import statistics
+from dataclasses import replace
+
+import numpy as np
+
+from distca_hf.cost import imbalance
+from distca_hf.insight.draw import OptimizerStep, draw_step
+from distca_hf.insight.models import preset
+from distca_hf.insight.plan_report import make_report
+from distca_hf.insight.plan_request import PlanRequest
+from distca_hf.packing.bound import key_value_bytes_bound
+from distca_hf.packing.placement import fill_in_order, place
+from distca_hf.planning.baselines.published_greedy import plan_published_greedy
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
+from lib.planning.mixes import batch
+from lib.planning.tools import (
+    LLAMA,
+    RANKS_PER_NODE,
+    K,
+    between_nodes,
+    gigabytes,
+    mean_over,
+    plan_placed,
+    row,
+    table,
+)
+
+
+MIXES = ("pretrain", "pretrain_up", "prolong", "prolong_up", "lognormal", "one", "equal", "equal_3001")
+FILE_MIXES = ("pretrain", "pretrain_up", "prolong", "prolong_up")
+# Micro-batches whose tokens an epoch has, of which the first optimizer step takes four.
+EPOCH_MICRO_BATCHES = 16
+
+
+def print_balance(ranks: list[int], seeds: int) -> None:
+    """Every mix, documents up to the tokens of one rank and up to those of all (512K at most). Batches of 16K tokens
+    per rank are those that fill ranks of 32K by half."""
+    table(
+        "Placed: balance (limits: tokens +-1; max/mean 1.005 up to 8 ranks, 1.01 beyond)",
+        *("mix", "ranks", "tokens/rank", "longest", "documents", "token spread", "in order", "placed, worst seed"),
+    )
+    for mix in MIXES:
+        for num_ranks in ranks:
+            for tokens_per_rank in (16 * K, 32 * K, 128 * K):
+                for longest in sorted({tokens_per_rank, min(512 * K, num_ranks * tokens_per_rank)}):
+                    spread, before, after, documents = 0, [], [], []
+                    for seed in range(seeds):
+                        lengths = batch(mix, num_ranks, tokens_per_rank, longest, seed)
+                        plan = plan_placed(lengths, Topology(num_ranks, RANKS_PER_NODE))
+                        spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
+                        before.append(imbalance(fill_in_order(lengths, num_ranks).rank_work))
+                        after.append(plan.imbalance)
+                        documents.append(len(lengths))
+                    cells = (mix, num_ranks, f"{tokens_per_rank // K}K", f"{longest // K}K")
+                    mean_documents = f"{statistics.mean(documents):.0f}"
+                    row(*cells, mean_documents, spread, f"{statistics.mean(before):.2f}", f"{max(after):.4f}")
+
+
+def print_bytes(ranks: list[int], seeds: int) -> None:
+    """Against the published planner, longest document <= tokens of a rank."""
+    table(
+        "Placed: total bytes ÷ published planner at 0.05 (limits: 0.6, 0.6, 0.55, 0.5; up-sampled ProLong 0.9, 0.8, "
+        "0.6, 0.65), largest rank between nodes (limit for pretrain: 0.05 GB)",
+        *("mix", "ranks", "tokens/rank", "placed GB", "published GB", "ratio", "published max/mean", "node GB"),
+    )
+    for mix in FILE_MIXES:
+        for num_ranks in ranks:
+            topology = Topology(num_ranks, RANKS_PER_NODE)
+            for tokens_per_rank in (64 * K, 128 * K):
+                ours, theirs, ratios, left, node = [], [], [], [], []
+                for seed in range(seeds):
+                    lengths = batch(mix, num_ranks, tokens_per_rank, tokens_per_rank, seed)
+                    sent = bytes_between(plan_placed(lengths, topology), LLAMA)
+                    published = plan_published_greedy(lengths, num_ranks, LLAMA, 0.05)
+                    ours.append(int(sent.sum()))
+                    theirs.append(int(bytes_between(published, LLAMA).sum()))
+                    ratios.append(ours[-1] / max(1, theirs[-1]))
+                    left.append(published.imbalance)
+                    node.append(between_nodes(sent, topology))
+                row(
+                    *(mix, num_ranks, f"{tokens_per_rank // K}K", gigabytes(statistics.mean(ours))),
+                    *(gigabytes(statistics.mean(theirs)), mean_over(ratios), mean_over(left), gigabytes(max(node))),
+                )
+
+
+def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
+    """Against the counting bound, all ranks on one node and no stripes: the bound is one on whole heads."""
+    table(
+        "Placed, flat: total bytes ÷ counting bound (limit: 2.0)",
+        *("mix", "ranks", "tokens/rank", "placed GB", "bound GB", "ratio, mean over seeds"),
+    )
+    for mix in (*FILE_MIXES, "lognormal"):
+        for num_ranks in (count for count in ranks if count <= 64):
+            for tokens_per_rank in (64 * K, 128 * K):
+                ours, bounds, ratios = [], [], []
+                for seed in range(seeds):
+                    layout = place(batch(mix, num_ranks, tokens_per_rank, tokens_per_rank, seed), num_ranks)
+                    ours.append(int(bytes_between(plan_in_place(layout), LLAMA).sum()))
+                    bounds.append(key_value_bytes_bound(layout, LLAMA))
+                    if bounds[-1]:
+                        ratios.append(ours[-1] / bounds[-1])
+                row(
+                    *(mix, num_ranks, f"{tokens_per_rank // K}K"),
+                    *(gigabytes(statistics.mean(ours)), gigabytes(statistics.mean(bounds)), mean_over(ratios)),
+                )
+
+
+def print_windows(ranks: list[int], seeds: int) -> None:
+    """The first optimizer step of an epoch of several, as its documents were packed and long ones together."""
+    table(
+        "Windows of 4 micro-steps: bytes of all, and sum of the heaviest ranks ÷ ideal (limit: 1.005)",
+        *("mix", "ranks", "tokens/rank", "as they come GB", "grouped GB", "grouped, worst imbalance"),
+    )
+    for mix in FILE_MIXES:
+        for num_ranks in (count for count in ranks if count <= 64):
+            one_by_one, grouped, worst = [], [], 1.0
+            for seed in range(seeds):
+                lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
+                request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
+                step = draw_step(lengths, request, seed)
+                alone = replace(request, micro_steps=1)
+                reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
+                one_by_one.append(sum(report.planned.figures.bytes_total for report in reports))
+                figures = make_report(request, step).planned.figures
+                grouped.append(figures.bytes_total)
+                worst = max(worst, figures.imbalance)
+            means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))
+            row(mix, num_ranks, "128K", *means, f"{worst:.4f}")

@@ -1,0 +1,67 @@
+"""What the planning benchmarks share: how to plan, how to count, how to print."""
+
+import statistics
+from functools import cache
+
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray
+from distca_hf.insight.models import preset
+from distca_hf.integrations.placed import PlacedPlanner
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.packing.placement import fill_in_order
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.topology import Topology
+from lib.planning.mixes import Lengths
+
+
+K = 1024
+LLAMA = preset("llama3-8b").token_bytes
+HEAD_GROUPS = preset("llama3-8b").heads.groups
+RANKS_PER_NODE = 8
+
+
+@cache
+def placed_planner(topology: Topology) -> PlacedPlanner:
+    """What plans in training; ranks hold as many tokens as a batch brings."""
+    config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=topology.ranks_per_node)
+    return PlacedPlanner(config, topology.num_ranks, HEAD_GROUPS)
+
+
+def plan_placed(documents: Lengths, topology: Topology) -> Plan:
+    """What the loader does."""
+    return placed_planner(topology).plan(documents)
+
+
+def plan_fixed(documents: Lengths, topology: Topology) -> Plan:
+    """What is done with documents that somebody else put in order."""
+    return plan_by_moving(
+        fill_in_order(documents, topology.num_ranks), HEAD_GROUPS, topology=topology, token_bytes=LLAMA
+    )
+
+
+def largest_rank(sent: IntArray) -> int:
+    """Bytes that the busiest rank sends or receives."""
+    return int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+
+
+def between_nodes(sent: IntArray, topology: Topology) -> int:
+    """The same, of what leaves or enters a node."""
+    crosses = topology.node_of[:, None] != topology.node_of[None, :]
+    return largest_rank(sent * crosses)
+
+
+def gigabytes(number: float) -> str:
+    return f"{number / 1e9:.3f}"
+
+
+def mean_over(values: list[float]) -> str:
+    return f"{statistics.mean(values):.2f}" if values else "-"
+
+
+def table(title: str, *columns: str) -> None:
+    print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+
+
+def row(*cells: object) -> None:
+    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)

@@ -1,0 +1,95 @@
+"""How fast this device is at what a step consists of, and how long a step takes at least."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distca_hf import flops
+from distca_hf.config import KernelName
+from distca_hf.cost import causal_pairs
+from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype
+from distca_hf.kernels.registry import choose_kernel
+from lib.baselines.calls import OwnKeys, make_call
+from lib.model import Shape
+
+
+MATRIX_SIZE = {"cuda": 8192, "cpu": 256}
+MOST_KERNEL_TOKENS = 65_536
+REPEATS, CALLS = 3, 4
+# Dense bf16 products, in vendors' data sheets.
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured, the fastest of all ranks.
+
+    Attributes:
+        kernel: class of the attention kernel.
+        matrix_flops: of a large matrix product, per second.
+        forward_pairs, backward_pairs: attended pairs per second of the kernel, on one document.
+    """
+
+    kernel: str
+    matrix_flops: float
+    forward_pairs: float
+    backward_pairs: float
+
+    def floor_seconds(self, linear_flops: float, pairs: float) -> float:
+        """Least time of a rank for so many flops of linear work, and attention once forward and once backward."""
+        return linear_flops / self.matrix_flops + pairs / self.forward_pairs + pairs / self.backward_pairs
+
+
+def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel that all modes use."""
+    q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in shape.widths)
+    return choose_kernel(name, Job.of(q, k, v), AttentionSpec(shape.scale))
+
+
+def measure_rates(
+    shape: Shape, kernel: Kernel, longest_tokens: int, device: torch.device, dtype: torch.dtype
+) -> Rates:
+    """Times a matrix product, and the kernel on the longest document (64K tokens of it); a collective call."""
+    size = MATRIX_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    matrix_seconds = _seconds(lambda: left @ right, device)
+
+    tokens = min(longest_tokens, MOST_KERNEL_TOKENS)
+    q, k, v, dout = (torch.randn(tokens, *width, device=device).to(dtype) for width in shape.widths)
+    out, dq, dk, dv = (torch.empty_like(x) for x in (dout, q, k, v))
+    lse = torch.empty(shape.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
+    spans = make_call(0, [tokens], [tokens], OwnKeys(slice(0, tokens)), device).spans
+    spec = AttentionSpec(shape.scale)
+    forward = _seconds(lambda: kernel.forward(q, k, v, spans, spec, out, lse), device)
+    backward = _seconds(lambda: kernel.backward(dout, q, k, v, out, lse, spans, spec, dq, dk, dv), device)
+    pairs = causal_pairs(0, tokens)
+    rates = torch.tensor([2 * size**3 / matrix_seconds, pairs / forward, pairs / backward], device=device)
+    dist.all_reduce(rates, op=dist.ReduceOp.MAX)
+    return Rates(type(kernel).__name__, *rates.tolist())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Of bf16 matrix products, by the name of the device; None if it is not known."""
+    return flops.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one call, the fastest of several series of them; the first call is not counted."""
+    run()
+    series = []
+    for _ in range(REPEATS):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            run()
+        synchronize(device)
+        series.append((time.perf_counter() - began) / CALLS)
+    return min(series)

@@ -1,0 +1,156 @@
+"""What came out of a benchmark step: one header line and one Markdown table, or the same as JSON."""
+
+import argparse
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lib.documents import attended_pairs
+from lib.kernel_seconds import KernelSeconds
+from lib.model import Shape
+from lib.rates import Rates, peak_flops
+
+
+COLUMNS = (
+    "mode",
+    "step ms",
+    "÷ ideal",
+    "÷ floor",
+    "tokens/s/GPU",
+    "MFU %",
+    "exchanged GB",
+    "exposed ms",
+    "kernels max/mean",
+    "peak GiB",
+    "error ÷ allowed",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step asks of each rank, all micro-steps together.
+
+    Attributes:
+        tokens: of one rank.
+        model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
+            much backward.
+        executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
+        pairs: attended pairs of one rank on average, in all layers.
+        peak_flops: per second, of the device; None if it is not known.
+    """
+
+    tokens: int
+    model_flops: float
+    executed_linear_flops: float
+    pairs: float
+    peak_flops: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One mode; the slowest or largest rank of each.
+
+    Attributes:
+        seconds: of each round.
+        silent_seconds: the same with exchanges replaced by local copies; empty if that was not measured.
+        exchanged_bytes: sent or received per step by attention, whichever is more.
+        loss: of the last step.
+    """
+
+    seconds: list[float]
+    silent_seconds: list[float]
+    exchanged_bytes: int
+    peak_bytes: int
+    loss: float
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """What exchanges add to a step; rounds are compared one by one."""
+        if not self.silent_seconds:
+            return None
+        return statistics.median(loud - silent for loud, silent in zip(self.seconds, self.silent_seconds, strict=True))
+
+
+def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device) -> Load:
+    """What a step asks of a rank."""
+    tokens = options.accumulation * sum(options.lengths) / num_ranks
+    pairs = options.accumulation * shape.layers * attended_pairs(options.lengths) / num_ranks
+    linear = tokens * shape.linear_flops
+    return Load(
+        tokens=int(tokens),
+        model_flops=3 * (linear + pairs * shape.flops_of_pair),
+        executed_linear_flops=(3 + (options.checkpointing != "none")) * linear,
+        pairs=pairs,
+        peak_flops=1e12 * options.peak_tflops if options.peak_tflops else peak_flops(device),
+    )
+
+
+def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
+    """What was measured, and how fast that is."""
+    return {
+        **asdict(mode),
+        "step_seconds": mode.step_seconds,
+        "tokens_per_second": load.tokens / mode.step_seconds,
+        "utilisation": load.model_flops / mode.step_seconds / load.peak_flops if load.peak_flops else None,
+    }
+
+
+def figures_of(
+    measured: Mapping[str, Measured], kernels: Mapping[str, KernelSeconds], rates: Rates, load: Load
+) -> dict[str, dict[str, Any]]:
+    """All figures of each mode by name, in seconds, bytes and ratios; None where there is nothing to say."""
+    ideal = measured["ideal"].step_seconds if "ideal" in measured else None
+    floor = rates.floor_seconds(load.executed_linear_flops, load.pairs)
+    return {
+        name: {
+            **rates_of(mode, load),
+            "ratio_to_ideal": mode.step_seconds / ideal if ideal else None,
+            "ratio_to_floor": mode.step_seconds / floor,
+            "exposed_seconds": mode.exposed_seconds,
+            "kernels": kernels[name].figures if name in kernels else None,
+        }
+        for name, mode in measured.items()
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table with a row for each mode."""
+    rows = [
+        (
+            name,
+            number(figure["step_seconds"], 1e3, 1),
+            number(figure["ratio_to_ideal"], 1, 3),
+            number(figure["ratio_to_floor"], 1, 3),
+            number(figure["tokens_per_second"], 1, 0),
+            number(figure["utilisation"], 100, 1),
+            number(figure["exchanged_bytes"], 1e-9, 3),
+            number(figure["exposed_seconds"], 1e3, 1),
+            _kernels(figure["kernels"]),
+            number(figure["peak_bytes"] or None, 2**-30, 1),
+            number(max(errors[name].values()) if errors else None, 1, 2),
+        )
+        for name, figure in figures.items()
+    ]
+    return markdown(COLUMNS, rows)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text, and the others numbers."""
+    head = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])
+
+
+def number(value: float | None, unit: float, digits: int) -> str:
+    """In a unit that is so many times smaller; "-" if there is none."""
+    return "-" if value is None else f"{value * unit:.{digits}f}"
+
+
+def _kernels(kernels: Mapping[str, Mapping[str, float]] | None) -> str:
+    return " / ".join(f"{kernels[name]['max_over_mean']:.3f}" for name in ("forward", "backward")) if kernels else "-"

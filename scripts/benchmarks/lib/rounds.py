@@ -1,0 +1,112 @@
+"""Rounds of a benchmark step: every mode in turn, again and again, each step timed alone."""
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lib.model import LossModel
+from lib.modes import Mode
+from lib.rates import synchronize
+from lib.report import Measured
+from lib.wires import Wires
+
+
+# Losses of all modes are of the same tokens: how far they may differ, as a part of the first one.
+LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+
+
+@dataclass
+class Tally:
+    """What this rank saw of a mode."""
+
+    seconds: list[float] = field(default_factory=list)
+    silent_seconds: list[float] = field(default_factory=list)
+    exchanged_bytes: int = 0
+    peak_bytes: int = 0
+    loss: torch.Tensor | None = None
+
+
+class Runner:
+    """Runs steps of one model; all ranks run the same ones in the same order."""
+
+    def __init__(self, model: LossModel, wires: Wires, device: torch.device) -> None:
+        self._model, self._wires, self._device = model, wires, device
+
+    def run(self, modes: Sequence[Mode], warmup: int, rounds: int, exposed: bool) -> dict[str, Measured]:
+        """Times every mode in every round; with `exposed` also on silent wires, if it exchanges anything."""
+        tallies = {mode.name: Tally() for mode in modes}
+        for _ in range(warmup + rounds):
+            for mode in modes:
+                with self.ready(mode) as step:
+                    self._run(step, tallies[mode.name], exposed and mode.exchanges)
+        return {name: self._over_ranks(tally, warmup) for name, tally in tallies.items()}
+
+    @contextmanager
+    def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
+        """Steps of this mode. Around them, which is not part of a step, the model is made to attend in this way, and
+        gradients and what only this mode needs are let go."""
+        self._model.causal_lm.set_attn_implementation(mode.implementation)
+        mode.begin()
+        yield functools.partial(self.step, mode)
+        self._model.zero_grad(set_to_none=True)
+        mode.end()
+
+    def step(self, mode: Mode) -> torch.Tensor:
+        """Forward and backward of all micro-steps; the loss of this rank's tokens."""
+        call = self._model if mode.watched else self._model.forward
+        losses = []
+        for batch in mode.batches:
+            loss = call(**batch) / len(mode.batches)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _run(self, step: Callable[[], torch.Tensor], tally: Tally, silent_too: bool) -> None:
+        self._wires.reset()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        seconds, tally.loss = self._timed(step)
+        tally.seconds.append(seconds)
+        tally.exchanged_bytes = max(self._wires.sent_bytes, self._wires.received_bytes)
+        if self._device.type == "cuda":
+            tally.peak_bytes = max(tally.peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        if silent_too:
+            self._model.zero_grad(set_to_none=True)
+            self._wires.silence(True)
+            tally.silent_seconds.append(self._timed(step)[0])
+            self._wires.silence(False)
+
+    def _timed(self, step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+        gc.collect()  # or a rank may do so in the midst of a step
+        dist.barrier()
+        synchronize(self._device)
+        began = time.perf_counter()
+        loss = step()
+        synchronize(self._device)
+        return time.perf_counter() - began, loss
+
+    def _over_ranks(self, tally: Tally, warmup: int) -> Measured:
+        """The slowest rank of each round, the largest one, and the mean loss."""
+        assert tally.loss is not None
+        seconds, silent = tally.seconds[warmup:], tally.silent_seconds[warmup:]
+        numbers = torch.tensor(
+            [*seconds, *silent, tally.exchanged_bytes, tally.peak_bytes], dtype=torch.float64, device=self._device
+        )
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        *times, exchanged_bytes, peak_bytes = numbers.tolist()
+        loss = tally.loss.double() / dist.get_world_size()
+        dist.all_reduce(loss)
+        return Measured(
+            times[: len(seconds)], times[len(seconds) :], int(exchanged_bytes), int(peak_bytes), loss.item()
+        )
+
+
+def equal_losses(losses: Sequence[float], dtype: torch.dtype) -> bool:
+    """Whether these may be losses of the same tokens."""
+    return all(abs(loss - losses[0]) <= LARGEST_LOSS_DIFFERENCE[dtype] * abs(losses[0]) for loss in losses)

@@ -1,0 +1,92 @@
+"""Modes of a training step: the same documents and their labels, packed alone or placed.
+
+local     whole documents, packed in order, and the kernel itself; nothing is exchanged
+placed    the product as users have it: `plugin.dataloader` makes a batch for every step, in a thread beside the step
+          before
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from datasets import Dataset
+
+from distca_hf.cost import IntArray, imbalance
+from lib.documents import attended_pairs, whole_documents
+from lib.modes import Batch, Mode, Place, build_mode
+
+
+MODES = ("local", "placed")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A mode, and what was planned for it.
+
+    Attributes:
+        imbalance: attended pairs of the busiest rank over the mean.
+    """
+
+    mode: Mode
+    imbalance: float
+
+
+class OfLoader:
+    """A loader's next batch for every step."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        batch = next(self._batches)
+        plan = batch["distca_plan"]
+        yield {**batch, **_label_count(plan.label_tokens, plan.transport.world_size)}
+
+
+def fitting_modes(lengths: Sequence[int], num_ranks: int) -> list[str]:
+    """All modes; without `local` if a document does not fit one rank."""
+    return [name for name in MODES if name != "local" or max(lengths) <= sum(lengths) // num_ranks]
+
+
+def build_planned(name: str, place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
+    """The mode of this name, good for so many steps. A collective call."""
+    return _local(place, documents) if name == "local" else _placed(place, documents, steps)
+
+
+def _local(place: Place, documents: Sequence[IntArray]) -> Planned:
+    num_ranks, lengths = place.wires.world_size, [len(tokens) for tokens in documents]
+    mode = build_mode("local", place, [documents])
+    count = _label_count(sum(lengths) - len(lengths), num_ranks)
+    batches = [{**batch, **_labels(batch), **count} for batch in mode.batches]
+    holding = whole_documents(lengths, num_ranks)
+    work = [attended_pairs([tokens for _, _, tokens in held]) for held in holding]
+    return Planned(replace(mode, batches=batches), imbalance(work))
+
+
+def _placed(place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
+    tokens_per_rank = sum(len(tokens) for tokens in documents) // place.wires.world_size
+    dataset = Dataset.from_dict({"input_ids": [*documents] * (steps + 1)})
+    loader = place.plugin(tokens_per_rank).dataloader(dataset, shuffle=False, device=place.device, model=place.model)
+    batches = iter(loader)
+    first = next(batches)  # for a look at its plan
+    if len(loader) != steps + 1 or first["input_ids"].shape[1] != tokens_per_rank:
+        raise SystemExit(
+            f"placed: {len(loader)} micro-batches, the first of {first['input_ids'].shape[1]} tokens on a rank, not "
+            f"{steps + 1} of {tokens_per_rank}"
+        )
+    mode = Mode("placed", "distca", OfLoader(batches), watched=True, exchanges=True)
+    return Planned(mode, first["distca_plan"].facts.imbalance)
+
+
+def _labels(batch: Batch) -> Batch:
+    """Labels of whole documents: none for a document's first token, and so none after its last one."""
+    labels = batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)
+    return {"labels": labels, "shift_labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+
+def _label_count(labels: int, num_ranks: int) -> dict[str, float]:
+    """What a rank's loss is divided by: its share of all labels. No tensor: FSDP would round it to bf16."""
+    return {"num_items_in_batch": labels / num_ranks}

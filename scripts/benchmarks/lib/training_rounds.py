@@ -1,0 +1,30 @@
+"""Training steps in rounds: those of `rounds.py`, and an optimizer.
+
+The learning rate is 0. An optimizer's step takes as long as any other, but weights stay what they are: all modes have
+the same ones in every round, and their losses can be compared.
+"""
+
+import torch
+from torch.optim import AdamW
+
+from lib.model import LossModel
+from lib.modes import Mode
+from lib.rounds import Runner
+from lib.wires import Wires
+
+
+# As TrainingArguments calls them, and what AdamW does for `fused`; None is its default.
+OPTIMIZERS = {"adamw_torch_fused": True, "adamw_torch": None}
+
+
+class TrainingRunner(Runner):
+    """Runs forward, backward, and the optimizer."""
+
+    def __init__(self, model: LossModel, wires: Wires, device: torch.device, optimizer: str) -> None:
+        super().__init__(model, wires, device)
+        self._optimizer = AdamW(model.parameters(), lr=0.0, fused=OPTIMIZERS[optimizer])
+
+    def step(self, mode: Mode) -> torch.Tensor:
+        loss = super().step(mode)
+        self._optimizer.step()
+        return loss

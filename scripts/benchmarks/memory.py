@@ -1,0 +1,143 @@
+"""Watches a GPU's memory while documents, and with them all shapes of attention, are others in every step.
+
+    torchrun --nproc-per-node 2 scripts/benchmarks/memory.py --layers 4 --tokens-per-rank 65536 --steps 60
+
+Document lengths are drawn from a mix (`lib/planning/mixes.py`) without end. A step is forward and backward of the
+model without its head. Each way to make batches runs in a memory of its own, from an empty cache:
+
+    constant    placed documents, the same ones in every step
+    placed      batches of `plugin.dataloader`
+    packs       every rank packs for itself, the enabled model plans
+
+One line for every part of the steps, each figure of the rank where it is largest: most bytes given out at once, most
+bytes that torch held for that, their ratio (1 is no fragmentation), and how often it asked the device for memory,
+since the part began, and had to give back its cache to get it.
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise, repeat
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import distca_hf
+from lib.documents import batch_of
+from lib.header import facts_of
+from lib.model import Backbone, build_model, prepare, read_config
+from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.planning.mixes import batch as draw_lengths
+from lib.rates import synchronize
+
+
+COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_device_alloc", "num_alloc_retries")
+WAYS = ("constant", "placed", "packs")
+GIB = 2**30
+Batches = Iterator[dict[str, object]]
+
+
+def main() -> None:
+    parser = shared_options(__doc__)
+    parser.add_argument("--mix", default="prolong_up")
+    parser.add_argument("--longest", type=int, help="longest document; by default as many tokens as a rank holds")
+    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--parts", type=int, default=3)
+    on_all_ranks(measure, parse_shared(parser, WAYS))
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Runs all ways, and reports on rank 0."""
+    datasets.disable_progress_bars()
+    tokens, longest = options.tokens_per_rank, options.longest or options.tokens_per_rank
+    config = read_config(options, longest)
+    model = Backbone(build_model(config, options, device))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, kernel=options.kernel)
+    distca_hf.enable(model, plugin, longest)
+    prepare(model, options, device)
+    options.documents = f"{options.mix}, longest {longest}"
+    _print("; ".join(facts_of(options, config, tokens, device)))
+    _print("\n| batches | steps | given out GiB | held GiB | held ÷ given out | asked for | given back |")
+    _print("|---|---|---:|---:|---:|---:|---:|")
+    for way in options.modes or WAYS:
+        batches = _batches(way, options, plugin, config.get_text_config().vocab_size, longest, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        for first, last in pairwise(np.linspace(0, options.steps, min(options.parts, options.steps) + 1, dtype=int)):
+            figures = _run(model, islice(batches, last - first), device)
+            _print(f"| {way} | {first + 1} to {last} | {figures} |")
+
+
+def _run(model: Backbone, batches: Batches, device: torch.device) -> str:
+    """Columns for some steps."""
+    before = _counters(device)
+    for batch in batches:
+        model(**batch).backward()
+        model.zero_grad(set_to_none=True)
+    synchronize(device)
+    after = _counters(device)
+    numbers = torch.tensor([*after[:2], *(now - then for now, then in zip(after[2:], before[2:], strict=True))])
+    numbers = numbers.double().to(device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    given_out, held, asked, given_back = numbers.tolist()
+    ratio = f"{held / given_out:.3f}" if given_out else "-"
+    return f"{given_out / GIB:.2f} | {held / GIB:.2f} | {ratio} | {asked:.0f} | {given_back:.0f}"
+
+
+def _counters(device: torch.device) -> list[int]:
+    """Of `COUNTERS`; peaks are counted anew from here."""
+    if device.type != "cuda":
+        return [0] * len(COUNTERS)
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return [stats[name] for name in COUNTERS]
+
+
+def _batches(
+    way: str,
+    options: argparse.Namespace,
+    plugin: distca_hf.DistCAPlugin,
+    vocabulary: int,
+    longest: int,
+    device: torch.device,
+) -> Batches:
+    """Batches without end."""
+    if way == "packs":
+        yield from _packs(options, vocabulary, longest, device)
+        return
+    steps = options.steps if way == "placed" else 1
+    rng = np.random.default_rng(0)
+    lengths = chain.from_iterable(
+        draw_lengths(options.mix, dist.get_world_size(), options.tokens_per_rank, longest, seed)
+        for seed in range(steps + 2)
+    )
+    documents = [rng.integers(0, vocabulary, tokens, dtype=np.int32) for tokens in lengths]
+    loader = plugin.dataloader(datasets.Dataset.from_dict({"input_ids": documents}), device=device)
+    names = ("input_ids", "position_ids", "distca_plan")
+    made = ({name: batch[name] for name in names} for batch in loader)
+    yield from repeat(next(made)) if way == "constant" else made
+
+
+def _packs(options: argparse.Namespace, vocabulary: int, longest: int, device: torch.device) -> Batches:
+    """What a collator that knows nothing of other ranks makes of a rank's documents."""
+    rng = np.random.default_rng(dist.get_rank())
+    for step in range(options.steps):
+        seed = step * dist.get_world_size() + dist.get_rank()
+        lengths = draw_lengths(options.mix, 1, options.tokens_per_rank, longest, seed)
+        batch = batch_of(
+            [(document, 0, int(tokens)) for document, tokens in enumerate(lengths)],
+            [rng.integers(0, vocabulary, tokens) for tokens in lengths],
+            device,
+        )
+        yield {name: batch[name] for name in ("input_ids", "position_ids")}
+
+
+def _print(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Times whole training steps of a whole model, as users train: packed alone, and placed by the product.
+
+    torchrun --nproc-per-node 4 scripts/benchmarks/model_step.py --documents 131072,32x4096 --liger --head liger
+    torchrun --nproc-per-node 1 scripts/benchmarks/model_step.py --preset qwen3-4b --documents 16384,12x4096 --liger
+    torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --config c.json --documents 256,4x64
+
+A step is forward and backward of all layers, the head and the loss (`lib/head.py`), FSDP's collectives, and
+AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
+outputs, as the product does by default. Both modes (`lib/training_modes.py`) run in one process with the same weights,
+documents, kernel and process groups, one after the other, again and again. Documents must fill all ranks: their tokens
+are divided evenly. If one of them does not fit a rank, `local` is left out, and that is said.
+
+In the table, each figure of the slowest or largest rank:
+
+    step                median of the rounds, from a barrier until the device is done
+    MFU                 flops of the model, head and attention included, nothing twice, of the device's bf16 peak
+    peak                memory that torch had given out at once
+    loss                mean over all labels; if those of the modes differ, the script exits with 1 at its end
+    planned max/mean    attended pairs of the busiest rank over the mean
+
+Settings of the product come from its environment variables, for example DISTCA_KV_RESIDENCY=keep. With --compile the
+second plan of a training compiles once more: leave --warmup at 2 or above.
+"""
+
+import argparse
+import json
+
+import datasets
+import torch
+import torch.distributed as dist
+
+import distca_hf
+from lib.baselines.attention import register_ways
+from lib.documents import random_tokens
+from lib.head import HEADS, use_head
+from lib.header import facts_of
+from lib.model import LossModel, build_model, prepare, probe, read_config
+from lib.modes import Place
+from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.report import load_of, rates_of
+from lib.rounds import equal_losses
+from lib.training_modes import MODES, build_planned, fitting_modes
+from lib.training_report import table
+from lib.training_rounds import OPTIMIZERS, TrainingRunner
+from lib.wires import Wires
+
+
+def main() -> None:
+    on_all_ranks(measure, parse())
+
+
+def parse() -> argparse.Namespace:
+    parser = shared_options(__doc__)
+    parser.add_argument("--head", choices=[*HEADS], default="none", help="none is Transformers' own")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused")
+    parser.set_defaults(checkpointing="saved")
+    return parse_shared(parser, MODES)
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Builds, times, and reports on rank 0.
+
+    Raises:
+        SystemExit: documents that cannot be divided, or losses that differ.
+    """
+    datasets.disable_progress_bars()
+    num_ranks, lengths = dist.get_world_size(), options.lengths
+    if len(options.sets) > 1:
+        raise SystemExit(f"{len(options.sets)} sets of documents; a model is timed on one")
+    if sum(lengths) % num_ranks:
+        raise SystemExit(f"{sum(lengths)} tokens of all documents cannot be divided evenly by {num_ranks} ranks")
+    tokens_per_rank = sum(lengths) // num_ranks
+    register_ways()
+    config = read_config(options, max(lengths))
+    model = LossModel(build_model(config, options, device))
+    shape = probe(model)
+    use_head(model, options.head)
+    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
+    place = Place(wires, device, options.kernel, options.dtype, model, shape)
+    distca_hf.enable(model, place.plugin(tokens_per_rank), max(lengths))
+    prepare(model, options, device)
+
+    [documents] = random_tokens(lengths, 1, config.get_text_config().vocab_size)
+    names = options.modes or fitting_modes(lengths, num_ranks)
+    steps = options.warmup + options.rounds
+    planned = {name: build_planned(name, place, documents, steps) for name in names}
+    runner = TrainingRunner(model, wires, device, options.optimizer)
+    measured = runner.run([each.mode for each in planned.values()], options.warmup, options.rounds, exposed=False)
+    if dist.get_rank() == 0:
+        load = load_of(options, shape, num_ranks, device)
+        figures = {
+            name: {
+                **rates_of(measured[name], load),
+                "imbalance": each.imbalance,
+                "longest_document_tokens": max(lengths),
+            }
+            for name, each in planned.items()
+        }
+        header = "; ".join(
+            [*facts_of(options, config, load.tokens, device), f"head {options.head}, {options.optimizer}"]
+        )
+        if not options.modes and "local" not in names:
+            print(f"local is left out: a document of {max(lengths)} tokens does not fit a rank of {tokens_per_rank}")
+        print(f"{header}\n\n{table(figures)}", flush=True)
+        if options.out:
+            facts = {"header": header, "load": vars(load), "modes": figures}
+            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+    losses = {name: mode.loss for name, mode in measured.items()}
+    if not equal_losses([*losses.values()], options.dtype):
+        raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Compares the estimates of `distca plan` with what was measured; prints tables for docs/benchmarks.
+
+    python scripts/benchmarks/plan_estimates.py
+
+Every row of `lib/planning/measured.py` is planned as training plans it. Estimates know documents, the model and the
+number of GPUs, not their links.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray
+from distca_hf.flops import H200, H200_LIGER
+from distca_hf.insight.plan_memory import TrainingSetup, estimate_memory
+from distca_hf.insight.plan_time import step_cost
+from distca_hf.integrations.placed import PlacedPlanner
+from distca_hf.packing.placement import fill_in_order
+from distca_hf.planning.baselines.result import Baseline
+from distca_hf.planning.baselines.whole_documents import whole_documents
+from lib.documents import parse_documents
+from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
+
+
+HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # those of all models that were measured
+
+
+def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray, int]:
+    """Returns `[ranks]` tokens and attended pairs, and bytes that the rank that receives most receives in a layer.
+
+    Args:
+        documents: as "131072,96x4096".
+        num_ranks: ranks.
+        way: "local" (in order), "whole" (whole documents to the least loaded rank) or "placed".
+    """
+    lengths = np.array(parse_documents(documents))
+    if way == "local":
+        layout = fill_in_order(lengths, num_ranks)
+        return layout.rank_tokens, layout.rank_work, 0
+    if way == "whole":
+        packs = whole_documents(lengths, num_ranks, TOKEN_BYTES)
+        return packs.tokens, packs.work, 0
+    tokens_per_rank = -(-int(lengths.sum()) // num_ranks)
+    planner = PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank), num_ranks, HEADS.groups)
+    plan = planner.plan(lengths)
+    received = Baseline.of_plan("placed", plan, TOKEN_BYTES).bytes_between.sum(axis=0).max()
+    return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
+
+
+def estimated_ratio(row: StepRow) -> float:
+    """Returns the step of packing alone over that of placed documents, as estimated."""
+    rates = H200_LIGER if row.liger else H200
+    tokens, pairs, _ = loads(row.documents, row.num_ranks, "whole" if row.whole else "local")
+    local = step_cost(row.size, HEADS, row.local_checkpointing, rates).step_seconds(tokens, pairs)
+    tokens, pairs, _ = loads(row.documents, row.num_ranks, "placed")
+    return local / step_cost(row.size, HEADS, row.checkpointing, rates).step_seconds(tokens, pairs)
+
+
+def estimated_gib(row: PeakRow) -> float:
+    """Returns the peak of the rank with most tokens, as estimated."""
+    tokens, _, received = loads(row.documents, row.num_ranks, row.way)
+    setup = TrainingSetup(
+        row.num_ranks, checkpointing=row.checkpointing, liger=row.liger, optimizer_bytes=row.optimizer_bytes
+    )
+    return estimate_memory(row.size, HEADS, setup, int(tokens.max()), received).total / 2**30
+
+
+def main() -> None:
+    print("| page | GPUs, links | documents | | measured | estimated | off by |\n|---|---|---|---|---|---|---|")
+    steps = [(row, row.local_ms / row.placed_ms, estimated_ratio(row)) for row in STEPS]
+    for row, measured, estimated in steps:
+        notes = (
+            ["Liger"] * row.liger
+            + ["documents whole"] * row.whole
+            + ["attention saved"] * (row.checkpointing == "saved")
+        )
+        print(
+            f"| {row.page} | {row.num_ranks}, {row.links} | {row.documents} | {', '.join(notes)} "
+            f"| {measured:.2f} | {estimated:.2f} | {estimated / measured - 1:+.1%} |"
+        )
+    _print_largest(steps, "speed-up", lambda row: row.links)
+    print("\n| page | GPUs | documents | | measured GiB | estimated | off by |\n|---|---|---|---|---|---|---|")
+    peaks = [(row, row.gib, estimated_gib(row)) for row in PEAKS]
+    for row, measured, estimated in peaks:
+        print(
+            f"| {row.page} | {row.num_ranks} | {row.documents} | {row.size.layers} layers, {row.way}, attention "
+            f"{row.checkpointing} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
+        )
+    _print_largest(peaks, "peak memory", lambda row: row.way)
+
+
+def _print_largest(rows: Iterable[tuple[Any, float, float]], figure: str, group: Callable[[Any], str]) -> None:
+    """Prints how far estimates are off at most, group by group."""
+    off: dict[str, float] = {}
+    for row, measured, estimated in rows:
+        off[group(row)] = max(off.get(group(row), 0.0), abs(estimated / measured - 1))
+    print(f"\n{figure}, off by at most: " + ", ".join(f"{name} {most:.1%}" for name, most in off.items()))
+
+
+if __name__ == "__main__":
+    main()

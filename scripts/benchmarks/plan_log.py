@@ -1,0 +1,95 @@
+"""Trains an epoch on documents of given lengths, and compares what training logs of it with what `distca plan` says.
+
+    torchrun --nproc-per-node 8 scripts/benchmarks/plan_log.py examples/lengths/prolong.json.gz --shorter 64
+
+Rank 0 calls the command with the same documents, ranks, tokens per rank and seed. The model is tiny and runs on CPUs:
+imbalance depends on lengths alone. `--shorter` divides all lengths, so that an epoch of hundreds of millions of tokens
+takes minutes: it has as many micro-batches of as many documents as full lengths have on ranks that hold as many times
+more tokens.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import distca_hf
+from distca_hf.insight.lengths import read_lengths
+
+
+SEED = 42
+FIGURES = ("imbalance_before", "imbalance")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lengths", type=Path)
+    parser.add_argument("--shorter", type=int, default=64, help="divide all lengths by it")
+    parser.add_argument("--tokens-per-rank", type=int, default=2048)
+    options = parser.parse_args()
+    lengths = -(-read_lengths(options.lengths).tokens // options.shorter)
+    logged = train(lengths, options.tokens_per_rank)
+    if dist.get_rank() == 0:
+        said = plan(lengths, dist.get_world_size(), options.tokens_per_rank)["whole_epoch"]
+        print(f"{options.lengths.name}: {len(logged)} logged steps, {said['micro_batches']} planned micro-batches")
+        for figure in FIGURES:
+            mean = float(np.mean([log[f"distca/{figure}"] for log in logged]))
+            print(
+                f"{figure}: logged {mean:.4f}, said {said[figure]['mean']:.4f}, {said[figure]['mean'] / mean - 1:+.2%}"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(lengths: np.ndarray, tokens_per_rank: int) -> list[dict[str, Any]]:
+    """Trains one epoch, and returns what was logged of every step."""
+    datasets.disable_progress_bars()
+    ids = np.random.default_rng(0).integers(0, 64, int(lengths.max()), dtype=np.int32)
+    dataset = datasets.Dataset.from_dict({"input_ids": [ids[:length] for length in lengths]})
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1 << 20,
+    )
+    model = LlamaForCausalLM._from_config(config, attn_implementation="distca")
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            seed=SEED,
+            num_train_epochs=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        distca_hf.DistCAPlugin(tokens_per_rank=tokens_per_rank, metrics="all").attach(trainer)
+        trainer.train()
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def plan(lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> dict[str, Any]:
+    """Returns what `distca plan` says of the same training."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lengths.json"
+        path.write_text(json.dumps(lengths.tolist()))
+        options = ["--ranks", num_ranks, "--tokens-per-rank", tokens_per_rank, "--seed", SEED, "--json"]
+        command = [Path(sys.executable).parent / "distca", "plan", path, *options]
+        return json.loads(subprocess.run([*map(str, command)], capture_output=True, check=True, text=True).stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
+
+    python scripts/benchmarks/planning.py [placed] [fixed] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
+
+placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
+         bound; bytes between nodes; windows of several micro-steps
+fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
+times    planning and routing, each measured once in fresh processes, the median of several
+epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and what the loader does
+
+Bytes are of one layer's forward pass of Llama-3-8B in bf16: queries and outputs 8 KB, keys and values 4 KB a token.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from distca_hf.planning.routing import route
+from distca_hf.topology import Topology
+from lib.planning.epochs import print_epochs
+from lib.planning.fixed import print_fixed
+from lib.planning.mixes import batch
+from lib.planning.placed import print_balance, print_bytes, print_ratio_to_bound, print_windows
+from lib.planning.tools import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, row, table
+
+
+RANKS = (4, 8, 64, 512)
+TABLES = ("placed", "fixed", "times", "epochs")
+# Fresh processes for every time: the median of them is reported.
+PROCESSES = 7
+
+
+def print_times(ranks: list[int]) -> None:
+    """First plan of a process, imports excluded."""
+    table(
+        "First plan of a process, ms (limits: placed 3, 5, 15, 300; fixed 5, 8, 100, 2000; routing 5, 5, 15, 80)",
+        *("mix", "ranks", "tokens/rank", "documents", "placed ms", "routing ms", "fixed ms", "routing ms"),
+    )
+    for mix in ("pretrain", "prolong"):
+        for num_ranks in ranks:
+            cells: list[str] = []
+            documents = 0
+            for kind in ("placed", "fixed"):
+                measured = list(_measure(kind, mix, num_ranks))
+                documents = int(measured[0]["documents"])
+                cells += [f"{1e3 * statistics.median(m[what] for m in measured):.1f}" for what in ("plan", "route")]
+            row(mix, num_ranks, "128K", documents, *cells)
+
+
+def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
+    """What fresh processes say, one after the other."""
+    command = [sys.executable, Path(__file__), "--measure", kind, mix, str(num_ranks)]
+    for _ in range(PROCESSES):
+        yield json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure_once(kind: str, mix: str, num_ranks: int) -> None:
+    """Plans and routes once, and prints seconds as JSON."""
+    lengths = batch(mix, num_ranks, 128 * K, 128 * K, seed=0)
+    topology = Topology(num_ranks, RANKS_PER_NODE)
+    placed_planner(topology)
+    gc.collect()  # what imports left behind is no part of planning
+    gc.freeze()
+    began = time.perf_counter()
+    plan = plan_placed(lengths, topology) if kind == "placed" else plan_fixed(lengths, topology)
+    planned = time.perf_counter()
+    route(plan, num_ranks // 2)
+    routed = time.perf_counter()
+    print(json.dumps({"documents": len(lengths), "plan": planned - began, "route": routed - planned}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        kind, mix, num_ranks = options.measure
+        measure_once(kind, mix, int(num_ranks))
+        return
+    unknown = sorted(set(options.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    chosen = options.tables or TABLES
+    if "placed" in chosen:
+        print_balance(options.ranks, options.seeds)
+        print_bytes(options.ranks, options.seeds)
+        print_ratio_to_bound(options.ranks, options.seeds)
+        print_windows(options.ranks, options.seeds)
+    if "fixed" in chosen:
+        print_fixed(options.ranks, options.seeds)
+    if "times" in chosen:
+        print_times(options.ranks)
+    if "epochs" in chosen:
+        print_epochs()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Trains an 8B-shaped Llama of a few layers on batches that each hold one very long document, and times every step.
+
+    torchrun --nproc-per-node 4 scripts/benchmarks/training_run.py --mode distca  --out distca.json
+    torchrun --nproc-per-node 4 scripts/benchmarks/training_run.py --mode moving  --out moving.json
+    torchrun --nproc-per-node 4 scripts/benchmarks/training_run.py --mode packing --out packing.json
+    python scripts/benchmarks/training_run.py --compare packing.json distca.json
+
+`distca` is an unmodified Trainer with `plugin.attach`. `packing` trains the same batches the usual way: documents stay
+whole, each goes to the rank with the least attention work so far, and flash-attention attends to them there. `moving`
+takes the batches of `packing`, and attention tasks move between ranks. All use FSDP2, bf16 and activation
+checkpointing, and begin from the same weights, so their losses must follow each other.
+"""
+
+import argparse
+import functools
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+
+import distca_hf
+from distca_hf.integrations.forward_watch import watch_of
+
+
+VOCABULARY = 32_000
+SHORT_TOKENS = (512, 1024, 2048, 4096, 8192)
+WARM_UP_STEPS = 3
+
+
+def documents(micro_batches: int, long_tokens: int, capacity_tokens: int) -> Dataset:
+    """One long document per micro-batch and short ones to fill it; tokens follow a rule that can be learnt."""
+    rng = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    lengths = []
+    for _ in range(micro_batches):
+        lengths.append(long_tokens)
+        left = capacity_tokens - long_tokens
+        while left:
+            lengths.append(min(left, rng.choice(SHORT_TOKENS)))
+            left -= lengths[-1]
+    rows = []
+    for length in lengths:
+        noise = torch.randint(0, 8, (length,), generator=generator)
+        start = torch.randint(0, VOCABULARY, (1,), generator=generator)
+        rows.append(((start + 7 * torch.arange(length) + noise) % VOCABULARY).to(torch.int32).numpy())
+    return Dataset.from_dict({"input_ids": rows})
+
+
+class WholeDocuments:
+    """The placed loader's micro-batches with every document whole on one rank, heaviest first to the least loaded."""
+
+    batch_size = 1
+
+    def __init__(self, loader: distca_hf.PlacedLoader, device: torch.device) -> None:
+        self.loader, self.device, self.dataset = loader, device, loader.dataset
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        for micro_batch in range(len(self.loader)):
+            yield self.batch(self.loader.documents(0, micro_batch))
+
+    def batch(self, whole: list[Any]) -> dict[str, Any]:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        ranks: list[list[Any]] = [[] for _ in range(world)]
+        work = [0] * world
+        for document in sorted(whole, key=lambda document: -len(document.input_ids)):
+            lightest = work.index(min(work))
+            ranks[lightest].append(document)
+            work[lightest] += len(document.input_ids) ** 2
+        mine = ranks[rank]
+        lengths = torch.tensor([len(document.input_ids) for document in mine])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(self.device, torch.int32)
+
+        def joined(name: str) -> torch.Tensor:
+            return torch.cat([torch.from_numpy(getattr(document, name)) for document in mine])[None].to(self.device)
+
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None].to(self.device)
+        return {
+            "input_ids": joined("input_ids"),
+            "position_ids": positions,
+            "labels": joined("labels"),
+            "shift_labels": joined("shift_labels"),
+            "cu_seq_lens_q": offsets,
+            "cu_seq_lens_k": offsets,
+            "max_length_q": int(lengths.max()),
+            "max_length_k": int(lengths.max()),
+        }
+
+
+class StepTimes(TrainerCallback):
+    """Seconds of every step, device included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.cuda.synchronize()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def train(options: argparse.Namespace) -> None:
+    args = TrainingArguments(
+        output_dir="bench_output",
+        max_steps=options.steps,
+        per_device_train_batch_size=1,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        bf16=True,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "reshard_after_forward": True,
+        },
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=options.layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=1 << 20,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        use_cache=False,
+    )
+    implementation = options.packing_attention if options.mode == "packing" else "distca"
+    with torch.device(args.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+    # FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Where it is made it is
+    # fp32:
+    # this rank's part of the mean over all labels.
+    loss_function, parts = model.loss_function, []
+
+    @functools.wraps(loss_function)
+    def recording(*inputs: Any, **keywords: Any) -> torch.Tensor:
+        loss = loss_function(*inputs, **keywords)
+        parts.append(loss.detach().clone())  # Trainer scales it in place
+        return loss
+
+    model.loss_function = recording
+
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=options.tokens_per_rank, checkpointed_attention=options.checkpointed_attention
+    )
+    capacity_tokens = plugin.tokens_per_rank * dist.get_world_size()
+    dataset = documents(options.steps, options.long_tokens, capacity_tokens)
+    times = StepTimes()
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[times])
+    if options.mode == "distca":
+        plugin.attach(trainer)
+        loader = trainer.get_train_dataloader()
+    else:
+        loader = plugin.dataloader(dataset, args.seed)
+        whole = WholeDocuments(loader, args.device)
+        trainer.get_train_dataloader = lambda: whole
+        if options.mode == "moving":
+            distca_hf.enable(trainer.model, plugin, max(map(len, dataset["input_ids"])))
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), device=args.device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    losses = torch.stack(parts)
+    dist.all_reduce(losses)
+    if dist.get_rank() == 0:
+        watch = watch_of(trainer.model)
+        packs = None if watch is None else watch.packs
+        facts = list(loader.history if packs is None else packs.history)
+        times_of_plans = loader.times if packs is None else packs.times
+        figures = {
+            "mode": options.mode,
+            "world": dist.get_world_size(),
+            "distributed_type": trainer.accelerator.distributed_type.name,
+            "tokens_per_rank": options.tokens_per_rank,
+            "long_tokens": options.long_tokens,
+            "layers": options.layers,
+            "torch": torch.__version__,
+            "losses": losses.tolist(),
+            "seconds": times.seconds,
+            "peak_bytes": int(peak),
+            "wait_share": loader.times.wait_share,
+            "plan_ms": 1e3 * times_of_plans.plan_seconds / max(1, times_of_plans.micro_batches),
+            "imbalance_before": [fact.imbalance_before for fact in facts],
+            "imbalance": [fact.imbalance for fact in facts],
+        }
+        Path(options.out).write_text(json.dumps(figures))
+        print(summary(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """One line about a run."""
+    step = statistics.median(figures["seconds"][WARM_UP_STEPS:])
+    tokens = figures["tokens_per_rank"] / step
+    line = (
+        f"{figures['mode']:8} {figures['world']} GPUs, median step {1e3 * step:.0f} ms, {tokens:.0f} tokens/s/GPU, "
+        f"peak {figures['peak_bytes'] / 2**30:.1f} GiB, loss {figures['losses'][0]:.4f} to {figures['losses'][-1]:.4f}"
+    )
+    if figures["imbalance"]:
+        before, placed = (statistics.mean(figures[name]) for name in ("imbalance_before", "imbalance"))
+        line += f", imbalance {before:.3f} to {placed:.4f}, plan {figures['plan_ms']:.1f} ms"
+        line += f", waits {100 * figures['wait_share']:.2f} %"
+    return line
+
+
+def compare(packing: dict[str, Any], distca: dict[str, Any]) -> str:
+    """Ratio of step times and largest difference of losses."""
+    difference = max(abs(a - b) for a, b in zip(packing["losses"], distca["losses"], strict=False))
+    steps = [statistics.median(run["seconds"][WARM_UP_STEPS:]) for run in (packing, distca)]
+    return (
+        f"packing / distca step time: {steps[0] / steps[1]:.3f}; largest loss difference over "
+        f"{min(len(packing['losses']), len(distca['losses']))} steps: {difference:.2e}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["distca", "moving", "packing"], default="distca")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
+    # Just over half of four ranks' tokens: every batch holds exactly one.
+    parser.add_argument("--long-tokens", type=int, default=131_200)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--packing-attention", default="flash_attention_4")
+    parser.add_argument("--checkpointed-attention", choices=["save", "recompute"], default="save")
+    parser.add_argument("--out", default="training_run.json")
+    parser.add_argument("--compare", nargs=2, metavar=("PACKING", "DISTCA"))
+    options = parser.parse_args()
+    if options.compare:
+        runs = [json.loads(Path(path).read_text()) for path in options.compare]
+        print("\n".join([*map(summary, runs), compare(*runs)]))
+    else:
+        train(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Which of the models that people ask for run on distca, as the first section of docs/models.md.
+
+    python scripts/models/families.py [--out PAGE.md]
+
+Of each family tiny models are built (`shared/tiny_configs.py`) with the windows, rotary embeddings and layers of
+published checkpoints, and given to the check that `attach` and `enable` make. The longest documents that it accepts
+are found by bisection. The script fails if a family is refused for another reason than the one written here.
+"""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+import distca_hf
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.integrations.model_check import IMPLEMENTATION, check_model
+from shared.page_sections import write_section
+from shared.tiny_configs import HEAD_DIM, tiny_config
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+LONGEST_TOKENS = 1 << 20
+LONGROPE = {
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096},
+        **{"short_factor": [1.0] * (HEAD_DIM // 2), "long_factor": [2.0] * (HEAD_DIM // 2)},
+    }
+}
+LINEAR = "linear attention carries state from token to token; such layers cannot be cut between GPUs"
+IMAGES = "its images are not causal; its text part alone, as a causal language model, is checked like any other"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Published checkpoints that have something in common.
+
+    Attributes:
+        model_types: of their configurations.
+        settings: in which the published checkpoints differ from the tiny configuration.
+        sign: part of the refusal, if it is refused or has a longest document.
+        note: for people.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    sign: str = ""
+    note: str = ""
+
+
+def windows(tokens: int | None) -> dict[str, Any]:
+    return {"sliding_window": tokens}
+
+
+FAMILIES = (
+    Family("Llama 2, 3, 3.1, 3.2, 3.3", ("llama",)),
+    Family("Qwen 2.5", ("qwen2",)),
+    Family("Qwen 3", ("qwen3",)),
+    Family("Qwen 3 MoE", ("qwen3_moe",)),
+    Family(
+        "Mistral from v0.2 on, Nemo, Small, Ministral 3",
+        ("mistral", "ministral3"),
+        windows(None),
+        note="v0.1: documents of up to 4,096 tokens",
+    ),
+    Family("Mixtral", ("mixtral",), windows(None)),
+    Family(
+        "DeepSeek-V3, R1", ("deepseek_v3",), note="on GPUs FlashAttention 4: keys and values have different widths"
+    ),
+    Family("Phi-4, Phi-3 4K", ("phi3",), windows(None), note="Phi-3 4K has a window of 2,047: no longer documents"),
+    Family("OLMo 2", ("olmo2",)),
+    Family("SmolLM3", ("smollm3",)),
+    Family("GLM-4.5, 4.6", ("glm4_moe",)),
+    Family("Granite 3", ("granite",)),
+    Family(
+        "Gemma 3, text alone",
+        ("gemma3_text",),
+        windows(1024),
+        "sliding window",
+        "load it as Gemma3ForCausalLM; the 1B has a window of 512",
+    ),
+    Family("OLMo 3", ("olmo3",), windows(4096), "sliding window"),
+    Family(
+        "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
+    ),
+    Family("Gemma 2", ("gemma2",), sign="attn_logit_softcapping", note="attention with a softcap"),
+    Family("Gemma 4", ("gemma4_text", "gemma4"), sign="head_dim", note="layers have heads of different sizes"),
+    Family("GPT-OSS", ("gpt_oss",), sign="attention sinks", note="attention sinks"),
+    Family("Llama 4", ("llama4_text", "llama4"), sign="chunked_attention", note="layers attend inside chunks"),
+    Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), sign="linear_attention", note=LINEAR),
+    Family(
+        "DeepSeek-V3.2, GLM-5",
+        ("deepseek_v32", "glm_moe_dsa"),
+        sign="indexed_attention",
+        note="every query chooses its keys",
+    ),
+    Family(
+        "Falcon-H1, Nemotron-H, Granite 4 hybrid",
+        ("falcon_h1", "nemotron_h", "granitemoehybrid"),
+        sign="mixes neighbouring tokens",
+        note=LINEAR,
+    ),
+    Family("Mamba", ("mamba", "mamba2"), sign="linear_attention", note="no attention at all"),
+    Family(
+        "Qwen2.5-VL, Qwen3-VL, LLaVA, Gemma 3 with images",
+        ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3"),
+        sign="not causal",
+        note=IMAGES,
+    ),
+)
+INTRODUCTION = f"""# Models
+
+Models that people ask for, with the settings of their published checkpoints. *Works* means that the model passes the
+check of `attach` and `enable`, and that its class was trained on placed documents with the losses and gradients of
+sdpa ([all classes](#all-classes)). *With a limit* means that it works as long as no document is longer; longer ones
+are refused by name. A model that is *refused* is refused before the first step: train it as you do now, with
+`flash_attention_2` for example. Documents beyond `max_position_embeddings` bring a warning.
+
+Made by `python scripts/models/families.py` with Transformers {transformers.__version__} and
+distca_hf {distca_hf.__version__}.
+
+| family | model type | outcome | longest document | note |
+|---|---|---|---|---|
+"""
+
+
+def build(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """Returns a tiny model without weights."""
+    config = tiny_config(CONFIG_MAPPING[model_type])
+    for name, value in settings.items():
+        setattr(config, name, value)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, attn_implementation=IMPLEMENTATION)
+
+
+def longest_accepted_tokens(model: PreTrainedModel, sign: str) -> int:
+    """Returns the longest documents with which the check accepts the model; at most `LONGEST_TOKENS`, 0 if with none.
+
+    Raises:
+        UnsupportedAttentionError: for another reason than the one with this sign.
+    """
+
+    def is_accepted(tokens: int) -> bool:
+        try:
+            check_model(model, tokens)
+        except UnsupportedAttentionError as error:
+            if not sign or sign not in str(error):
+                raise
+            return False
+        return True
+
+    if is_accepted(LONGEST_TOKENS):
+        return LONGEST_TOKENS
+    accepted, refused = 0, LONGEST_TOKENS if is_accepted(1) else 1
+    while refused - accepted > 1:
+        middle = (accepted + refused) // 2
+        accepted, refused = (middle, refused) if is_accepted(middle) else (accepted, middle)
+    return accepted
+
+
+def row(family: Family) -> str:
+    """Returns a row of the table."""
+    models = [build(model_type, family.settings) for model_type in family.model_types]
+    accepted = {longest_accepted_tokens(model, family.sign) for model in models}
+    if len(accepted) > 1:
+        raise ValueError(f"{family.name}: longest documents of its model types are {sorted(accepted)}; write two rows")
+    (tokens,) = accepted
+    outcome = "works" if tokens == LONGEST_TOKENS else "with a limit" if tokens else "refused"
+    longest = f"{tokens:,} tokens" if outcome == "with a limit" else "any" if tokens else "-"
+    return f"| {family.name} | {', '.join(family.model_types)} | {outcome} | {longest} | {family.note} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page whose first section is replaced")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    write_section(options.out, INTRODUCTION + "".join(row(family) for family in FAMILIES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Which causal language models of the installed Transformers run on distca, and how exactly, as a Markdown page.
+
+    python scripts/models/sweep.py [--only MODEL_TYPE ...] [--out PAGE.md]
+
+Of every class that AutoModelForCausalLM knows a tiny model is built (`shared/tiny_configs.py`) and checked. An
+accepted one trains one step on documents that are placed on 1, 2 and 3 ranks, and on the same documents each alone
+with sdpa: loss and gradients must agree. A class that is accepted but differs, or fails in another way than by a
+refusal, makes the script exit with 1.
+"""
+
+import argparse
+import random
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from datasets import Dataset
+from datasets.utils.logging import disable_progress_bar
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import distca_hf
+from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.model_check import IMPLEMENTATION, REMEDY, check_model
+from distca_hf.testing.loopback import run_ranks
+from shared.page_sections import write_section
+from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+RANKS = (1, 2, 3)
+DOCUMENT_TOKENS = (1, 5, 9, 17, 30, 48, LONGEST_TOKENS)
+CAPACITY_TOKENS = 192  # one micro-batch holds all documents, and on three ranks the longest one is cut
+LARGEST_DIFFERENCE = 1e-5
+MOST_PARAMETERS = 10_000_000
+REASON_CHARACTERS = 150
+RANDOM_IN_TRAINING = ("phimoe",)
+# In the order of the page. The last two are faults of distca.
+WORKS, REFUSED, NOT_BUILT, WRONG, CRASH = VERDICTS = ("works", "refused", "not built", "WRONG", "CRASH")
+
+INTRODUCTION = f"""## All classes
+
+Made by `python scripts/models/sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
+distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` knows: a tiny model with one layer of
+each kind (two at least), random fp32 weights, no dropout, and sliding windows as long as the longest document. One
+that *works* trained for a step on documents placed on 1, 2 and 3 ranks; its loss and its gradients were compared with
+those of the same documents, each alone with sdpa, and a difference of up to {LARGEST_DIFFERENCE:.0e} is rounding. One
+that is *refused* is refused by name, before the first step; with other settings (no softcap, attention in all layers)
+it may work. One that is *not built* could not be built here without distca either. Compared as in evaluation, because
+they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section tells how
+[Transformers' own tests](#transformers-own-tests) end with distca.
+"""
+TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or reason |", "|---|---|---|---|")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one class; `told` is the largest relative difference, or the reason."""
+
+    model_class: str
+    model_type: str
+    verdict: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss, and gradients of all parameters one after the other, of one training step."""
+
+    loss: float
+    gradients: torch.Tensor
+
+    def difference(self, other: "Step") -> float:
+        """The larger one of the relative differences of losses and gradients."""
+        loss = abs(self.loss - other.loss) / abs(other.loss)
+        gradients = (self.gradients - other.gradients).norm() / other.gradients.norm()
+        return largest([loss, gradients.item()])
+
+
+def largest(differences: list[float]) -> float:
+    """The largest one; not a number if any is not."""
+    return float(np.max(differences))
+
+
+def config_classes(only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
+    """Configuration classes of all causal language models, or of those model types, each once."""
+    wanted = set(only)
+    classes = {config_class.model_type: config_class for config_class in MODEL_FOR_CAUSAL_LM_MAPPING}
+    if wanted - set(classes):
+        raise SystemExit(f"not in AutoModelForCausalLM's mapping: {', '.join(sorted(wanted - set(classes)))}")
+    return [config_class for model_type, config_class in classes.items() if not wanted or model_type in wanted]
+
+
+def examine(config_class: type[PreTrainedConfig]) -> Outcome:
+    """Builds, checks and compares one class."""
+    verdict, told = _verdict(config_class)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+    told = told.removeprefix(f"{model_class} cannot run on distca: ").removeprefix(f"{model_class}: ")
+    told = told.removesuffix(f". {REMEDY}")
+    told = textwrap.shorten(told.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
+    return Outcome(model_class, config_class.model_type, verdict, told)
+
+
+def _verdict(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
+    """Verdict, and the difference or the reason in full."""
+    try:
+        parameters = num_parameters(config_class)
+    except Exception as error:
+        return NOT_BUILT, _named(error)
+    if parameters > MOST_PARAMETERS:
+        return NOT_BUILT, f"{parameters} parameters are too many for a tiny model"
+    try:
+        model = build(config_class, IMPLEMENTATION)
+    except Exception as error:
+        return REFUSED if IMPLEMENTATION in str(error) else CRASH, f"by Transformers: {_named(error)}"
+    try:
+        check_model(model, LONGEST_TOKENS)
+        return _verdict_of_steps(config_class)
+    except (ConfigError, UnsupportedAttentionError) as error:
+        return REFUSED, str(error)
+    except Exception as error:
+        return CRASH, _named(error)
+
+
+def _verdict_of_steps(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
+    """Of a model that is accepted."""
+    try:
+        expected = step_alone(build_plain(config_class))
+    except Exception as error:
+        return NOT_BUILT, f"fails without distca, too: {_named(error)}"
+    difference = largest([step_placed(config_class, num_ranks).difference(expected) for num_ranks in RANKS])
+    return WORKS if difference <= LARGEST_DIFFERENCE else WRONG, f"{difference:.1e}"
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def num_parameters(config_class: type[PreTrainedConfig]) -> int:
+    """Parameters of the tiny model, without their memory."""
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(tiny_config(config_class)).num_parameters())
+
+
+def build(config_class: type[PreTrainedConfig], implementation: str) -> PreTrainedModel:
+    """A tiny model in fp32 that trains; its weights are random, the same every time, and none is left at zero."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(config_class), attn_implementation=implementation).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.train(config_class.model_type not in RANDOM_IN_TRAINING)
+
+
+def build_plain(config_class: type[PreTrainedConfig]) -> PreTrainedModel:
+    """The same model with sdpa, or with eager attention if it does not know sdpa."""
+    try:
+        return build(config_class, "sdpa")
+    except ValueError:
+        return build(config_class, "eager")
+
+
+def documents_dataset() -> Dataset:
+    """Documents of random tokens, with uneven labels."""
+    rng = random.Random(0)
+    documents = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in DOCUMENT_TOKENS]
+    masks = [[int(at % 7 > row % 5) for at in range(len(ids))] for row, ids in enumerate(documents)]
+    return Dataset.from_dict({"input_ids": documents, "completion_mask": masks})
+
+
+def loader_of(transport: Transport) -> PlacedLoader:
+    """All documents in one micro-batch."""
+    config = DistCAConfig(tokens_per_rank=CAPACITY_TOKENS // transport.world_size, pad_to_multiple_of=32)
+    return PlacedLoader(documents_dataset(), config, transport, torch.device("cpu"))
+
+
+def step_alone(model: PreTrainedModel) -> Step:
+    """The step on whole documents, each alone."""
+    documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
+    labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
+    total = 0.0
+    for document in documents:
+        if (document.shift_labels != -100).any():
+            ids, targets = (torch.from_numpy(x)[None] for x in (document.input_ids, document.labels))
+            loss = model(input_ids=ids, labels=targets, num_items_in_batch=labels, use_cache=False).loss
+            loss.backward()
+            total += loss.item()
+    return Step(total, gradients_of(model))
+
+
+def step_placed(config_class: type[PreTrainedConfig], num_ranks: int) -> Step:
+    """The step on documents that are placed on ranks: their mean, as data parallelism makes it."""
+    models = [build(config_class, IMPLEMENTATION) for _ in range(num_ranks)]
+
+    def step(transport: Transport) -> Step:
+        model = models[transport.rank]
+        distca_hf.enable(model, distca_hf.DistCAPlugin(), LONGEST_TOKENS)
+        (batch,) = loader_of(transport)
+        loss = model(**batch).loss
+        loss.backward()
+        return Step(loss.item(), gradients_of(model))
+
+    steps = run_ranks(num_ranks, step, timeout_seconds=30.0)
+    gradients = torch.stack([step.gradients for step in steps]).mean(0)
+    return Step(sum(step.loss for step in steps) / num_ranks, gradients)
+
+
+def gradients_of(model: PreTrainedModel) -> torch.Tensor:
+    """Gradients of all parameters, one after the other; zeros where a parameter had no part."""
+    return torch.cat(
+        [torch.zeros_like(x).flatten() if x.grad is None else x.grad.flatten() for x in model.parameters()]
+    )
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The outcomes in Markdown."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    ordered = sorted(outcomes, key=lambda x: (VERDICTS.index(x.verdict), x.model_class.lower(), x.model_type))
+    rows = [f"| {x.model_class} | {x.model_type} | {x.verdict} | {x.told} |" for x in ordered]
+    return "\n".join([INTRODUCTION, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
+
+
+def be_quiet() -> None:
+    """One thread, and no word of libraries about tiny models."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    disable_progress_bar()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
+    parser.add_argument("--out", type=Path, help="the page whose section is replaced, by default docs/models.md")
+    options = parser.parse_args()
+    be_quiet()
+    outcomes = []
+    for config_class in config_classes(options.only):
+        began = time.perf_counter()
+        outcomes.append(examine(config_class))
+        print(f"{outcomes[-1].model_type}: {outcomes[-1].verdict}: {outcomes[-1].told}", end="")
+        print(f" ({time.perf_counter() - began:.1f} s)", flush=True)
+    out = options.out or (None if options.only else PAGE)
+    if out is not None:
+        write_section(out, page(outcomes))
+    if any(outcome.verdict in (WRONG, CRASH) for outcome in outcomes):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

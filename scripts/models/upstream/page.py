@@ -1,0 +1,127 @@
+"""The section about Transformers' own tests on the page of models."""
+
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from upstream.outcomes import (
+    ASSERT_SDPA,
+    ASSERTS_SDPA,
+    BOTH,
+    DISTCA,
+    OTHER,
+    PASSED,
+    REFUSED,
+    SDPA,
+    Failure,
+    Run,
+    without_numbers,
+)
+
+
+SUITES = ("models", "attention")
+MESSAGE_CHARACTERS = 200
+INTRODUCTION = """## Transformers' own tests
+
+Transformers tests every model class: training, saving, generation with all kinds of caches, padding, packing. These
+tests run here with distca in the place of sdpa, and once more with sdpa itself:
+
+```
+pip install parameterized httpx
+python scripts/models/upstream_tests.py --transformers CHECKOUT --page docs/models.md --json now.json \\
+    --compare earlier.json
+```
+
+CHECKOUT is a source tree of the installed Transformers version; weights are random, and neither a GPU nor the hub is
+needed. With several trees, later ones fill the gaps of earlier ones. `--page` writes this section, and `--compare`
+fails if a test fails that passed in an earlier run.
+
+Suite *models* is each family's test file with distca as the default; many of its tests never attend. Suite
+*attention* holds its tests of sdpa and FlashAttention 2, with distca instead. Tests over several processes are left
+out. Most tests that skip themselves need a GPU or are marked as slow.
+"""
+COLUMNS = ("family", "passed", "passed with sdpa", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
+UNLIKE = "They fail with sdpa, too, but with another error:"
+
+
+def section(run: Run) -> str:
+    """Writes all of a run in Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    failures = list(run.failures())
+    made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
+    parts = [INTRODUCTION, textwrap.fill(f"{made} {summary(run, failures)}", 119) + "\n"]
+    for suite in SUITES:
+        parts += [f"Suite *{suite}*:\n", *family_table(run, suite, failures)]
+    parts += ["What is refused:\n", *error_table(failure for failure in failures if failure.meaning == REFUSED)]
+    if any(failure.meaning == ASSERTS_SDPA for failure in failures):
+        parts += ["What asserts sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
+    others = [failure for failure in failures if failure.meaning == OTHER]
+    if others:
+        parts += ["What fails for another reason:\n", *error_table(others)]
+    unlike = [
+        failure
+        for failure in failures
+        if failure.meaning == BOTH and not failure.distca.refused and not failure.distca.same_error(failure.sdpa)
+    ]
+    if unlike:
+        parts += [UNLIKE + "\n", *error_table(unlike)]
+    return "\n".join(parts)
+
+
+def summary(run: Run, failures: list[Failure]) -> str:
+    """Counts all tests that did not skip themselves, by the way they ended."""
+    passed = sum(run.count(suite, DISTCA, PASSED) for suite in SUITES)
+    means = Counter(failure.meaning for failure in failures)
+    return (
+        f"{passed + len(failures)} tests ran, {passed} passed. {means[REFUSED]} were refused by name, "
+        f"{means[ASSERTS_SDPA]} assert that the default is sdpa, {means[BOTH]} fail with sdpa, too, and "
+        f"{means[OTHER]} fail for another reason."
+    )
+
+
+def family_table(run: Run, suite: str, failures: list[Failure]) -> list[str]:
+    """Counts tests of every family, and of all."""
+    rows = []
+    for name in [*run.families, None]:
+        shown = [failure for failure in failures if failure.suite == suite and name in (None, failure.family)]
+        of = {meaning: sum(failure.meaning == meaning for failure in shown) for meaning in COLUMNS[3:6]}
+        both = sum(failure.meaning == BOTH for failure in shown)
+        passed = [run.count(suite, implementation, PASSED, name) for implementation in (DISTCA, SDPA)]
+        rows.append([name or "all", *passed, *of.values(), both])
+    return table(COLUMNS, rows)
+
+
+def error_table(failures: Iterable[Failure]) -> list[str]:
+    """Groups failures by their message, and counts and names their tests."""
+    groups = defaultdict(list)
+    for failure in failures:
+        groups[without_numbers(shortened(failure.distca.error))].append(failure)
+    rows = [
+        (
+            len(group),
+            len({failure.family for failure in group}),
+            shortened(group[0].distca.error),
+            ", ".join(sorted({f"`{named(failure.test)}`" for failure in group})),
+        )
+        for group in sorted(groups.values(), key=len, reverse=True)
+    ]
+    return table(("tests", "families", "message, for example", "which"), rows)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Makes the lines of a table, and an empty one."""
+    titles = list(columns)
+    head, *lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in [titles, *rows]]
+    return [head, f"|{'---|' * len(titles)}", *lines, ""]
+
+
+def shortened(error: str) -> str:
+    """Cuts an error: the layer that met it, and a long end."""
+    message = re.sub(r"\w+ of layer \S+: ", "", error)
+    return textwrap.shorten(message, MESSAGE_CHARACTERS, placeholder=" ...")
+
+
+def named(test: str) -> str:
+    """Cuts a test's name: its class, and the number formats it was called with."""
+    return re.sub(r"_\d+_b?fp?\d+.*", "", test.rpartition("::")[2])

@@ -1,0 +1,117 @@
+"""The part of `upstream_tests.py` that pytest loads: another default attention, and a line for every test's outcome.
+
+    pytest -p upstream.plugin --attention distca --suite attention --outcomes FILE ...
+
+In the suite "models" a model whose attention nobody names gets `--attention`. In the suite "attention" models that ask
+for sdpa or FlashAttention 2 get it as well, and tests that Transformers keeps for GPUs or for RUN_SLOW run here.
+The first line of FILE holds all tests that will run, each other one a test and its outcome, in JSON.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca_hf.errors import DistCAError
+from distca_hf.lazy import when_imported
+from upstream.outcomes import FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
+
+
+# Implementations that become another one when a model asks for them; None is no word about it.
+REPLACED = {"models": (None,), "attention": (None, "sdpa", "flash_attention_2")}
+LIFTED_REQUIREMENTS = ("require_flash_attn", "require_torch_accelerator", "slow")
+WORST_FIRST = (FAILED, PASSED, SKIPPED)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--attention", choices=IMPLEMENTATIONS, required=True)
+    parser.addoption("--suite", choices=list(REPLACED), required=True)
+    parser.addoption("--outcomes", type=Path, required=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    attention, suite = config.getoption("attention"), config.getoption("suite")
+    config.pluginmanager.register(Recorder(config.getoption("outcomes")))
+
+    def set_attention() -> None:
+        from transformers import PreTrainedModel
+
+        replace_attention(PreTrainedModel, REPLACED[suite], attention)
+
+    when_imported("transformers.modeling_utils", set_attention)
+    if suite == "attention":
+        when_imported("transformers.testing_utils", lift_requirements)
+
+
+def replace_attention(models: Any, replaced: tuple[str | None, ...], attention: str) -> None:
+    """Makes models with FlashAttention's interface choose `attention` where they are asked for a replaced one.
+
+    Args:
+        models: `transformers.PreTrainedModel`; the method changed is not public, but all choices pass through it.
+    """
+    choose: Callable[..., str] = models._check_and_adjust_attn_implementation
+
+    @functools.wraps(choose)
+    def choose_replaced(model: Any, asked_for: str | None, *arguments: Any, **keywords: Any) -> str:
+        replace = asked_for in replaced and model._supports_flash_attn
+        return choose(model, attention if replace else asked_for, *arguments, **keywords)
+
+    models._check_and_adjust_attn_implementation = choose_replaced
+
+
+def lift_requirements() -> None:
+    """Makes decorators that would skip a test leave it as it is; distca needs no GPU."""
+    from transformers import testing_utils
+
+    for name in LIFTED_REQUIREMENTS:
+        setattr(testing_utils, name, lambda test: test)
+
+
+class Recorder:
+    """Writes a line for every test as soon as it has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reported: list[Outcome] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._path.write_text(json.dumps([short(item.nodeid) for item in session.items]) + "\n")
+
+    def pytest_runtest_logstart(self) -> None:
+        self._reported = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            self._reported.append(failure(call.excinfo.value))
+        elif not report.failed and (report.skipped or report.when == "call"):
+            self._reported.append(Outcome(SKIPPED if report.skipped else PASSED))
+        return report
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        line = {"test": short(nodeid), **asdict(worst(self._reported))}
+        with self._path.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+
+def failure(error: BaseException) -> Outcome:
+    """Makes the outcome of a test that this error ended."""
+    lines = str(error).strip().splitlines() or [""]
+    return Outcome(FAILED, f"{type(error).__name__}: {lines[0]}", isinstance(error, DistCAError))
+
+
+def worst(reported: list[Outcome]) -> Outcome:
+    """Chooses a failure if there is one, of set-up, a subtest or tear-down; rather one that is no refusal."""
+    return min(reported, key=lambda outcome: (WORST_FIRST.index(outcome.result), outcome.refused))
+
+
+def short(nodeid: str) -> str:
+    """Cuts the file from a test's name."""
+    return nodeid.partition("::")[2]

@@ -1,0 +1,192 @@
+"""Runs Transformers' own model and attention tests with distca as the default attention, and compares with sdpa.
+
+    python scripts/models/upstream_tests.py --transformers CHECKOUT [--families llama qwen3 ...] [--json RUN.json]
+        [--page docs/models.md] [--compare EARLIER.json]
+
+CHECKOUT is a source tree of the Transformers version that is installed; nothing is fetched, neither sources nor
+weights, and no GPU is needed. Where a tree lacks files (an sdist holds some tests only), `--transformers` is given
+again: later trees fill what earlier ones lack. Their own test requirements (`parameterized`, `httpx`) must be there.
+
+Each family's test file runs in four processes. Suite "models": all tests that do not ask for an attention by name,
+with another default. Suite "attention": tests that ask for sdpa or FlashAttention 2 get distca, and once more sdpa.
+
+Exit status 1: a test fails with distca alone, neither refused by name nor because it asserts that sdpa is the default;
+or a test that passed in EARLIER.json fails.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from shared.page_sections import write_section
+from upstream.outcomes import FAILED, IMPLEMENTATIONS, OTHER, Outcome, Outcomes, Run, no_longer_passing
+from upstream.page import section
+
+
+FAMILIES = (
+    *("llama", "qwen3", "gemma", "mixtral", "phi3", "smollm3", "mistral", "olmo2", "cohere", "deepseek_v3"),
+    *("gpt_neox", "starcoder2"),
+)
+ATTENTION_TESTS = (
+    "flash_attn_2 or flash_attention_2 or matches_sdpa or matches_fa2 or sdpa_padding or compile_for_training"
+)
+SUITES = {"models": f"not ({ATTENTION_TESTS})", "attention": ATTENTION_TESTS}
+# The plugin does not reach processes that a test starts.
+ONE_PROCESS = "not (is_fsdp_test or is_tensor_parallel_test or is_expert_parallel_test)"
+PYTEST_SETTINGS = """[pytest]
+addopts = -p upstream.plugin -p pytest_timeout -p no:cacheprovider -W ignore
+timeout = 600
+timeout_method = signal
+"""
+FEW_FILES = 3
+PARTS_OF_A_TREE = ("tests", "utils")
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def main() -> None:
+    options = parse()
+    earlier = Run.read(options.compare) if options.compare else None
+    families: dict[str, dict[str, dict[str, Outcomes]]] = {}
+    with tempfile.TemporaryDirectory(prefix="upstream_tests_") as folder:
+        workplace = Path(folder)
+        trees = assemble(options.transformers, workplace)
+        missing = [family for family in options.families if not (workplace / test_file(family)).is_file()]
+        if missing:
+            files = ", ".join(str(test_file(family)) for family in missing)
+            raise SystemExit(f"no tree holds {files}; give one that does with --transformers")
+        versions = {name: version(name) for name in ("transformers", "torch", "distca_hf")}
+        run = Run(date.today().isoformat(), versions, trees, families)
+        for tree in trees:
+            print(f"tests: {tree}; Transformers {versions['transformers']} is installed", flush=True)
+        for family in options.families:
+            families[family] = {
+                suite: {name: run_suite(workplace, family, suite, name) for name in IMPLEMENTATIONS}
+                for suite in SUITES
+            }
+            if options.json:
+                run.write(options.json)
+    if options.page:
+        write_section(options.page, section(run))
+    faults = print_faults(run)
+    if earlier is not None:
+        faults += print_changes(earlier, run)
+    sys.exit(1 if faults else 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transformers", type=Path, action="append", required=True, metavar="PATH")
+    parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="FAMILY")
+    parser.add_argument("--json", type=Path, help="where the outcomes go, after every family")
+    parser.add_argument("--page", type=Path, help="the Markdown page whose section about these tests is replaced")
+    parser.add_argument("--compare", type=Path, metavar="EARLIER.json")
+    return parser.parse_args()
+
+
+def assemble(trees: list[Path], workplace: Path) -> list[str]:
+    """Copies the tests of all trees into one, beside the installed Transformers.
+
+    Returns:
+        The number of files from each tree, or their names if they are few, and its version.
+    """
+    (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
+    (workplace / "src").mkdir()
+    installed = importlib.util.find_spec("transformers")
+    assert installed is not None
+    (workplace / "src" / "transformers").symlink_to(Path(str(installed.origin)).parent)
+    told = []
+    for tree in trees:
+        files = [path for part in PARTS_OF_A_TREE for path in (tree / part).rglob("*") if path.is_file()]
+        lacked = [path for path in files if not (workplace / path.relative_to(tree)).exists()]
+        for path in lacked:
+            target = workplace / path.relative_to(tree)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        names = [str(path.relative_to(tree)) for path in lacked]
+        told.append(f"{', '.join(names) if len(names) <= FEW_FILES else f'{len(names)} files'} of {version_of(tree)}")
+    return told
+
+
+def version_of(tree: Path) -> str:
+    """Reads the Transformers version of a source tree."""
+    package = tree / "src" / "transformers" / "__init__.py"
+    found = re.search(r'^__version__ = "(.+)"', package.read_text(), re.MULTILINE) if package.is_file() else None
+    return found[1] if found else "an unknown version"
+
+
+def test_file(family: str) -> Path:
+    return Path("tests", "models", family, f"test_modeling_{family}.py")
+
+
+def run_suite(workplace: Path, family: str, suite: str, implementation: str) -> Outcomes:
+    """Runs one suite of a family in a process of its own.
+
+    Raises:
+        SystemExit: not all of its tests came to an end; shows the end of its output.
+    """
+    began = time.perf_counter()
+    lines = workplace / "outcomes.jsonl"
+    lines.unlink(missing_ok=True)
+    plugin = ["--attention", implementation, "--suite", suite, "--outcomes", str(lines)]
+    command = [sys.executable, "-m", "pytest", *plugin, "-k", SUITES[suite], "-m", ONE_PROCESS]
+    python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.run(
+        [*command, str(test_file(family))],
+        cwd=workplace,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": python_path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    tests, *ended = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else [[]]
+    outcomes = {line.pop("test"): Outcome(**line) for line in ended}
+    if not tests or tests != list(outcomes):
+        unfinished = next((test for test in tests if test not in outcomes), "collecting tests")
+        told = f"{family}, {suite}, {implementation}: pytest ended with {process.returncode} in {unfinished}"
+        raise SystemExit(f"{told}\n{process.stdout[-6000:]}")
+    counts = Counter(outcome.result for outcome in outcomes.values())
+    seconds = f"{time.perf_counter() - began:.0f} s"
+    print(f"{family}, {suite}, {implementation}: {dict(counts)} ({seconds})", flush=True)
+    return outcomes
+
+
+def print_faults(run: Run) -> int:
+    """Prints failures with distca alone that nothing explains, and returns how many there are."""
+    faults = [failure for failure in run.failures() if failure.meaning == OTHER]
+    for fault in faults:
+        print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {fault.distca.error}")
+    return len(faults)
+
+
+def print_changes(earlier: Run, now: Run) -> int:
+    """Prints tests that passed in an earlier run and do not now, and returns how many of them fail."""
+    for name in sorted(earlier.versions.keys() | now.versions.keys()):
+        before, after = earlier.versions.get(name), now.versions.get(name)
+        if before != after:
+            print(f"{name} was {before} in the earlier run and is {after} now")
+    changed = no_longer_passing(earlier, now)
+    for test, outcome in sorted(changed.items()):
+        told = "did not run" if outcome is None else f"{outcome.result} {outcome.error}"
+        print(f"PASSED EARLIER {test}: now {told}")
+    return sum(outcome is not None and outcome.result == FAILED for outcome in changed.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Losses: the same training with distca_hf on two ranks and with sdpa, one document after the other.
+
+scripts/quickstart.sh --steps 64
+cp quickstart_output/steps.json docs/benchmarks/quickstart-steps.json
+python scripts/pictures/draw_losses.py
+"""
+
+import json
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from style import BENCHMARKS, Style, headline, save
+
+
+STEPS: list[dict[str, Any]] = json.loads((BENCHMARKS / "quickstart-steps.json").read_text())
+DISTCA, SDPA = zip(*(step["losses"] for step in STEPS), strict=True)
+DIFFERENCES = [ours - theirs for ours, theirs in zip(DISTCA, SDPA, strict=True)]
+
+
+def largest() -> str:
+    """The largest difference, such as 0.0000019."""
+    return f"{max(map(abs, DIFFERENCES)):.7f}"
+
+
+def draw(style: Style) -> Figure:
+    figure = Figure(figsize=(8.4, 4.6))
+    headline(
+        figure,
+        style,
+        "The losses are those of ordinary training",
+        f"A small Llama on Python's sources, {len(STEPS)} steps (quickstart): distca_hf with documents over two "
+        f"ranks, and sdpa\nwith each document alone. Losses differ by {largest()} at most; single precision.",
+    )
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+    steps = range(1, 1 + len(STEPS))
+    panels[0].plot(steps, SDPA, color=style.others, lw=7, alpha=0.55, solid_capstyle="round", label="sdpa")
+    panels[0].plot(steps, DISTCA, color=style.ours, lw=1.8, label="distca_hf")
+    panels[0].set_ylabel("loss")
+    panels[0].legend(frameon=False, loc="upper right")
+    panels[1].plot(steps, DIFFERENCES, color=style.ours, lw=1.2)
+    panels[1].axhline(0, color=style.muted, lw=0.6)
+    panels[1].set_ylabel("difference,\nmillionths")
+    panels[1].set_xlabel("step")
+    panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 1e6:+.0f}" if value else "0"))
+    panels[1].set_xlim(0.5, len(STEPS) + 0.5)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0)
+        axes.grid(axis="y", color=style.grid, lw=0.6)
+    figure.align_ylabels(panels)
+    figure.subplots_adjust(left=0.105, right=0.985, top=0.80, bottom=0.105, hspace=0.14)
+    return figure
+
+
+def described() -> str:
+    """The picture in words."""
+    return (
+        f"Losses of {len(STEPS)} steps with distca_hf and with sdpa, from {DISTCA[0]:.3f} to {DISTCA[-1]:.3f}. They "
+        f"lie on each other and differ by {largest()} at most."
+    )
+
+
+if __name__ == "__main__":
+    save("losses", described(), draw)

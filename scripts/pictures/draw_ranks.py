@@ -1,0 +1,108 @@
+"""Ranks: the more GPUs, the more of their attention time is waiting, unless documents are placed.
+
+    python scripts/pictures/draw_ranks.py
+
+Counted in attended pairs, as `distca plan` counts, on the first micro-batches of a training on examples/lengths.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import imbalance
+from distca_hf.insight.lengths import read_lengths
+from distca_hf.insight.models import preset
+from distca_hf.integrations.placed import PlacedPlanner
+from distca_hf.packing.epochs import EpochPacker
+from distca_hf.packing.placement import fill_in_order
+from distca_hf.packing.source import fit_documents
+from distca_hf.shipped import LENGTHS
+from style import Style, headline, save
+
+
+MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
+RANKS = (2, 4, 8, 16, 32, 64, 128)
+TOKENS_PER_RANK, RANKS_PER_NODE, SEED, MICRO_BATCHES = 65_536, 8, 42, 12
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Busiest rank over the mean, on several micro-batches: mean, smallest, largest; and the largest once placed."""
+
+    mean: float
+    lowest: float
+    highest: float
+    placed_highest: float
+
+
+def measure(mix: str, num_ranks: int) -> Spread:
+    """Packs and places the first micro-batches of a training."""
+    capacity_tokens = num_ranks * TOKENS_PER_RANK
+    _, _, lengths = fit_documents(read_lengths(LENGTHS.find(mix)).tokens, capacity_tokens, "split")
+    packer = EpochPacker(lengths, capacity_tokens, SEED)
+    epoch = packer.epoch(0)
+    batches = [lengths[epoch.micro_batch(index)] for index in range(min(MICRO_BATCHES, packer.num_micro_batches))]
+    in_order = [imbalance(fill_in_order(batch, num_ranks).rank_work) for batch in batches]
+    config = DistCAConfig(tokens_per_rank=TOKENS_PER_RANK, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
+    planner = PlacedPlanner(config, num_ranks, preset("llama3-8b").heads.groups)
+    placed = [planner.plan(batch).imbalance for batch in batches]
+    return Spread(float(np.mean(in_order)), min(in_order), max(in_order), max(placed))
+
+
+def draw(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
+    figure = Figure(figsize=(8.4, 4.3))
+    headline(
+        figure,
+        style,
+        "The more GPUs, the longer all wait for the busiest one",
+        f"Attention work of the busiest GPU over the mean, documents packed in order, "
+        f"{TOKENS_PER_RANK // 1024}K tokens per GPU.\n"
+        "Lines: mean of an epoch's first batches. Areas: from the best to the worst of them.",
+    )
+    axes = figure.subplots()
+    for (mix, by_ranks), colour in zip(spreads.items(), (style.long, style.others), strict=True):
+        lows, highs = [spread.lowest for spread in by_ranks], [spread.highest for spread in by_ranks]
+        means = [spread.mean for spread in by_ranks]
+        axes.fill_between(RANKS, lows, highs, color=colour, alpha=0.18, lw=0)
+        axes.plot(RANKS, means, color=colour, lw=2.2, marker="o", ms=4)
+        axes.annotate(
+            f"{MIXES[mix]}, {means[-1]:.1f}", (RANKS[-1], means[-1]), (8, 0), textcoords="offset points", va="center"
+        )
+    placed = max(spread.placed_highest for by_ranks in spreads.values() for spread in by_ranks)
+    axes.plot(RANKS, [1] * len(RANKS), color=style.ours, lw=2.6, marker="o", ms=4)
+    axes.annotate(
+        f"both, placed by\ndistca_hf: {placed:.2f} at most",
+        (RANKS[-1], 1),
+        (8, -2),
+        textcoords="offset points",
+        va="center",
+        color=style.ours,
+        weight="bold",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(RANKS, [f"{ranks}" for ranks in RANKS])
+    axes.set_xlabel("GPUs")
+    axes.set_ylim(0, None)
+    axes.grid(axis="y", color=style.grid, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+    figure.subplots_adjust(left=0.045, right=0.765, top=0.78, bottom=0.115)
+    return figure
+
+
+def described(spreads: dict[str, list[Spread]]) -> str:
+    """The picture in words."""
+    told = [
+        ", ".join(f"{spread.mean:.1f} on {ranks}" for ranks, spread in zip(RANKS, by_ranks, strict=True))
+        for by_ranks in spreads.values()
+    ]
+    mixes = "; ".join(f"{name}: {means}" for name, means in zip(MIXES.values(), told, strict=True))
+    return f"Attention work of the busiest GPU over the mean, documents in order. {mixes}. Placed: 1.01 at most."
+
+
+if __name__ == "__main__":
+    measured = {mix: [measure(mix, num_ranks) for num_ranks in RANKS] for mix in MIXES}
+    save("ranks", described(measured), lambda style: draw(style, measured))

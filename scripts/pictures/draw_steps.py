@@ -1,0 +1,120 @@
+"""Steps: how long a training step takes in every way to share attention, as bars over the shortest possible step.
+
+    python scripts/pictures/draw_steps.py
+
+Figures are those of docs/benchmarks/steps.json, which names their page.
+"""
+
+import json
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from style import BENCHMARKS, Style, bare, headline, save
+
+
+STEPS: dict[str, Any] = json.loads((BENCHMARKS / "steps.json").read_text())
+FOUR_GPUS = {
+    "plain": "plain packing",
+    "context": "context parallel\n(as in ring attention)",
+    "ulysses": "Ulysses\n(as in ALST)",
+    "distca": "distca_hf",
+    "ideal": "ideal, no transfer",
+}
+TWO_GPUS = {
+    "plain": "plain packing (TRL)",
+    "ring": "ring-flash-attention\nllama3",
+    "zigzag": "ring-flash-attention\nzigzag",
+    "ulysses": "DeepSpeed Ulysses\n(ALST)",
+    "recomputed": "distca_hf, attention\nrecomputed as above",
+    "distca": "distca_hf, its default",
+}
+
+
+def row_of(table: str, documents: str, links: str) -> dict[str, Any]:
+    """Milliseconds by way of one set of documents."""
+    (row,) = (row for row in STEPS[table]["rows"] if (row["documents"], row["links"]) == (documents, links))
+    return row["ms"]
+
+
+def draw_bars(axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int], unit: str, missing: str) -> None:
+    """Draws a bar for each way, as a multiple of the way `unit`, with its milliseconds."""
+    for place, way in enumerate(ways):
+        if way not in ms:
+            axes.text(0.03, place, missing, va="center", fontsize=9, color=style.muted, style="italic")
+            continue
+        ratio = ms[way] / ms[unit]
+        colour = {"distca": style.ours, "recomputed": style.ours, "ideal": style.best}.get(way, style.others)
+        axes.barh(place, ratio, 0.72, color=colour, alpha=0.55 if way == "recomputed" else 1)
+        ours = way == "distca"
+        axes.text(ratio + 0.03, place, f"{ratio:.2f}", va="center", weight="bold" if ours else "normal")
+        inside = {"distca": style.on_ours, "recomputed": style.text, "ideal": style.text}.get(way, style.on_others)
+        axes.text(0.04, place, f"{ms[way]:,} ms", va="center", fontsize=8.5, color=inside)
+    axes.axvline(1, color=style.muted, lw=0.8, ls=(0, (4, 3)), zorder=0)
+    axes.set_yticks(range(len(ways)), [*ways.values()], fontsize=9.5)
+    axes.set_ylim(len(ways) - 0.5, -0.5)
+    axes.set_xticks([])
+    bare(axes)
+
+
+def draw_four_gpus(style: Style) -> Figure:
+    figure = Figure(figsize=(8.4, 5.9))
+    headline(
+        figure,
+        style,
+        "distca_hf stays within 3 % of ideal, over fast and slow links",
+        "A training step (4 layers of an 8B Llama, FSDP2, four H200) as a multiple of ideal: the same work, spread "
+        "evenly\nwithout any transfer. One program and one attention kernel for all. Shorter is better.",
+    )
+    documents = ["one of 128K among 96 of 4K", "all lengths from 64K to 2K", "all of 4K"]
+    panels = figure.subplots(2, 3, sharex=True, sharey=True)
+    for row, (links, title) in enumerate([("NVLink", "NVLink"), ("30 GB/s", "30 GB/s, as between nodes")]):
+        for column, mix in enumerate(documents):
+            axes = panels[row, column]
+            draw_bars(axes, style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal", "not measured")
+            axes.set_xlim(0, 2.3)
+            if row == 0:
+                axes.set_title(mix, fontsize=10.5, loc="left", pad=22)
+            if column == 0:
+                axes.text(0, 1.02, title, transform=axes.transAxes, color=style.muted, fontsize=10)
+    figure.subplots_adjust(left=0.185, right=0.99, top=0.775, bottom=0.02, hspace=0.16, wspace=0.06)
+    return figure
+
+
+def draw_two_gpus(style: Style) -> Figure:
+    figure = Figure(figsize=(8.4, 3.9))
+    headline(
+        figure,
+        style,
+        "The fastest on each mix, beside other people's own code",
+        "A training step (4 layers of an 8B Llama with head and AdamW, FSDP2, two H200, NVLink), over that of "
+        "distca_hf.\nAll call FlashAttention 4. Shorter is better.",
+    )
+    panels = figure.subplots(1, 3, sharex=True, sharey=True)
+    for axes, documents in zip(panels, ("one of 64K among 16 of 4K", "one of 128K", "all of 4K"), strict=True):
+        ms = row_of("two_gpus", documents, "NVLink")
+        for place, way in enumerate(TWO_GPUS):
+            if way not in ms:
+                reason = "does not fit" if way == "plain" else "not measured"
+                axes.text(0.03, place, reason, va="center", fontsize=9, color=style.muted, style="italic")
+        draw_bars(axes, style, TWO_GPUS, ms, "distca", "")
+        axes.set_title(documents, fontsize=10.5, loc="left")
+        axes.set_xlim(0, 1.85)
+    figure.subplots_adjust(left=0.195, right=0.99, top=0.72, bottom=0.02, wspace=0.06)
+    return figure
+
+
+def described(table: str, ways: dict[str, str]) -> str:
+    """All figures of a picture in words."""
+    rows = [
+        f"{row['documents']}, {row['links']}: "
+        + ", ".join(f"{ways[way]} {row['ms'][way]}".replace("\n", " ") for way in ways if way in row["ms"])
+        for row in STEPS[table]["rows"]
+    ]
+    return f"Milliseconds of a training step. {'. '.join(rows)}."
+
+
+if __name__ == "__main__":
+    save("steps-four-gpus", described("four_gpus", FOUR_GPUS), draw_four_gpus)
+    save("steps-two-gpus", described("two_gpus", TWO_GPUS), draw_two_gpus)

@@ -1,0 +1,116 @@
+"""Style: colours, and files in docs/pictures. Every picture is drawn twice, for light and for dark pages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colours of one kind of page.
+
+    Attributes:
+        text, muted, grid: of titles, of labels, of lines behind bars.
+        ours: what the picture is about; `long` is the part of it that decides.
+        others, best: other ways to train, and the best that there can be.
+        on_ours, on_others: of text on these.
+        waiting, hatch: of time in which nothing is done.
+    """
+
+    name: str
+    text: str
+    muted: str
+    grid: str
+    ours: str
+    on_ours: str
+    long: str
+    others: str
+    on_others: str
+    best: str
+    waiting: str
+    hatch: str
+
+
+LIGHT = Style(
+    name="light",
+    text="#1f2328",
+    muted="#59636e",
+    grid="#d1d9e0",
+    ours="#2f6fb7",
+    on_ours="#ffffff",
+    long="#e07b00",
+    others="#9aa6b2",
+    on_others="#1f2328",
+    best="#d1d9e0",
+    waiting="#eceff2",
+    hatch="#a3aeb9",
+)
+DARK = Style(
+    name="dark",
+    text="#f0f6fc",
+    muted="#9198a1",
+    grid="#3d444d",
+    ours="#5aa2f0",
+    on_ours="#0d1117",
+    long="#f0932b",
+    others="#8593a3",
+    on_others="#0d1117",
+    best="#3d444d",
+    waiting="#1e2630",
+    hatch="#56616e",
+)
+
+
+def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
+    """Writes `NAME-light.svg` and `NAME-dark.svg`. Text becomes outlines, which look alike everywhere; equal figures
+    are equal bytes.
+
+    Args:
+        name: of the picture.
+        description: what it shows, for those who cannot see it; kept in the file.
+        draw: draws it in a style.
+    """
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for style in (LIGHT, DARK):
+        settings = {
+            "svg.hashsalt": name,
+            "svg.fonttype": "path",
+            "font.family": "DejaVu Sans",
+            "font.size": 10.5,
+            "hatch.linewidth": 0.7,
+            "hatch.color": style.hatch,
+            "text.color": style.text,
+            "axes.labelcolor": style.muted,
+            "axes.edgecolor": style.grid,
+            "axes.titlecolor": style.text,
+            "xtick.color": style.muted,
+            "ytick.color": style.muted,
+        }
+        with matplotlib.rc_context(settings):
+            figure = draw(style)
+            path = PICTURES / f"{name}-{style.name}.svg"
+            metadata = {"Date": None, "Creator": None, "Title": description}
+            figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+        print(path.relative_to(ROOT))
+
+
+def headline(figure: Figure, style: Style, finding: str, details: str) -> None:
+    """Writes the finding on top of a figure, and below it, smaller, what was looked at."""
+    left, below = 0.012, 0.40 / figure.get_figheight()
+    figure.suptitle(finding, x=left, y=0.985, ha="left", va="top", fontsize=15, fontweight="bold")
+    figure.text(left, 1 - below, details, ha="left", va="top", fontsize=10, color=style.muted, linespacing=1.35)
+
+
+def bare(axes: Axes) -> None:
+    """Leaves bars alone: no frame and no marks."""
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
