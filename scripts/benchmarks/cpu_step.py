@@ -8,6 +8,7 @@ Steps are interleaved and begin from equal weights. Printed are the ratio of the
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
+from distca_hf.packing.source import Tokens
 
 
 def new_model(implementation: str) -> torch.nn.Module:
@@ -81,7 +83,7 @@ def distca_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float
     return loss.item()
 
 
-def sdpa_step(model: torch.nn.Module, documents: list) -> float:
+def sdpa_step(model: torch.nn.Module, documents: Sequence[Tokens]) -> float:
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     total = 0.0
     for document in documents:

@@ -82,13 +82,13 @@ def main() -> None:
         )
     _print_largest(steps, "speed-up", lambda row: row.links)
     print("\n| page | GPUs | documents | | measured GiB | estimated | off by |\n|---|---|---|---|---|---|---|")
-    peaks = [(row, row.gib, estimated_gib(row)) for row in PEAKS]
-    for row, measured, estimated in peaks:
+    peaks = [(peak, peak.gib, estimated_gib(peak)) for peak in PEAKS]
+    for peak, measured, estimated in peaks:
         print(
-            f"| {row.page} | {row.num_ranks} | {row.documents} | {row.size.layers} layers, {row.way}, attention "
-            f"{row.checkpointing} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
+            f"| {peak.page} | {peak.num_ranks} | {peak.documents} | {peak.size.layers} layers, {peak.way}, attention "
+            f"{peak.checkpointing} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
         )
-    _print_largest(peaks, "peak memory", lambda row: row.way)
+    _print_largest(peaks, "peak memory", lambda peak: peak.way)
 
 
 def _print_largest(rows: Iterable[tuple[Any, float, float]], figure: str, group: Callable[[Any], str]) -> None:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from distca_hf.planning.routing import route
 from distca_hf.topology import Topology
@@ -55,7 +54,7 @@ def print_times(ranks: list[int]) -> None:
 
 def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
     """What fresh processes say, one after the other."""
-    command = [sys.executable, Path(__file__), "--measure", kind, mix, str(num_ranks)]
+    command = [sys.executable, __file__, "--measure", kind, mix, str(num_ranks)]
     for _ in range(PROCESSES):
         yield json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
