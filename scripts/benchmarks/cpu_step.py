@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
 from distca_hf.packing.source import Tokens
+from lib.tables import head
 
 
 def new_model(implementation: str) -> torch.nn.Module:
@@ -42,8 +43,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     random = np.random.RandomState(0)
-    print("| documents | distca ms | sdpa ms | distca / sdpa | largest loss difference |")
-    print("|---|---|---|---|---|")
+    print(head(["documents", "distca ms", "sdpa ms", "distca / sdpa", "largest loss difference"]))
     mixes = {
         "long tail": np.minimum(options.tokens, random.lognormal(6.0, 1.3, 4000).astype(np.int64) + 2),
         "one long": np.full(64, options.tokens),
