@@ -144,8 +144,8 @@ def plan(
     layout: Annotated[
         str,
         typer.Option(
-            help="placed: distca chooses who holds what; fixed: tokens stay where documents in order fill the ranks, "
-            "tasks move"
+            help="placed: distca chooses the rank of each token; fixed: tokens stay where documents in order fill "
+            "the ranks, tasks move"
         ),
     ] = "placed",
     overlong: Annotated[
@@ -177,8 +177,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:
-    """Says what training on documents of these lengths would be like: how equal the work of all ranks gets in an
-    epoch, how much faster that is, how much memory it needs, and what other numbers of tokens per rank would bring.
+    """Estimates a training on documents of these lengths: balance of an epoch, speed and memory, also for other
+    numbers of tokens per rank.
 
     Documents are shuffled and packed as training does it: an epoch has as few micro-batches as hold all documents, of
     nearly equal tokens. The first optimizer step is planned in full, with its bytes.

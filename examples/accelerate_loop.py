@@ -2,8 +2,8 @@
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples accelerate_loop)"
 
-Self-contained: random documents, a tiny Llama, a few steps. Every label of the accumulation window counts once,
-whichever rank holds it.
+Self-contained: random documents, a tiny Llama, a few steps. Every label of a step counts once,
+whichever rank and micro-batch holds it.
 """
 
 import random
@@ -45,11 +45,11 @@ def main() -> None:
 
     batches = iter(loader)
     for step in range(STEPS):
-        window = list(islice(batches, ACCUMULATION))
-        labels = sum(batch["distca_plan"].label_tokens for batch in window)
+        micro_batches = list(islice(batches, ACCUMULATION))
+        labels = sum(batch["distca_plan"].label_tokens for batch in micro_batches)
         loss_sum = torch.zeros((), device=accelerator.device)
-        for batch in window:
-            last = batch is window[-1]
+        for batch in micro_batches:
+            last = batch is micro_batches[-1]
             with nullcontext() if last else accelerator.no_sync(model):
                 loss = model(**batch, num_items_in_batch=labels / accelerator.num_processes).loss
                 accelerator.backward(loss)
@@ -57,7 +57,7 @@ def main() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        balance = ", ".join(f"{batch['distca_plan'].facts.imbalance:.3f}" for batch in window)
+        balance = ", ".join(f"{batch['distca_plan'].facts.imbalance:.3f}" for batch in micro_batches)
         accelerator.print(
             f"step {step}: loss {accelerator.reduce(loss_sum, 'mean').item():.5f}, max/mean work {balance}"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distca_hf.errors import DistCAError
+from distca_hf.errors import DistCAError, PeerLostError
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
@@ -26,6 +26,13 @@ LONGEST_MESSAGE = 500
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # What gloo and NCCL say, in collectives that are not ours.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
+
+
+def tells_of_a_lost_peer(error: BaseException) -> bool:
+    """Returns whether an error came about because another rank had ended before."""
+    if isinstance(error, DistCAError):
+        return isinstance(error, PeerLostError)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER)
 
 
 class RollCall:
@@ -88,8 +95,7 @@ class RollCall:
         earlier = sys.excepthook
 
         def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            foreign = isinstance(error, RuntimeError) and not isinstance(error, DistCAError)
-            if foreign and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
+            if tells_of_a_lost_peer(error) and not isinstance(error, DistCAError):
                 for rank, words in self.missing().items():
                     error.add_note(f"distca_hf: rank {rank} {words}")
             self.leave(f"{kind.__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Uncaught errors of ours: shown once per job, and left where the launcher's summary finds them.
+"""Uncaught errors: left where the launcher's summary finds them, and ours are shown once per job.
 
 An error that all ranks have alike would come with a traceback from each of them. The first rank that leaves its words
 at the job's store shows it; every other rank points there. Errors of somebody else are shown as ever.
@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from distca_hf.comm.rollcall import tells_of_a_lost_peer
 from distca_hf.errors import DistCAError, PeerLostError
 from distca_hf.launcher import leave_for_launcher
 from distca_hf.telemetry import NAME, this_rank
@@ -40,11 +41,12 @@ class ShownOnce:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Shows the error, or points to the rank that does."""
+        words, rank = f"{kind.__name__}: {error}", this_rank()
+        if isinstance(error, Exception):  # not Ctrl-C
+            leave_for_launcher(words, follows=tells_of_a_lost_peer(error))
         if not isinstance(error, DistCAError):
             self._earlier(kind, error, trace)
             return
-        words, rank = f"{kind.__name__}: {error}", this_rank()
-        leave_for_launcher(words)
         shown_by = first_rank_with(words, rank)
         if shown_by != rank:
             self._point(f"ends with the same {kind.__name__} as rank {shown_by}, which shows it")

@@ -1,6 +1,7 @@
 """Callback: checks the model, and logs what balancing brought."""
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -136,14 +137,28 @@ class DistCACallback(TrainerCallback):
         """Returns where plans come from; None if nothing is planned, or not yet."""
         return watch.packs if self._loader is None else self._loader
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the evaluation that has ended out of what is measured."""
+        for meter in self._meters():
+            meter.leave_out_evaluation()
+
+    on_predict = on_evaluate
+
+    def _meters(self) -> Iterator[Meter]:
+        return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Compares weights, where that is due.
+        """Notes that a step has ended, and compares weights, where that is due.
 
         Raises:
             PlanMismatchError: weights were compared after this step, and differ.
         """
+        for meter in self._meters():
+            meter.note_training()
         every = self._plugin.check_weights_every_steps
         if every and state.global_step % every == 0:
             if self._weights is None:

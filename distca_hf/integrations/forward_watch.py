@@ -163,7 +163,7 @@ class ForwardWatch:
         if self.packs is None:
             transport = self.plugin.transport(tokens_of(batch).device)
             self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
-        return self.packs.plan(batch)
+        return self.packs.plan(batch, trains=module.training)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class Reading:
 
     Attributes:
         num_ranks: how many there are.
-        seconds: that passed on this rank.
+        seconds: that passed on this rank, evaluation left out.
         totals: of the micro-batches.
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
         slowest_rank: the one that waited least for others; None if only one was asked.
@@ -102,6 +102,22 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+class Moment(NamedTuple):
+    """What had passed at some moment: time, bytes that this rank sent, time that it waited for others."""
+
+    seconds: float
+    sent_bytes: int
+    waited_seconds: float
+
+    def since(self, earlier: "Moment") -> "Moment":
+        """Returns what passed after an earlier moment."""
+        return Moment(
+            self.seconds - earlier.seconds,
+            self.sent_bytes - earlier.sent_bytes,
+            self.waited_seconds - earlier.waited_seconds,
+        )
+
+
 class Meter:
     """Reads what a training does.
 
@@ -117,11 +133,22 @@ class Meter:
 
     def begin(self, source: PlanSource | None) -> None:
         """Counts from here on; there may be no source before the first batch."""
-        self._began = time.perf_counter()
-        self._sent_bytes = self._transport.traffic.bytes_sent
-        self._waited_seconds = self._transport.traffic.waited_seconds
+        self._began = self._trained_until = self._now()
         self._totals = PlanTotals() if source is None else source.totals
         self._times = LoaderTimes() if source is None else replace(source.times)
+
+    def note_training(self) -> None:
+        """Notes that the model has trained until now."""
+        self._trained_until = self._now()
+
+    def leave_out_evaluation(self) -> None:
+        """Leaves out what passed since the model trained."""
+        now = self._now()
+        self._began, self._trained_until = now.since(self._trained_until.since(self._began)), now
+
+    def _now(self) -> Moment:
+        traffic = self._transport.traffic
+        return Moment(time.perf_counter(), traffic.bytes_sent, traffic.waited_seconds)
 
     def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> Reading | None:
         """Reads, and begins anew; None if nothing was planned. A collective call: every rank reads at the same steps.
@@ -130,30 +157,28 @@ class Meter:
             step: number of the optimizer step.
             dtype: that attention computes in.
         """
-        totals, seconds, mine = (
-            source.totals.since(self._totals),
-            time.perf_counter() - self._began,
-            self._mine(source),
-        )
+        totals, passed = source.totals.since(self._totals), self._now().since(self._began)
+        mine = self._mine(source, passed)
         self.begin(source)
         if not totals.micro_batches:
             return None
         by_rank = Agreement.start(self._transport, Occasion.REPORT, step, {}, mine).wait()
-        return self._reading(totals, seconds, by_rank, dtype)
+        return self._reading(totals, passed.seconds, by_rank, dtype)
 
     def read_alone(self, source: PlanSource) -> Reading:
         """Reads without the other ranks: times and bytes are of this one."""
-        totals, seconds = source.totals.since(self._totals), time.perf_counter() - self._began
-        return self._reading(totals, seconds, {name: [value] for name, value in self._mine(source).items()}, None)
+        totals, passed = source.totals.since(self._totals), self._now().since(self._began)
+        mine = {name: [value] for name, value in self._mine(source, passed).items()}
+        return self._reading(totals, passed.seconds, mine, None)
 
-    def _mine(self, source: PlanSource) -> dict[str, int]:
+    def _mine(self, source: PlanSource, passed: Moment) -> dict[str, int]:
         """Returns what this rank has to show."""
-        times, traffic = source.times, self._transport.traffic
+        times = source.times
         return {
             "wait_ns": round(1e9 * (times.wait_seconds - self._times.wait_seconds)),
             "plan_ns": round(1e9 * (times.plan_seconds - self._times.plan_seconds)),
-            "sent_bytes": traffic.bytes_sent - self._sent_bytes,
-            "waited_ns": round(1e9 * (traffic.waited_seconds - self._waited_seconds)),
+            "sent_bytes": passed.sent_bytes,
+            "waited_ns": round(1e9 * passed.waited_seconds),
             "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0,
         }
 

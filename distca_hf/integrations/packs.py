@@ -38,8 +38,9 @@ class PackPlanner:
     """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Attributes:
-        history, totals, times: facts of the latest micro-batches, sums over all, and how long planning took, for
-            whoever reports them.
+        history: facts of the latest micro-batches.
+        totals, times: sums over those that a model was trained on, and how long planning them took, for whoever
+            reports them.
     """
 
     def __init__(
@@ -60,8 +61,11 @@ class PackPlanner:
         self._warned_of_padding = False
         self._next_number = 0
 
-    def plan(self, batch: Mapping[str, Any]) -> LivePlan | None:
+    def plan(self, batch: Mapping[str, Any], trains: bool = True) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
+
+        Args:
+            trains: whether it is trained on, and counted.
 
         Returns:
             The plan; None where some rank's batch is padded: then every rank attends to its own batch.
@@ -83,9 +87,10 @@ class PackPlanner:
         mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
         maps = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
         self.history.append(mine.facts)
-        self.totals = self.totals.plus(mine.facts)
-        self.times.micro_batches += 1  # padded micro-batches are in none of these
-        self.times.plan_seconds += time.perf_counter() - began
+        if trains:
+            self.totals = self.totals.plus(mine.facts)
+            self.times.micro_batches += 1  # padded micro-batches are in none of these
+            self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
             maps=maps.to(tokens.device),

@@ -13,7 +13,7 @@ import torch
 
 
 class AttentionSpec(NamedTuple):
-    """How a call attends, beside its tensors. All fields are numbers, as which a spec crosses an operator.
+    """How a call attends, beside its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
 
     Causal masks are aligned bottom-right: the last query attends to all keys of its task, and each query before it to
     one key less. No task has more queries than keys then.
@@ -32,15 +32,10 @@ class AttentionSpec(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
 
-    @property
-    def numbers(self) -> list[float]:
-        """The spec as an argument of an operator."""
-        return [*self]
-
 
 @lru_cache(maxsize=256)
 def spec_of(*numbers: float) -> AttentionSpec:
-    """Returns the spec with these `numbers`."""
+    """Returns the spec that crossed an operator as these numbers."""
     scale, causal, window_tokens, softcap, deterministic = numbers
     return AttentionSpec(float(scale), bool(causal), int(window_tokens), float(softcap), bool(deterministic))
 

@@ -45,13 +45,13 @@ class ExchangeChunks:
         groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
         keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
-        remote_query, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
+        is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
         longest, work = np.zeros((2, len(keys)), dtype=np.int64)
-        np.maximum.at(longest, prefix[~remote_query], start[~remote_query])
+        np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
         rectangles = start * (stop - start) * rows_per_token(tasks.head[reads], groups)
-        np.add.at(work, prefix[~remote_query], rectangles[~remote_query])
+        np.add.at(work, prefix[~is_remote], rectangles[~is_remote])
         of_remote_queries = np.zeros(len(keys), dtype=bool)
-        of_remote_queries[prefix[remote_query]] = True
+        of_remote_queries[prefix[is_remote]] = True
         local = ~of_remote_queries
         first_chunk, stop_chunk = np.zeros((2, len(keys)), dtype=np.int64)
         first_chunk[of_remote_queries] = _chunks_of_remote_queries(keys[of_remote_queries], num_lines, groups, count)

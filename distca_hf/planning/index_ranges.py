@@ -1,4 +1,4 @@
-"""IndexRanges: index maps before they are written out. A few ranges of integers stand for millions of rows."""
+"""Index ranges: index maps before they are written out. A few ranges of integers stand for millions of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class IndexRanges:
 
     @classmethod
     def of(cls, starts: IntArray, lengths: IntArray, strides: IntArray | None = None) -> "IndexRanges":
-        """IndexRanges of consecutive integers, unless strides are given."""
+        """Returns ranges of consecutive integers, unless strides are given."""
         return cls(starts, lengths, np.ones_like(lengths) if strides is None else strides)
 
     @classmethod

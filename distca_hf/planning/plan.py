@@ -56,9 +56,9 @@ class Plan:
     @cached_property
     def has_remote_queries(self) -> np.ndarray:
         """`[tasks]` whether queries of a task come from another rank."""
-        remote_query = np.zeros(len(self.tasks), dtype=bool)
-        remote_query[self.pieces.task[self.pieces.moved]] = True
-        return remote_query
+        moved = np.zeros(len(self.tasks), dtype=bool)
+        moved[self.pieces.task[self.pieces.moved]] = True
+        return moved
 
     @property
     def reads_others(self) -> np.ndarray:

@@ -21,7 +21,7 @@ ALL_HEADS = -1
 class Tasks:
     """Tasks as five int64 arrays of one length, sorted by (server, needs a prefix, document, head, start).
 
-    A task that begins its document needs no keys but those of its local tokens; these come first on every server.
+    A task that begins its document needs no keys but those of its own tokens; these come first on every server.
 
     Attributes:
         document, start, stop: query range.

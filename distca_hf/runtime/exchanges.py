@@ -26,7 +26,7 @@ from distca_hf.runtime.views import some_rows
 
 
 class KVDispatch:
-    """Keys and values on their splits to the servers.
+    """Dispatch of keys and values to the servers that read them.
 
     Args:
         sends: whether any rank sends keys; otherwise there is nothing to receive.

@@ -22,6 +22,10 @@ from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.views import part, transposed
 
 
+# Members of an enumeration are slow to look up, and each call asks for two of them.
+LOCAL, PREFIX, REMOTE_QUERIES = CallKind.LOCAL, CallKind.PREFIX, CallKind.REMOTE_QUERIES
+
+
 class ForwardCalls:
     """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps."""
 
@@ -29,7 +33,7 @@ class ForwardCalls:
         self, kernel: Kernel, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, spec: AttentionSpec, kv_heads: int
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
-        self._spec, self._without_mask, self._kv_heads = spec, without_mask(spec), kv_heads
+        self._spec, self._kv_heads = spec, kv_heads
         self._prefix_parts: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -44,7 +48,7 @@ class ForwardCalls:
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
             k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
-            self._prefix_parts.append((call, self._kernel.forward(q, k, v, call.spans, self._without_mask)))
+            self._prefix_parts.append((call, self._kernel.forward(q, k, v, call.spans, without_mask(self._spec))))
             if at_once:
                 self.merge_prefixes()
 
@@ -71,7 +75,7 @@ class BackwardCalls:
         kv_heads: int,
     ) -> None:
         self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
-        self._spec, self._without_mask, self._kv_heads = spec, without_mask(spec), kv_heads
+        self._spec, self._kv_heads = spec, kv_heads
         self._prefix_parts: list[tuple[DeviceCall, torch.Tensor]] = []
 
     def derive(
@@ -119,7 +123,7 @@ class BackwardCalls:
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
         dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        spec = self._spec if call.kind.is_causal else self._without_mask
+        spec = without_mask(self._spec) if call.kind is PREFIX else self._spec
         self._kernel.backward(dout, q, k, v, out, transposed(lse), call.spans, spec, dq, dk, dv)
 
 
@@ -197,14 +201,14 @@ def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns the call's part of each local `[T, heads, ...]`, or of each remote `[R, heads, ...]`."""
-    if call.kind is CallKind.REMOTE_QUERIES:
+    if call.kind is REMOTE_QUERIES:
         return _as_tokens(_some_rows(tensors, call.queries), call.rows_per_token)
     return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
 
 
 def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns the call's part of each local `[T, heads, D]`, or of each remote `[R, heads, D]`."""
-    if call.kind is CallKind.LOCAL:
+    if call.kind is LOCAL:
         return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
     return _as_tokens(_some_rows(tensors, call.keys), call.rows_per_token)
 

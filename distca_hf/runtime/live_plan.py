@@ -165,8 +165,7 @@ class LivePlan:
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        job = *like, spec, sinks_N is None
+        job = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec, sinks_N is None
         kernel = self._kernels.get(job)
         if kernel is None:
             for x in (q, k, v):
@@ -176,20 +175,20 @@ class LivePlan:
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""
-        maps = self.routing
-        if x.device != maps.send_rows.device:
+        routing = self.routing
+        if x.device != routing.send_rows.device:
             raise PlanError(
                 f"rank {self.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
-                f"on {maps.send_rows.device}; keep the model where the loader puts batches (its argument device)"
+                f"on {routing.send_rows.device}; keep the model where the loader puts batches (its argument device)"
             )
-        if x.shape[0] * maps.rows_per_token != maps.num_rows:
+        if x.shape[0] * routing.rows_per_token != routing.num_rows:
             raise PlanError(
                 f"rank {self.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
-                f"{maps.num_rows // maps.rows_per_token}; feed the batch to the model as the loader made it"
+                f"{routing.num_rows // routing.rows_per_token}; feed the batch to the model as the loader made it"
             )
-        if x.shape[1] % maps.rows_per_token:
+        if x.shape[1] % routing.rows_per_token:
             raise PlanError(
-                f"rank {self.transport.rank}, {where}: the plan divides heads in {maps.rows_per_token} groups, the "
+                f"rank {self.transport.rank}, {where}: the plan divides heads in {routing.rows_per_token} groups, the "
                 f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
             )
 

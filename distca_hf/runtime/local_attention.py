@@ -132,5 +132,5 @@ def flash_attn_local(
         UnsupportedAttentionError: no kernel can attend like this; names what it cannot do.
     """
     spans = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    output: tuple[torch.Tensor, torch.Tensor] = _local(q_TNH, k_SGH, v_SGV, *spans, spec.numbers, kernel, sinks_N)
+    output: tuple[torch.Tensor, torch.Tensor] = _local(q_TNH, k_SGH, v_SGV, *spans, [*spec], kernel, sinks_N)
     return output

@@ -126,7 +126,7 @@ def flash_attn(
         UnsupportedAttentionError: no kernel can attend like this; names what it cannot do.
     """
     needs_gradients = torch.is_grad_enabled() and (q_TNH.requires_grad or k_TGH.requires_grad or v_TGV.requires_grad)
-    return _planned(q_TNH, k_TGH, v_TGV, spec.numbers, plan, layer, needs_gradients, sinks_N)
+    return _planned(q_TNH, k_TGH, v_TGV, [*spec], plan, layer, needs_gradients, sinks_N)
 
 
 def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:

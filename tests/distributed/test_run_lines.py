@@ -16,7 +16,7 @@ from support.training import quiet_arguments
 
 
 ACCUMULATION = 2
-WAYS = ("attach", "resume", "callback", "loop")
+WAYS = ("attach", "resume", "callback", "evaluating", "loop")
 BALANCE = re.compile(r"attention work of the busiest rank ([\d.]+) -> ([\d.]+) times the mean")
 
 
@@ -43,7 +43,10 @@ def _train_in_every_way(folder: Path) -> dict[str, tuple[list[str], list[dict[st
 
 
 def _train(way: str, folder: Path) -> list[dict[str, float]]:
-    plugin, dataset = distca_hf.DistCAPlugin(tokens_per_rank=512, metrics="all"), random_dataset(200)
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=512, metrics="all", evaluate="distca" if way == "evaluating" else "local"
+    )
+    dataset = random_dataset(200)
     model = tiny_model(num_hidden_layers=1).train()
     if way == "loop":
         distca_hf.enable(model, plugin)
@@ -62,15 +65,19 @@ def _train(way: str, folder: Path) -> list[dict[str, float]]:
         "data_collator": DataCollatorWithFlattening(),
         "callbacks": [distca_hf.DistCACallback(plugin)],
     }
-    if way == "callback":
+    is_packed = way in ("callback", "evaluating")
+    if is_packed:
         arguments |= {"per_device_train_batch_size": 8, "save_strategy": "no"}
+    if way == "evaluating":
+        arguments |= {"per_device_eval_batch_size": 8, "eval_strategy": "epoch"}
+        packs["eval_dataset"] = dataset.add_column("labels", dataset["input_ids"])
     trainer = Trainer(
         model=model,
         args=TrainingArguments(**arguments),
         train_dataset=dataset,
-        **(packs if way == "callback" else {}),
+        **(packs if is_packed else {}),
     )
-    if way != "callback":
+    if not is_packed:
         plugin.attach(trainer)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if way == "resume" else None)
     return [log for log in trainer.state.log_history if "loss" in log]
@@ -132,6 +139,18 @@ def test_packs_say_what_is_known_of_them(told: dict[str, tuple[list[str], list[d
     assert balance(second)[0] > balance(second)[1]
     assert last.startswith("trained 14 steps: ")
     assert balance(last) == pytest.approx(of_steps(logs), abs=0.05), "an epoch's last step is smaller"
+
+
+def test_evaluation_is_not_counted(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
+    (*_, usual), logs = told["callback"]
+    (*_, evaluating), logs_evaluating = told["evaluating"]
+    names = ("distca/imbalance", "distca/mbytes_sent_max")
+
+    assert evaluating.partition(" tokens in ")[0] == usual.partition(" tokens in ")[0]
+    assert balance(evaluating) == balance(usual)
+    assert [[log[name] for name in names] for log in logs_evaluating] == [
+        [log[name] for name in names] for log in logs
+    ]
 
 
 def test_loop_of_ones_own_says_the_same(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:

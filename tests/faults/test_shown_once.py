@@ -1,12 +1,15 @@
 """Errors that all ranks have are shown by one of them; the launcher's summary shows the message."""
 
+import errno
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import distca_hf
 from distca_hf.comm.uncaught import ShownOnce, show_errors_once
@@ -118,6 +121,42 @@ def test_message_for_the_launcher_is_the_first_one(tmp_path: Path, monkeypatch: 
     leave_for_launcher("second")
 
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "first"
+
+
+@pytest.mark.parametrize(
+    "follower",
+    [
+        PeerLostError("rank 0, micro-batch 3: rank 1 left: ValueError: mine"),
+        RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:23975"),
+    ],
+)
+@pytest.mark.parametrize("cause", [ValueError("mine"), PackingError("row 5 is empty")])
+def test_launcher_finds_the_rank_that_ended_first(
+    cause: Exception, follower: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both end in one second; then the launcher takes the lower rank."""
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    failures = {}
+    for rank, error in enumerate((follower, cause)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        ShownOnce(lambda *_: None)(type(error), error, None)
+        failures[rank] = ProcessFailure(rank, pid=rank, exitcode=1, error_file=str(tmp_path / f"{rank}.json"))
+
+    rank, first = ChildFailedError("script", failures).get_first_failure()
+    assert rank == 1
+    assert first.message["message"] == f"{type(cause).__name__}: {cause}"
+
+
+def test_launcher_finds_no_part_of_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_a_part(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:5].encode(encoding))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    leave_for_launcher("words")
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_error_is_shown_where_nothing_can_be_left_for_the_launcher(

@@ -1,4 +1,4 @@
-"""IndexRanges of integers against plain lists of them."""
+"""Ranges of integers against plain lists of them."""
 
 import random
 from itertools import chain

@@ -312,8 +312,8 @@ def check_attention(simulation: Simulation) -> None:
 
 
 def check_keys(simulation: Simulation) -> None:
-    """Ranks receive the keys they lack, each once and nothing else; stores hold prefixes, chunk by chunk, in order of
-    the documents."""
+    """Ranks receive the keys they lack, each once and nothing else; remote KV holds prefixes, chunk by chunk, in order
+    of the documents."""
     sends = any(simulation.keys_received)
     for rank, routing in enumerate(simulation.routings):
         needed = {

@@ -56,7 +56,7 @@ def test_planned_attention_passes_the_checks_of_torch(requires_grad: bool) -> No
     live = alone()
     held = tensors(requires_grad=requires_grad)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, SPEC.numbers, live.handle), test_utils=checks)
+    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, [*SPEC], live.handle), test_utils=checks)
 
 
 class Seen(TorchDispatchMode):
@@ -183,7 +183,7 @@ def test_what_operators_return_shares_no_memory(kind: str, kv_residency: Residen
         assert (kv_residency == "keep") == any(len(kept) for kept in forward[2:])
         assert_apart(q, k, v, *forward)
         dout = torch.randn_like(q)
-        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, SPEC.numbers, live.handle))
+        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, [*SPEC], live.handle))
 
     run_ranks(2, run)
 

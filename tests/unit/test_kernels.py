@@ -350,7 +350,7 @@ def test_views_into_larger_tensors_are_read_and_written_in_place(
     kernel: Kernel, causal: bool, store: bool, around: tuple[int, int]
 ) -> None:
     """As the runtime has them: queries are some tokens and heads of a layer's; so are local keys, while those of the
-    store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
+    remote KV lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
     tasks = TASKS["prefixed"] if causal else WITHOUT_MASK["more queries"]
     case = Case.draw(tasks, causal=causal)
     nan, precise = float("nan"), accumulation_dtype(case.q.dtype)
@@ -796,7 +796,7 @@ def test_every_optional_field_of_a_spec_is_an_option() -> None:
 )
 def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
     """As the floats that the dispatcher makes of its numbers, too."""
-    for numbers in (spec.numbers, [float(number) for number in spec]):
+    for numbers in ([*spec], [float(number) for number in spec]):
         arrived = spec_of(*numbers)
         assert arrived == spec
         assert [type(field) for field in arrived] == [float, bool, int, float, bool]

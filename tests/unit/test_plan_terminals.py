@@ -48,7 +48,9 @@ def shown(columns: int, *arguments: str | Path) -> tuple[str, str]:
     ends = [pty.openpty() for _ in range(2)]
     for _, ours in ends:
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    width = ("COLUMNS", "LINES")  # pytest's workers have them, and they count more than the terminal
+    environment = {name: value for name, value in os.environ.items() if name not in width}
+    environment |= {"TERM": "xterm", "NO_COLOR": "1"}
     command = [SCRIPTS / "distca", "plan", *arguments, "--ranks", "4", "--tokens-per-rank", "8192", "--compare"]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=ends[0][1], stderr=ends[1][1], env=environment
