@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -55,13 +56,13 @@ class StepRecord(TrainerCallback):
         self.bar = bar
         self.bytes_sent: list[int] = []
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, *_: object, **kwargs: object) -> None:
         self._sent_before = self.traffic.bytes_sent
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, *_: object, **kwargs: object) -> None:
         self.bytes_sent.append(self.traffic.bytes_sent - self._sent_before)
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(self, *_: object, logs: dict[str, float], **kwargs: object) -> None:
         if "loss" in logs:
             self.bar.advance(logs["loss"])
 
@@ -82,7 +83,9 @@ def new_model(implementation: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
-def train_with_distca(arguments: Arguments, dataset, tokenizer, bar: TrainingBar):
+def train_with_distca(
+    arguments: Arguments, dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, bar: TrainingBar
+) -> tuple[Trainer, StepRecord]:
     """An ordinary Trainer, and `attach`."""
     args = TrainingArguments(
         output_dir=str(arguments.output / "model"),
@@ -110,7 +113,9 @@ def train_with_distca(arguments: Arguments, dataset, tokenizer, bar: TrainingBar
     return trainer, record
 
 
-def train_with_sdpa(arguments: Arguments, loader, bar: TrainingBar) -> tuple[list[float], list[float]]:
+def train_with_sdpa(
+    arguments: Arguments, loader: distca_hf.PlacedLoader, bar: TrainingBar
+) -> tuple[list[float], list[float]]:
     """The same steps by hand: documents of each batch divided among ranks, each attended alone; gradients summed.
 
     Returns the loss and the gradient norm of each step.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import fill
+from textwrap import TextWrapper
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,10 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca_hf.insight.report import draw_balance
-from distca_hf.runtime.live_plan import PlanFacts
-
-
-BULLET = {"initial_indent": "- ", "subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
+from distca_hf.planning.plan_facts import PlanFacts
 
 
 class TrainingBar:
@@ -132,11 +129,12 @@ def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -
         f"  {command} plan {output / 'data' / 'dataset'} --ranks 2 --tokens-per-rank 4096 --seed 42",
         "Train a model of yours: README.md has a script, docs/using.md every other way.",
     )
+    bullet = TextWrapper(min(100, console.width), "- ", "  ", break_on_hyphens=False, break_long_words=False)
     for title, lines in (("What you saw", saw), ("What next", following)):
         console.print(f"[bold]{title}")
         for line in lines:
             is_command = line.startswith("  ")  # stays in one line, so that it can be copied
-            print(line if is_command else fill(line, min(100, console.width), **BULLET))
+            print(line if is_command else bullet.fill(line))
         print()
 
 

@@ -36,7 +36,7 @@ def tokenise(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     if end is None:
         raise SystemExit("the tokenizer has no eos_token, which ends documents: set one and save the tokenizer again")
 
-    def ids_of(rows):
+    def ids_of(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         ids = tokenizer(rows["text"])["input_ids"]
         return {"input_ids": [document if document[-1:] == [end] else [*document, end] for document in ids]}
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class DistCACallback(TrainerCallback):  # type: ignore[misc]
+class DistCACallback(TrainerCallback):
     """Gives a Trainer that packs by itself balanced attention: tokens stay, attention tasks move.
 
     ```python

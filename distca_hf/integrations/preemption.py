@@ -25,7 +25,7 @@ USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_
 MOST_STEPS_UNSHOWN = 2
 
 
-class LeaveOnSignal(TrainerCallback):  # type: ignore[misc]
+class LeaveOnSignal(TrainerCallback):
     """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
 
     It should be the last callback: then an evaluation that was due does not come before the checkpoint, and those that

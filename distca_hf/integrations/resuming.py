@@ -40,7 +40,7 @@ COUNTING = {
 }
 
 
-class Resuming(TrainerCallback):  # type: ignore[misc]
+class Resuming(TrainerCallback):
     """Saves the loader's position with every checkpoint of a Trainer, and resumes there.
 
     Every document is trained `num_train_epochs` times, whatever ranks, tokens and accumulation steps were in between:

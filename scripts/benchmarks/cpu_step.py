@@ -8,6 +8,7 @@ Steps are interleaved and begin from equal weights. Printed are the ratio of the
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
+from distca_hf.packing.source import Tokens
+from lib.tables import head
 
 
 def new_model(implementation: str) -> torch.nn.Module:
@@ -40,8 +43,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     random = np.random.RandomState(0)
-    print("| documents | distca ms | sdpa ms | distca / sdpa | largest loss difference |")
-    print("|---|---|---|---|---|")
+    print(head(["documents", "distca ms", "sdpa ms", "distca / sdpa", "largest loss difference"]))
     mixes = {
         "long tail": np.minimum(options.tokens, random.lognormal(6.0, 1.3, 4000).astype(np.int64) + 2),
         "one long": np.full(64, options.tokens),
@@ -81,7 +83,7 @@ def distca_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float
     return loss.item()
 
 
-def sdpa_step(model: torch.nn.Module, documents: list) -> float:
+def sdpa_step(model: torch.nn.Module, documents: Sequence[Tokens]) -> float:
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     total = 0.0
     for document in documents:

@@ -30,10 +30,12 @@ from lib.model import Backbone, build_model, prepare, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.planning.mixes import batch as draw_lengths
 from lib.rates import synchronize
+from lib.tables import head
 
 
 COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_device_alloc", "num_alloc_retries")
 WAYS = ("constant", "placed", "packs")
+COLUMNS = ("batches", "steps", "given out GiB", "held GiB", "held ÷ given out", "asked for", "given back")
 GIB = 2**30
 Batches = Iterator[dict[str, object]]
 
@@ -59,8 +61,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     prepare(model, options, device)
     options.documents = f"{options.mix}, longest {longest}"
     _print("; ".join(facts_of(options, config, tokens, device)))
-    _print("\n| batches | steps | given out GiB | held GiB | held ÷ given out | asked for | given back |")
-    _print("|---|---|---:|---:|---:|---:|---:|")
+    _print("\n" + head(COLUMNS, text_columns=2))
     for way in options.modes or WAYS:
         batches = _batches(way, options, plugin, config.get_text_config().vocab_size, longest, device)
         if device.type == "cuda":

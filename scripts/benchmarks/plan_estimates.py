@@ -22,6 +22,7 @@ from distca_hf.planning.baselines.result import Baseline
 from distca_hf.planning.baselines.whole_documents import whole_documents
 from lib.documents import parse_documents
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
+from lib.tables import head
 
 
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # those of all models that were measured
@@ -68,7 +69,7 @@ def estimated_gib(row: PeakRow) -> float:
 
 
 def main() -> None:
-    print("| page | GPUs, links | documents | | measured | estimated | off by |\n|---|---|---|---|---|---|---|")
+    print(head(["page", "GPUs, links", "documents", "", "measured", "estimated", "off by"], text_columns=4))
     steps = [(row, row.local_ms / row.placed_ms, estimated_ratio(row)) for row in STEPS]
     for row, measured, estimated in steps:
         notes = (
@@ -81,14 +82,14 @@ def main() -> None:
             f"| {measured:.2f} | {estimated:.2f} | {estimated / measured - 1:+.1%} |"
         )
     _print_largest(steps, "speed-up", lambda row: row.links)
-    print("\n| page | GPUs | documents | | measured GiB | estimated | off by |\n|---|---|---|---|---|---|---|")
-    peaks = [(row, row.gib, estimated_gib(row)) for row in PEAKS]
-    for row, measured, estimated in peaks:
+    print("\n" + head(["page", "GPUs", "documents", "", "measured GiB", "estimated", "off by"], text_columns=4))
+    peaks = [(peak, peak.gib, estimated_gib(peak)) for peak in PEAKS]
+    for peak, measured, estimated in peaks:
         print(
-            f"| {row.page} | {row.num_ranks} | {row.documents} | {row.size.layers} layers, {row.way}, attention "
-            f"{row.checkpointing} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
+            f"| {peak.page} | {peak.num_ranks} | {peak.documents} | {peak.size.layers} layers, {peak.way}, attention "
+            f"{peak.checkpointing} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
         )
-    _print_largest(peaks, "peak memory", lambda row: row.way)
+    _print_largest(peaks, "peak memory", lambda peak: peak.way)
 
 
 def _print_largest(rows: Iterable[tuple[Any, float, float]], figure: str, group: Callable[[Any], str]) -> None:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from distca_hf.planning.routing import route
 from distca_hf.topology import Topology
@@ -27,7 +26,7 @@ from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
 from lib.planning.mixes import batch
 from lib.planning.placed import print_balance, print_bytes, print_ratio_to_bound, print_windows
-from lib.planning.tools import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, row, table
+from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
 
 
 RANKS = (4, 8, 64, 512)
@@ -50,12 +49,12 @@ def print_times(ranks: list[int]) -> None:
                 measured = list(_measure(kind, mix, num_ranks))
                 documents = int(measured[0]["documents"])
                 cells += [f"{1e3 * statistics.median(m[what] for m in measured):.1f}" for what in ("plan", "route")]
-            row(mix, num_ranks, "128K", documents, *cells)
+            print_row(mix, num_ranks, "128K", documents, *cells)
 
 
 def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
     """What fresh processes say, one after the other."""
-    command = [sys.executable, Path(__file__), "--measure", kind, mix, str(num_ranks)]
+    command = [sys.executable, __file__, "--measure", kind, mix, str(num_ranks)]
     for _ in range(PROCESSES):
         yield json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -17,16 +17,28 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import distca_hf
 from distca_hf.integrations.forward_watch import watch_of
+from distca_hf.packing.source import Tokens
+from distca_hf.planning.baselines.whole_documents import assign_whole_documents
 
 
 VOCABULARY = 32_000
@@ -64,35 +76,29 @@ class WholeDocuments:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         for micro_batch in range(len(self.loader)):
-            yield self.batch(self.loader.documents(0, micro_batch))
+            documents = self.loader.documents(0, micro_batch)
+            lengths = np.array([len(document.input_ids) for document in documents])
+            mine = assign_whole_documents(lengths, dist.get_world_size())[dist.get_rank()]
+            yield self._batch([documents[number] for number in mine])
 
-    def batch(self, whole: list[Any]) -> dict[str, Any]:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        ranks: list[list[Any]] = [[] for _ in range(world)]
-        work = [0] * world
-        for document in sorted(whole, key=lambda document: -len(document.input_ids)):
-            lightest = work.index(min(work))
-            ranks[lightest].append(document)
-            work[lightest] += len(document.input_ids) ** 2
-        mine = ranks[rank]
-        lengths = torch.tensor([len(document.input_ids) for document in mine])
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(self.device, torch.int32)
-
-        def joined(name: str) -> torch.Tensor:
-            return torch.cat([torch.from_numpy(getattr(document, name)) for document in mine])[None].to(self.device)
-
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None].to(self.device)
+    def _batch(self, documents: Sequence[Tokens]) -> dict[str, Any]:
+        """Returns a batch of whole documents, as flash-attention wants them."""
+        lengths = [len(document.input_ids) for document in documents]
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
+        columns = {
+            "input_ids": [document.input_ids for document in documents],
+            "position_ids": [np.arange(length) for length in lengths],
+            "labels": [document.labels for document in documents],
+            "shift_labels": [document.shift_labels for document in documents],
+        }
         return {
-            "input_ids": joined("input_ids"),
-            "position_ids": positions,
-            "labels": joined("labels"),
-            "shift_labels": joined("shift_labels"),
+            **{name: torch.from_numpy(np.concatenate(rows))[None].to(self.device) for name, rows in columns.items()},
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
-            "max_length_q": int(lengths.max()),
-            "max_length_k": int(lengths.max()),
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
         }
 
 
@@ -102,19 +108,20 @@ class StepTimes(TrainerCallback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, *_: object, **kwargs: object) -> None:
         torch.cuda.synchronize()
         self._began = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, *_: object, **kwargs: object) -> None:
         torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def train(options: argparse.Namespace) -> None:
-    args = TrainingArguments(
+def training_arguments(steps: int) -> TrainingArguments:
+    """Returns arguments of all modes: FSDP2, bf16, activation checkpointing."""
+    return TrainingArguments(
         output_dir="bench_output",
-        max_steps=options.steps,
+        max_steps=steps,
         per_device_train_batch_size=1,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
@@ -133,51 +140,58 @@ def train(options: argparse.Namespace) -> None:
             "reshard_after_forward": True,
         },
     )
+
+
+def build_model(layers: int, attention: str, device: torch.device) -> PreTrainedModel:
+    """Returns an 8B-shaped Llama of so many layers with a small vocabulary; all ranks have the same weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=4096,
         intermediate_size=14336,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=1 << 20,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         use_cache=False,
     )
-    implementation = options.packing_attention if options.mode == "packing" else "distca"
-    with torch.device(args.device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with device:
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
-    # FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Where it is made it is
-    # fp32:
-    # this rank's part of the mean over all labels.
-    loss_function, parts = model.loss_function, []
+
+def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Returns a list that will hold this rank's part of the mean over all labels, of every step.
+
+    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Where it is made it is
+    fp32.
+    """
+    loss_function = model.loss_function
+    parts: list[torch.Tensor] = []
 
     @functools.wraps(loss_function)
     def recording(*inputs: Any, **keywords: Any) -> torch.Tensor:
-        loss = loss_function(*inputs, **keywords)
+        loss: torch.Tensor = loss_function(*inputs, **keywords)
         parts.append(loss.detach().clone())  # Trainer scales it in place
         return loss
 
     model.loss_function = recording
+    return parts
 
+
+def train(options: argparse.Namespace) -> None:
+    """Trains in one mode, and writes figures on rank 0."""
+    args = training_arguments(options.steps)
+    attention = options.packing_attention if options.mode == "packing" else "distca"
+    model = build_model(options.layers, attention, args.device)
+    parts = record_losses(model)
     plugin = distca_hf.DistCAPlugin(
         tokens_per_rank=options.tokens_per_rank, checkpointed_attention=options.checkpointed_attention
     )
-    capacity_tokens = plugin.tokens_per_rank * dist.get_world_size()
-    dataset = documents(options.steps, options.long_tokens, capacity_tokens)
+    dataset = documents(options.steps, options.long_tokens, plugin.tokens_per_rank * dist.get_world_size())
     times = StepTimes()
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[times])
-    if options.mode == "distca":
-        plugin.attach(trainer)
-        loader = trainer.get_train_dataloader()
-    else:
-        loader = plugin.dataloader(dataset, args.seed)
-        whole = WholeDocuments(loader, args.device)
-        trainer.get_train_dataloader = lambda: whole
-        if options.mode == "moving":
-            distca_hf.enable(trainer.model, plugin, max(map(len, dataset["input_ids"])))
+    loader = choose_batches(options.mode, trainer, plugin, dataset)
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
 
@@ -186,10 +200,6 @@ def train(options: argparse.Namespace) -> None:
     losses = torch.stack(parts)
     dist.all_reduce(losses)
     if dist.get_rank() == 0:
-        watch = watch_of(trainer.model)
-        packs = None if watch is None else watch.packs
-        facts = list(loader.history if packs is None else packs.history)
-        times_of_plans = loader.times if packs is None else packs.times
         figures = {
             "mode": options.mode,
             "world": dist.get_world_size(),
@@ -201,15 +211,41 @@ def train(options: argparse.Namespace) -> None:
             "losses": losses.tolist(),
             "seconds": times.seconds,
             "peak_bytes": int(peak),
-            "wait_share": loader.times.wait_share,
-            "plan_ms": 1e3 * times_of_plans.plan_seconds / max(1, times_of_plans.micro_batches),
-            "imbalance_before": [fact.imbalance_before for fact in facts],
-            "imbalance": [fact.imbalance for fact in facts],
+            **figures_of_plans(trainer, loader),
         }
         Path(options.out).write_text(json.dumps(figures))
         print(summary(figures))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def choose_batches(
+    mode: str, trainer: Trainer, plugin: distca_hf.DistCAPlugin, dataset: Dataset
+) -> distca_hf.PlacedLoader:
+    """Gives the trainer the batches of a mode; returns the loader that packs them."""
+    if mode == "distca":
+        plugin.attach(trainer)
+        return trainer.get_train_dataloader()
+    loader = plugin.dataloader(dataset, trainer.args.seed)
+    whole = WholeDocuments(loader, trainer.args.device)
+    trainer.get_train_dataloader = lambda: whole
+    if mode == "moving":
+        distca_hf.enable(trainer.model, plugin, max(map(len, dataset["input_ids"])))
+    return loader
+
+
+def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[str, Any]:
+    """Returns balance and times of all plans: of the loader, or of the enabled model if that makes them."""
+    watch = watch_of(trainer.model)
+    packs = None if watch is None else watch.packs
+    facts = list(loader.history if packs is None else packs.history)
+    times = loader.times if packs is None else packs.times
+    return {
+        "wait_share": loader.times.wait_share,
+        "plan_ms": 1e3 * times.plan_seconds / max(1, times.micro_batches),
+        "imbalance_before": [fact.imbalance_before for fact in facts],
+        "imbalance": [fact.imbalance for fact in facts],
+    }
 
 
 def summary(figures: dict[str, Any]) -> str:

@@ -19,7 +19,6 @@ from lib.model import Shape
 MATRIX_SIZE = {"cuda": 8192, "cpu": 256}
 MOST_KERNEL_TOKENS = 65_536
 REPEATS, CALLS = 3, 4
-# Dense bf16 products, in vendors' data sheets.
 
 
 @dataclass(frozen=True)

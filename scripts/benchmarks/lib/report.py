@@ -2,7 +2,7 @@
 
 import argparse
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from lib.documents import attended_pairs
 from lib.kernel_seconds import KernelSeconds
 from lib.model import Shape
 from lib.rates import Rates, peak_flops
+from lib.tables import markdown, number
 
 
 COLUMNS = (
@@ -139,17 +140,6 @@ def table(figures: Mapping[str, Mapping[str, Any]], errors: Mapping[str, Mapping
         for name, figure in figures.items()
     ]
     return markdown(COLUMNS, rows)
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text, and the others numbers."""
-    head = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])
-
-
-def number(value: float | None, unit: float, digits: int) -> str:
-    """In a unit that is so many times smaller; "-" if there is none."""
-    return "-" if value is None else f"{value * unit:.{digits}f}"
 
 
 def _kernels(kernels: Mapping[str, Mapping[str, float]] | None) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lib.report import markdown, number
+from lib.tables import markdown, number
 
 
 COLUMNS = (

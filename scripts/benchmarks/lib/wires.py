@@ -54,6 +54,11 @@ class Wires:
         """Integers are passed on also when silent: ranks agree as ever."""
         return self._inner.gather(values, where)
 
+    def close(self) -> None:
+        """Ends the product's groups and the one of the other modes."""
+        self._inner.close()
+        dist.destroy_process_group(self._group)
+
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks, by rank."""
         others = self.world_size - 1

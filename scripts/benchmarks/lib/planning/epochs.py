@@ -5,11 +5,8 @@ documents longer than a micro-batch being split. Balance is counted from the ker
 times what the loader's background thread does for one micro-batch, reading its tokens included.
 """
 
-import gzip
-import json
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
@@ -17,7 +14,8 @@ from datasets.utils.logging import disable_progress_bar
 
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import imbalance
+from distca_hf.cost import IntArray, imbalance
+from distca_hf.insight.lengths import read_lengths
 from distca_hf.integrations.loader import PlacedLoader
 from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.integrations.preparer import Cursor
@@ -27,19 +25,13 @@ from distca_hf.packing.placement import fill_in_order
 from distca_hf.packing.source import fit_documents
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
-from lib.planning.tools import HEAD_GROUPS, RANKS_PER_NODE
+from distca_hf.shipped import LENGTHS
+from lib.planning.planners import HEAD_GROUPS, RANKS_PER_NODE, print_row, table
 
 
-SHIPPED = sorted((Path(__file__).parents[4] / "examples" / "lengths").glob("*.json.gz"))
 RANKS = (2, 8, 64)
 TOKENS_PER_RANK = (32_768, 65_536, 131_072)
 MICRO_BATCHES = 8
-
-
-def read_lengths(path: Path) -> np.ndarray:
-    """A flat JSON list of lengths, possibly compressed."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return np.array(json.loads(text), dtype=np.int64)
 
 
 def settings(tokens_per_rank: int) -> DistCAConfig:
@@ -47,8 +39,8 @@ def settings(tokens_per_rank: int) -> DistCAConfig:
     return DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=RANKS_PER_NODE, overlong="split")
 
 
-def balance(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
-    """One row: balance of the first micro-batches, and padding of the whole epoch."""
+def print_balance(name: str, lengths: IntArray, num_ranks: int, tokens_per_rank: int) -> None:
+    """Prints a row: balance of the first micro-batches, and padding of the whole epoch."""
     config = settings(tokens_per_rank)
     planner = PlacedPlanner(config, num_ranks, HEAD_GROUPS)
     capacity_tokens = planner.capacity_tokens
@@ -72,9 +64,14 @@ def balance(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int
         rows += int(pad_rows(layout, config.pad_to_multiple_of, tokens_per_rank).rank_rows.sum())
     padding = 1 - documents.sum() / rows
     full_padding = 1 - documents.sum() / (packer.num_micro_batches * capacity_tokens)
-    return (
-        f"| {name} | {num_ranks} | {tokens_per_rank // 1024}K | {spread} | {statistics.mean(before):.3f} | "
-        f"{max(placed):.4f} | {statistics.mean(sent):.2f} | {100 * padding:.3f} % | {100 * full_padding:.3f} % |"
+    print_row(
+        *(name, num_ranks, f"{tokens_per_rank // 1024}K", spread, f"{statistics.mean(before):.3f}"),
+        *(
+            f"{max(placed):.4f}",
+            f"{statistics.mean(sent):.2f}",
+            f"{100 * padding:.3f} %",
+            f"{100 * full_padding:.3f} %",
+        ),
     )
 
 
@@ -86,8 +83,8 @@ class OneOfMany(LocalTransport):
         self.rank, self.world_size = rank, world_size
 
 
-def preparation(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> str:
-    """One row: milliseconds of one micro-batch, from lengths to the rows of a rank."""
+def print_preparation(name: str, lengths: IntArray, num_ranks: int, tokens_per_rank: int) -> None:
+    """Prints a row: milliseconds of one micro-batch, from lengths to the rows of a rank."""
     import torch
 
     enough = np.searchsorted(np.cumsum(lengths), 12 * num_ranks * tokens_per_rank)
@@ -110,24 +107,28 @@ def preparation(name: str, lengths: np.ndarray, num_ranks: int, tokens_per_rank:
         documents.append(len(chosen))
     planning, total = 1e3 * statistics.median(pads), 1e3 * statistics.median(times)
     documents_mean = statistics.mean(documents)
-    return (
-        f"| {name} | {num_ranks} | {tokens_per_rank // 1024}K | {documents_mean:.0f} | {planning:.1f} | {total:.1f} |"
+    print_row(
+        name, num_ranks, f"{tokens_per_rank // 1024}K", f"{documents_mean:.0f}", f"{planning:.1f}", f"{total:.1f}"
     )
 
 
 def print_epochs() -> None:
-    """Both tables, of the shipped files."""
+    """Prints both tables, of the shipped files."""
     disable_progress_bar()
-    files = {path.name.split(".")[0]: read_lengths(path) for path in SHIPPED}
-    columns = "| lengths | ranks | tokens/rank | token spread | imbalance in order | placed (worst) "
-    print("\n## Epochs\n\n" + columns + "| key tokens sent / token | padding (128) | padding (full) |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    files = {name: read_lengths(path).tokens for name, path in LENGTHS.files().items()}
+    table(
+        "Epochs",
+        *("lengths", "ranks", "tokens/rank", "token spread", "imbalance in order", "placed (worst)"),
+        *("key tokens sent / token", "padding (128)", "padding (full)"),
+    )
     for name, lengths in files.items():
         for num_ranks in RANKS:
             for tokens_per_rank in TOKENS_PER_RANK:
-                print(balance(name, lengths, num_ranks, tokens_per_rank), flush=True)
-    print("\n| lengths | ranks | tokens/rank | documents | placing, planning, routing ms | with collation ms |")
-    print("|---|---|---|---|---|---|")
+                print_balance(name, lengths, num_ranks, tokens_per_rank)
+    table(
+        "Preparation",
+        *("lengths", "ranks", "tokens/rank", "documents", "placing, planning, routing ms", "with collation ms"),
+    )
     for name, lengths in files.items():
         for num_ranks, tokens_per_rank in ((8, 32_768), (8, 131_072), (64, 131_072)):
-            print(preparation(name, lengths, num_ranks, tokens_per_rank), flush=True)
+            print_preparation(name, lengths, num_ranks, tokens_per_rank)

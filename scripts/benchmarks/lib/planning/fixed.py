@@ -5,13 +5,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import imbalance
+from distca_hf.cost import IntArray, imbalance
 from distca_hf.planning.baselines.published_greedy import plan_published_greedy
 from distca_hf.planning.bounds import bytes_bound
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
-from lib.planning.mixes import Lengths, batch
-from lib.planning.tools import HEAD_GROUPS, LLAMA, RANKS_PER_NODE, K, gigabytes, largest_rank, plan_fixed, row, table
+from lib.planning.mixes import batch
+from lib.planning.planners import (
+    HEAD_GROUPS,
+    LLAMA,
+    RANKS_PER_NODE,
+    K,
+    gigabytes,
+    largest_rank,
+    plan_fixed,
+    print_row,
+    table,
+)
 
 
 TOKENS_PER_RANK = 256 * K
@@ -30,7 +40,7 @@ class Measured:
     total_to_bound: float
 
 
-def measure(documents: Lengths, num_ranks: int) -> Measured:
+def measure(documents: IntArray, num_ranks: int) -> Measured:
     """Plans, and counts; the bound is that of all plans as balanced as this one."""
     plan = plan_fixed(documents, Topology(num_ranks, RANKS_PER_NODE))
     sent = bytes_between(plan, LLAMA)
@@ -63,7 +73,7 @@ def print_fixed(ranks: list[int], seeds: int) -> None:
                 for seed in range(seeds)
             ]
             mean = {name: statistics.mean(getattr(case, name) for case in cases) for name in vars(cases[0])}
-            row(
+            print_row(
                 *(mix, num_ranks, f"{mean['before']:.2f}", f"{max(case.imbalance for case in cases):.4f}"),
                 *(gigabytes(mean["largest_rank_bytes"]), gigabytes(mean["total_bytes"])),
                 # Of the mean over batches of published ÷ ours, and of ours ÷ published.

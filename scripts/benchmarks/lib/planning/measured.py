@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distca_hf.insight.models import PRESETS
+from distca_hf.insight.models import PRESETS, ModelShape
 from distca_hf.insight.plan_size import ModelSize
 from distca_hf.insight.plan_time import Checkpointing
 
@@ -17,6 +17,12 @@ FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS = (
     "2026-11-22-two-gpus",
     "2026-11-22-four-gpus",
 )
+
+
+def _size(model: ModelShape) -> ModelSize:
+    """Returns the numbers of weights, which every model of the table has."""
+    assert model.size is not None
+    return model.size
 
 
 def _few_layers(vocabulary: int, head: bool) -> ModelSize:
@@ -35,7 +41,7 @@ def _few_layers(vocabulary: int, head: bool) -> ModelSize:
 
 BACKBONE = _few_layers(128_256, head=False)  # scripts/benchmarks/attention_step.py
 SMALL_VOCABULARY = _few_layers(32_000, head=True)  # scripts/benchmarks/training_run.py
-LLAMA, QWEN = LLAMA_8B.size, QWEN_4B.size
+LLAMA, QWEN = _size(LLAMA_8B), _size(QWEN_4B)
 
 # Short documents of scripts/benchmarks/training_run.py have 512 to 8192 tokens; so many fill up a batch as here.
 TRAINING = "131200,8x512,8x1024,8x2048,8x4096,8x8192,4016"

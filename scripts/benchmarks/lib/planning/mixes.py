@@ -5,29 +5,26 @@ full; the last is cut, and so is whatever is longer than `longest_tokens`. `pret
 from distributions of the same shape, for layouts whose tokens stay where they are.
 """
 
-import gzip
-import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+
+from distca_hf.cost import IntArray
+from distca_hf.insight.lengths import read_lengths
+from distca_hf.shipped import LENGTHS
 
 
-FOLDER = Path(__file__).parents[4] / "examples" / "lengths"
 LONG_TOKENS = 10_000  # longer ones count twice in up-sampled mixes
 SHORTEST_TOKENS = 64
 
-Lengths = NDArray[np.int64]
-
 
 @cache
-def file_lengths(name: str) -> Lengths:
+def file_lengths(name: str) -> IntArray:
     """All lengths of a shipped file."""
-    return np.array(json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes())), dtype=np.int64)
+    return read_lengths(LENGTHS.find(name)).tokens
 
 
-def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, seed: int) -> Lengths:
+def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, seed: int) -> IntArray:
     """Documents of exactly `num_ranks * tokens_per_rank` tokens."""
     rng = np.random.default_rng([seed, num_ranks, tokens_per_rank])
     total_tokens = num_ranks * tokens_per_rank
@@ -46,7 +43,7 @@ def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, s
     return _fill(np.clip(documents, 1, longest_tokens), total_tokens)
 
 
-def _from_file(mix: str, rng: np.random.Generator, longest_tokens: int) -> Lengths:
+def _from_file(mix: str, rng: np.random.Generator, longest_tokens: int) -> IntArray:
     """Documents of a file in random order, again and again; up-sampled: the long ones twice, half of them at the
     limit."""
     lengths = file_lengths(mix.removesuffix("_up"))
@@ -60,7 +57,7 @@ def _from_file(mix: str, rng: np.random.Generator, longest_tokens: int) -> Lengt
     return np.concatenate([rng.permutation(lengths) for _ in range(8)])
 
 
-def _like(mix: str, rng: np.random.Generator, num_ranks: int, tokens_per_rank: int) -> Lengths:
+def _like(mix: str, rng: np.random.Generator, num_ranks: int, tokens_per_rank: int) -> IntArray:
     """99 documents in 100 short, and a few of any length; or three tokens in five in long documents."""
     total_tokens, longest = num_ranks * tokens_per_rank, tokens_per_rank
     documents: list[int] = []
@@ -84,7 +81,7 @@ def _log_uniform(rng: np.random.Generator, low: int, high: int) -> float:
     return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
-def _fill(documents: Lengths, total_tokens: int) -> Lengths:
+def _fill(documents: IntArray, total_tokens: int) -> IntArray:
     """The first documents, the last one cut."""
     ends = np.cumsum(documents)
     count = int(np.searchsorted(ends, total_tokens)) + 1

@@ -17,7 +17,7 @@ from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 from lib.planning.mixes import batch
-from lib.planning.tools import (
+from lib.planning.planners import (
     LLAMA,
     RANKS_PER_NODE,
     K,
@@ -25,7 +25,7 @@ from lib.planning.tools import (
     gigabytes,
     mean_over,
     plan_placed,
-    row,
+    print_row,
     table,
 )
 
@@ -57,7 +57,7 @@ def print_balance(ranks: list[int], seeds: int) -> None:
                         documents.append(len(lengths))
                     cells = (mix, num_ranks, f"{tokens_per_rank // K}K", f"{longest // K}K")
                     mean_documents = f"{statistics.mean(documents):.0f}"
-                    row(*cells, mean_documents, spread, f"{statistics.mean(before):.2f}", f"{max(after):.4f}")
+                    print_row(*cells, mean_documents, spread, f"{statistics.mean(before):.2f}", f"{max(after):.4f}")
 
 
 def print_bytes(ranks: list[int], seeds: int) -> None:
@@ -81,7 +81,7 @@ def print_bytes(ranks: list[int], seeds: int) -> None:
                     ratios.append(ours[-1] / max(1, theirs[-1]))
                     left.append(published.imbalance)
                     node.append(between_nodes(sent, topology))
-                row(
+                print_row(
                     *(mix, num_ranks, f"{tokens_per_rank // K}K", gigabytes(statistics.mean(ours))),
                     *(gigabytes(statistics.mean(theirs)), mean_over(ratios), mean_over(left), gigabytes(max(node))),
                 )
@@ -103,7 +103,7 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
                     bounds.append(key_value_bytes_bound(layout, LLAMA))
                     if bounds[-1]:
                         ratios.append(ours[-1] / bounds[-1])
-                row(
+                print_row(
                     *(mix, num_ranks, f"{tokens_per_rank // K}K"),
                     *(gigabytes(statistics.mean(ours)), gigabytes(statistics.mean(bounds)), mean_over(ratios)),
                 )
@@ -129,4 +129,4 @@ def print_windows(ranks: list[int], seeds: int) -> None:
                 grouped.append(figures.bytes_total)
                 worst = max(worst, figures.imbalance)
             means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))
-            row(mix, num_ranks, "128K", *means, f"{worst:.4f}")
+            print_row(mix, num_ranks, "128K", *means, f"{worst:.4f}")

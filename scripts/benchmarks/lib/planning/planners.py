@@ -1,4 +1,4 @@
-"""What the planning benchmarks share: how to plan, how to count, how to print."""
+"""Planners as benchmarks call them, bytes of the busiest rank, and tables that are printed row by row."""
 
 import statistics
 from functools import cache
@@ -12,7 +12,7 @@ from distca_hf.packing.placement import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.topology import Topology
-from lib.planning.mixes import Lengths
+from lib.tables import head, row
 
 
 K = 1024
@@ -28,12 +28,12 @@ def placed_planner(topology: Topology) -> PlacedPlanner:
     return PlacedPlanner(config, topology.num_ranks, HEAD_GROUPS)
 
 
-def plan_placed(documents: Lengths, topology: Topology) -> Plan:
+def plan_placed(documents: IntArray, topology: Topology) -> Plan:
     """What the loader does."""
     return placed_planner(topology).plan(documents)
 
 
-def plan_fixed(documents: Lengths, topology: Topology) -> Plan:
+def plan_fixed(documents: IntArray, topology: Topology) -> Plan:
     """What is done with documents that somebody else put in order."""
     return plan_by_moving(
         fill_in_order(documents, topology.num_ranks), HEAD_GROUPS, topology=topology, token_bytes=LLAMA
@@ -60,8 +60,10 @@ def mean_over(values: list[float]) -> str:
 
 
 def table(title: str, *columns: str) -> None:
-    print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    """Prints the head of a table, whose rows follow as they are measured."""
+    print(f"\n## {title}\n\n{head(columns, len(columns))}", flush=True)
 
 
-def row(*cells: object) -> None:
-    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
+def print_row(*cells: object) -> None:
+    """Prints one of them."""
+    print(row(cells), flush=True)
