@@ -15,7 +15,7 @@ from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Capabilities, Job, Kernel, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 log = get_logger(__name__)
@@ -23,6 +23,7 @@ log = get_logger(__name__)
 HALF = (torch.bfloat16, torch.float16)
 FLOATING = (*HALF, torch.float32, torch.float64)
 TRIED_TOKENS = 256
+FAILS = "fails:"
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,10 @@ def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
             kernel, reason = _made(entry, job, spec)
             if kernel is not None:
                 if better:
-                    log.warning("using attention kernel %s, not a faster one: %s", candidate, "; ".join(better))
+                    # A package that is missing is missing on all ranks; a kernel may fail on this GPU alone.
+                    extra = OF_THIS_RANK if any(FAILS in words for words in better) else None
+                    words = "using attention kernel %s, not a faster one: %s"
+                    log.warning(words, candidate, "; ".join(better), extra=extra)
                 log.debug("attention kernel %s for %s", candidate, job)
                 return kernel
             better.append(f"{candidate} {reason}")
@@ -177,7 +181,7 @@ def _made(entry: Entry, job: Job, spec: AttentionSpec) -> tuple[Kernel | None, s
 
 
 def _failure(error: Exception) -> str:
-    return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{FAILS} {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def try_out(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:

@@ -620,6 +620,18 @@ def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_bo
     assert "second line" not in line
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_kernel_that_fails_on_one_gpu_alone_is_named_there(
+    nothing_installed: None, fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    if fails:
+        monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
+    choose_kernel("auto", GPU_JOB, SPEC)
+
+    assert [record.rank for record in caplog.records if record.levelname == "WARNING"] == [3] * fails
+
+
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
