@@ -221,9 +221,10 @@ def test_first_comment_of_a_recipe_is_its_launch_line(path: Path) -> None:
 
 
 PROGRAMS = [path for ending in ("py", "sh", "md") for path in sorted(REPOSITORY.glob(f"scripts/**/*.{ending}"))]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES, *PROGRAMS], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES, *PROGRAMS, *PAGES], ids=lambda p: p.name)
 def test_files_that_are_named_are_there(path: Path) -> None:
     named = re.findall(r"(?:recipes|examples|scripts|docs)/[\w/]+\.(?:yaml|py|sh|sbatch|md)", path.read_text())
 

@@ -15,7 +15,7 @@ from support.commands import REPOSITORY, SCRIPTS, run_command
 
 
 DOCS = REPOSITORY / "docs"
-PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
+PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *REPOSITORY.glob("scripts/**/*.md")])
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[([^]]*)\]\(([^)\s]+)\)")

@@ -7,7 +7,9 @@ Shape legend in `distca_hf.kernels.interface`.
 """
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -28,15 +30,17 @@ class Work:
     def __init__(self, calls: Sequence[Call], wires: Wires, kernel: KernelName) -> None:
         self.calls, self.wires, self.kernel = tuple(calls), wires, kernel
         self.ranks = wires.world_size
-        self.handle = len(_works)
-        _works.append(self)
+        self.handle = next(_handles)
+        _works[self.handle] = self
 
     def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
         """The kernel for these tensors."""
         return choose_kernel(self.kernel, Job.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
 
 
-_works: list[Work] = []
+# Operators take numbers, not objects. Whoever made a work keeps it; here it is only found by its number.
+_works: WeakValueDictionary[int, Work] = WeakValueDictionary()
+_handles = count()
 
 
 @torch.library.custom_op("bench_step::flash_attn", mutates_args=())
