@@ -136,7 +136,7 @@ def measure_documents(
 
 
 def rates_line(rates: Rates, load: Load) -> str:
-    """What the device is able to do, and how long a step takes at least."""
+    """Returns the rates of the device, and the least time of a step."""
     floor_seconds = rates.floor_seconds(load.executed_linear_flops, load.pairs)
     return (
         f"{rates.kernel} {rates.forward_pairs / 1e9:.4g} / {rates.backward_pairs / 1e9:.4g} billion pairs/s forward / "

@@ -36,7 +36,7 @@ PROCESSES = 7
 
 
 def print_times(ranks: list[int]) -> None:
-    """First plan of a process, imports excluded."""
+    """Prints times of the first plan of a process, imports excluded."""
     table(
         "First plan of a process, ms (limits: placed 3, 5, 15, 300; fixed 5, 8, 100, 2000; routing 5, 5, 15, 80)",
         *("mix", "ranks", "tokens/rank", "documents", "placed ms", "routing ms", "fixed ms", "routing ms"),
@@ -53,7 +53,7 @@ def print_times(ranks: list[int]) -> None:
 
 
 def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
-    """What fresh processes say, one after the other."""
+    """Measures in fresh processes, one after the other."""
     command = [sys.executable, __file__, "--measure", kind, mix, str(num_ranks)]
     for _ in range(PROCESSES):
         yield json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

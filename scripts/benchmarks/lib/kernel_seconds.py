@@ -106,7 +106,7 @@ def _mark(device: torch.device) -> Mark:
 
 
 def _seconds(laps: Laps) -> float:
-    """Of all calls, once the device has done them."""
+    """Returns the seconds of all calls, once the device has done them."""
     return 1e-3 * sum(began.elapsed_time(end) for began, end in laps)
 
 

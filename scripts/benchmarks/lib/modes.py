@@ -71,7 +71,7 @@ class Place:
     recomputes: bool = False
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
-        """The product, with further settings from the environment (`DISTCA_<FIELD>`). What is checkpointed is decided
+        """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
         for all modes alike (`model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
         settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
@@ -248,7 +248,7 @@ BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
 
 
 def build_mode(name: str, place: Place, window: Window) -> Mode:
-    """The mode of this name for the documents of an accumulation window. A collective call."""
+    """Returns the mode of this name for the documents of an accumulation window. A collective call."""
     return BUILDERS[name](place, window)
 
 
@@ -258,7 +258,7 @@ def _lengths(window: Window) -> list[int]:
 
 
 def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
-    """Whole documents, one after the other."""
+    """Returns whole documents, one after the other."""
     return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
 
 

@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each mode."""
+    """Returns a row for each mode."""
     rows = [
         (
             name,

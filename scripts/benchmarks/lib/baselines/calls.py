@@ -28,7 +28,7 @@ class Keys(Protocol):
         ...
 
     def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Where the kernel writes the gradient of what was taken."""
+        """Returns the tensor in which the kernel writes the gradient of the keys that were taken."""
         ...
 
     def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class Call:
 def make_call(
     first_query: int, query_tokens: Sequence[int], key_tokens: Sequence[int], keys: Keys, device: torch.device
 ) -> Call:
-    """A call of tasks with so many queries and keys each."""
+    """Returns a call of tasks with so many queries and keys each."""
     offsets_q, offsets_k = (
         torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
         for tokens in (query_tokens, key_tokens)

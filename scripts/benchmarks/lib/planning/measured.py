@@ -26,7 +26,7 @@ def _size(model: ModelShape) -> ModelSize:
 
 
 def _few_layers(vocabulary: int, head: bool) -> ModelSize:
-    """Four layers of an 8B Llama with an embedding, and with or without a head."""
+    """Returns four layers of an 8B Llama with an embedding, and with or without a head."""
     size = ModelSize.of_gated_layers(LLAMA_8B.heads, LAYERS, 4096, 14_336, 0)
     embedding = vocabulary * 4096 * (2 if head else 1)
     return ModelSize(
