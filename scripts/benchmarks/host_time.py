@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Prints what every repeat took on this rank."""
+    """Prints the time of every repeat on this rank."""
     live = _plan(options, device)
     kernel, attend = _attention(options, device, live)
     for repeat in range(options.repeats):

@@ -32,7 +32,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Call:
-    """Keys and values of a call, and room for what the call writes.
+    """Keys and values of a call, and room for its results.
 
     Attributes:
         k, v, dk, dv: `[tasks * keys, kv heads, head dim]`.

@@ -122,7 +122,7 @@ def _batches(
 
 
 def _packs(options: argparse.Namespace, vocabulary: int, longest: int, device: torch.device) -> Batches:
-    """Makes batches as a collator does that knows nothing of other ranks."""
+    """Makes batches as a collator does, without a look at other ranks."""
     rng = np.random.default_rng(dist.get_rank())
     for step in range(options.steps):
         seed = step * dist.get_world_size() + dist.get_rank()

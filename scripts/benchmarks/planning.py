@@ -6,7 +6,7 @@ placed   documents are placed: balance on many mixes; bytes against the publishe
          bound; bytes between nodes; windows of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
 times    planning and routing, each measured once in fresh processes, the median of several
-epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and what the loader does
+epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and the loader's time
 
 Bytes are of one layer's forward pass of Llama-3-8B in bf16: queries and outputs 8 KB, keys and values 4 KB a token.
 """
@@ -64,7 +64,7 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
     lengths = batch(mix, num_ranks, 128 * K, 128 * K, seed=0)
     topology = Topology(num_ranks, RANKS_PER_NODE)
     placed_planner(topology)
-    gc.collect()  # what imports left behind is no part of planning
+    gc.collect()  # garbage of imports is no part of planning
     gc.freeze()
     began = time.perf_counter()
     plan = plan_placed(lengths, topology) if kind == "placed" else plan_fixed(lengths, topology)

@@ -84,7 +84,7 @@ class WholeDocuments:
             yield self._batch([documents[number] for number in mine])
 
     def _batch(self, documents: Sequence[Tokens]) -> dict[str, Any]:
-        """Returns a batch of whole documents, as flash-attention wants them."""
+        """Returns a batch of whole documents, as flash-attention takes them."""
         lengths = [len(document.input_ids) for document in documents]
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
         columns = {

@@ -64,7 +64,7 @@ TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one class; `told` is the largest relative difference, or the reason."""
+    """The outcome of one class; `told` is the largest relative difference, or the reason."""
 
     model_class: str
     model_type: str

@@ -1,4 +1,4 @@
-"""Waiting: what every GPU does while attention of one packed batch runs, before and after placement.
+"""Waiting: work and waiting of every GPU while attention of one packed batch runs, before and after placement.
 
     python scripts/pictures/draw_waiting.py
 

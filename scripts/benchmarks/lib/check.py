@@ -25,14 +25,14 @@ LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
 
 
 def check_modes(names: Sequence[str], place: Place, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Errors of each mode as a part of what is allowed, the largest of all ranks; a collective call."""
+    """Computes errors of each mode over the allowed ones, the largest of all ranks; a collective call."""
     whole = _random_tensors(sum(lengths), place)
     exact, rounded = (
         _attend_exactly(whole, lengths, place.shape.scale, kind) for kind in (torch.float32, place.dtype)
     )
     found = {name: _errors(name, place, lengths, whole, exact, rounded) for name in names}
     errors = torch.tensor([list(errors.values()) for errors in found.values()], device=place.device)
-    errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out what is no number
+    errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out NaN
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(names, errors.tolist(), strict=True)}
 
@@ -63,7 +63,7 @@ def _errors(
     exact: Sequence[torch.Tensor],
     rounded: Sequence[torch.Tensor],
 ) -> dict[str, float]:
-    """Returns the largest error of this rank's rows, of output and gradients, as a part of what is allowed."""
+    """Returns the largest error of this rank's rows, of output and gradients, over the allowed one."""
     mode = build_mode(name, place, [numbered_tokens(lengths)])
     mode.begin()
     [batch] = mode.batches
@@ -84,7 +84,7 @@ def _errors(
 
 
 def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Returns the largest difference from the truth, given what plain PyTorch makes of it."""
+    """Returns the largest difference from the truth, given the result of plain PyTorch."""
     if plain.dtype == torch.float32:
         return LARGEST_DIFFERENCE * truth.abs().max()
     rounding = (truth.to(plain.dtype).float() - truth).abs().max()

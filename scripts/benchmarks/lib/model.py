@@ -109,7 +109,7 @@ class Backbone(LossModel):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model asks of attention and of matrix products.
+    """The work of a model: of attention and of matrix products.
 
     Attributes:
         linear_flops: of one token, forward, in all layers.
@@ -161,7 +161,7 @@ def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: t
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer asked of attention."""
+    """The arguments of a layer's attention."""
 
     module: nn.Module
     query: torch.Tensor
@@ -189,7 +189,7 @@ def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall
 
 
 def probe(model: LossModel) -> Shape:
-    """Runs a few tokens through the model without attention: counts the rest and looks at what attention is given."""
+    """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments."""
     positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
     counter = FlopCounterMode(display=False)
     with without_attention(model.causal_lm) as calls, torch.no_grad(), counter:

@@ -1,4 +1,4 @@
-"""How fast this device is at what a step consists of, and how long a step takes at least."""
+"""Rates of this device for the parts of a step, and the least time of a step."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ REPEATS, CALLS = 3, 4
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured, the fastest of all ranks.
+    """Measured rates, the fastest of all ranks.
 
     Attributes:
         kernel: class of the attention kernel.
@@ -75,7 +75,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

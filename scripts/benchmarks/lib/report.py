@@ -1,4 +1,4 @@
-"""What came out of a benchmark step: one header line and one Markdown table, or the same as JSON."""
+"""Results of a benchmark step: one header line and one Markdown table, or the same as JSON."""
 
 import argparse
 import statistics
@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Load:
-    """What a step asks of each rank, all micro-steps together.
+    """The load of a step on each rank, all micro-steps together.
 
     Attributes:
         tokens: of one rank.
@@ -73,7 +73,7 @@ class Measured:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """What exchanges add to a step; rounds are compared one by one."""
+        """Time that exchanges add to a step; rounds are compared one by one."""
         if not self.silent_seconds:
             return None
         return statistics.median(loud - silent for loud, silent in zip(self.seconds, self.silent_seconds, strict=True))

@@ -23,7 +23,7 @@ LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 
 @dataclass
 class Tally:
-    """What this rank saw of a mode."""
+    """Figures of a mode on this rank."""
 
     seconds: list[float] = field(default_factory=list)
     silent_seconds: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Runner:
     @contextmanager
     def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
         """Steps of this mode. Around them, which is not part of a step, the model is made to attend in this way, and
-        gradients and what only this mode needs are let go."""
+        gradients and parts of this mode alone are let go."""
         self._model.causal_lm.set_attn_implementation(mode.implementation)
         mode.begin()
         yield functools.partial(self.step, mode)

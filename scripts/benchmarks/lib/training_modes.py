@@ -21,7 +21,7 @@ MODES = ("local", "placed")
 
 @dataclass(frozen=True)
 class Planned:
-    """A mode, and what was planned for it.
+    """A mode, and its plan.
 
     Attributes:
         imbalance: attended pairs of the busiest rank over the mean.

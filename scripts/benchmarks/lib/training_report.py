@@ -1,4 +1,4 @@
-"""What came out of whole training steps, as a Markdown table."""
+"""Results of whole training steps, as a Markdown table."""
 
 from collections.abc import Mapping
 from typing import Any

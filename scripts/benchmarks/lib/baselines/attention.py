@@ -4,7 +4,7 @@
     heads       q k v ── tokens to heads ── kernel ── heads to tokens ── out                  Ulysses
     gathered    k v ── all-gather ── kernel ── out; dk dv are summed by a reduce-scatter      context parallelism
 
-What belongs to a micro-batch travels as `bench_work` in the model's keywords.
+The work of a micro-batch travels as `bench_work` in the model's keywords.
 """
 
 import math

@@ -24,7 +24,7 @@ class Keys(Protocol):
     def adds(self) -> bool: ...
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the call, from those of this rank (or of all)."""
+        """Takes keys and values of the call from the rows of this rank (or of all)."""
         ...
 
     def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class ChosenKeys:
 class MadeUpKeys:
     """Random numbers, among which this rank's own rows have their places.
 
-    Only these are copied, and only their gradients are kept: that of a made-up key is nobody's.
+    Only these are copied, and only their gradients are kept: no token has that of a made-up key.
 
     Args:
         sizes: `[made-up rows, G, H]` and `[made-up rows, G, V]`, of keys and of values.

@@ -1,7 +1,7 @@
 """Operators of a benchmark step: the product's kernels and plain collectives, where the product is not measured.
 
-They are built like the product's operator: with an explicit backward, so that activation checkpointing can save what
-kernels wrote, and `torch.compile` goes through.
+They are built like the product's operator: with an explicit backward, so that activation checkpointing can save their
+outputs, and `torch.compile` goes through.
 
 Shape legend in `distca_hf.kernels.interface`.
 """
@@ -171,5 +171,5 @@ for there, back in (
         setup_context=_remember_place,
     )
 
-# What selective checkpointing saves: outputs of attention, in both shapes where there are two.
+# Selective checkpointing saves outputs of attention, in both shapes where there are two.
 SAVED_OPERATORS = (torch.ops.bench_step.flash_attn.default, torch.ops.bench_step.heads_to_tokens.default)

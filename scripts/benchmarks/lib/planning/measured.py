@@ -57,7 +57,7 @@ class StepRow:
     Attributes:
         page: in docs/benchmarks.
         links: between GPUs.
-        num_ranks, documents, size: what was run; documents as "131072,96x4096".
+        num_ranks, documents, size: of the run; documents as "131072,96x4096".
         local_ms, placed_ms: median steps.
         checkpointing, local_checkpointing: of placed, and of packing alone.
         liger: Liger's norms, rotary embeddings and MLPs.
