@@ -16,6 +16,7 @@ from distca_hf.cost import IntArray
 # Dense bf16 operations per second by data sheet, and the names of devices as torch has them.
 PEAK_FLOPS = {
     r"\bB200\b": 2250e12,
+    r"\bH200 NVL\b": 835e12,
     r"\bH200\b": 989e12,
     r"\bH100 PCIe\b": 756e12,
     r"\bH100 NVL\b": 835e12,

@@ -18,7 +18,7 @@ from support.ranks import Outcome, start_ranks
 WORLD = 3
 HARMED = 1
 ATTEMPTS = 5
-# IndexRanges of three processes that share the machine: most of their time is waiting.
+# Runs of three processes that share the machine: most of their time is waiting.
 AT_ONCE = 10
 KINDS = ("stop", "kill", "raise")
 PHASES = ("agreement", "forward", "backward")
@@ -31,7 +31,7 @@ Case = tuple[str, str, str]
 
 
 def _run(harm: Harm, folder: Path) -> list[Outcome]:
-    """IndexRanges into the harm; how the ranks ended."""
+    """Runs into the harm; how the ranks ended."""
     folder.mkdir(parents=True)
     endless = frozenset([HARMED] if harm.kind == "stop" else [])
     return start_ranks(WORLD, train_until_harm, folder, harm, folder, endless=endless)

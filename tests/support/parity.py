@@ -103,7 +103,7 @@ def live_plan(
 
 
 def compare(case: Case, transport: Transport) -> Difference:
-    """IndexRanges one layer forward and backward on this rank and compares its rows with exact attention."""
+    """Runs one layer forward and backward on this rank and compares its rows with exact attention."""
     q, k, v, dout = case.tensors()
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = attend_documents(*whole, case.layout.document_tokens.tolist(), SCALE)

@@ -63,7 +63,7 @@ def run_ranks(
     *arguments: Any,
     backend: str = "gloo",
 ) -> list[Any]:
-    """IndexRanges `function(*arguments)` on every rank of a group, successfully; returns the results by rank."""
+    """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank."""
     outcomes = start_ranks(world_size, function, folder, *arguments, backend=backend)
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed:
@@ -84,7 +84,7 @@ def start_ranks(
     meanwhile: Callable[[list[Any]], None] | None = None,
     endless: frozenset[int] = frozenset(),
 ) -> list[Outcome]:
-    """IndexRanges ranks to their end, whatever it is; kills what hangs.
+    """Runs ranks to their end, whatever it is; kills what hangs.
 
     Args:
         meanwhile: called with the processes once all are started, to do harm to them.

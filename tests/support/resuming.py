@@ -1,4 +1,4 @@
-"""IndexRanges that stop and go on: documents that can be told apart, and what a Trainer has trained on."""
+"""Runs that stop and go on: documents that can be told apart, and what a Trainer has trained on."""
 
 import random
 from collections import Counter

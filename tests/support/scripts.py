@@ -31,7 +31,7 @@ def run_script(world_size: int, folder: Path, words: Sequence[str | Path], **env
 
 
 def _run(folder: Path, words: list[str], environment: dict[str, str]) -> None:
-    """IndexRanges the script with this rank's group, or without one on a rank that is alone."""
+    """Runs the script with this rank's group, or without one on a rank that is alone."""
     os.chdir(folder)
     os.environ.update(environment)
     if dist.get_world_size() == 1:

@@ -128,6 +128,7 @@ def test_cost_by_hand() -> None:
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA B200", 2250),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L40S", 362),
