@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
     exit 1
 }
 
-# Prints, of what pip says, large packages as their download begins, and the end, which takes long.
+# Prints pip's lines about large packages as their download begins, and the end, which takes long.
 show_progress() {
     local line file version size from packages
     while IFS= read -r line; do

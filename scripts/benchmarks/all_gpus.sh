@@ -9,7 +9,7 @@
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   host     time of the host per attention call
-#   memory   what torch holds while shapes change
+#   memory   memory that torch holds while shapes change
 #
 # DOCUMENTS replaces A, B and C, whose tokens are meant for four GPUs: on two, for example, 65536,16x4096;131072,32x4096.
 # NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes; DISTCA_EXCHANGE_LEGS=4 is the setting

@@ -18,12 +18,12 @@ In the table, each figure of the slowest or largest rank:
                     attention once forward and once backward at the rate of the kernel on one document
     MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
     exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
-    exposed         the step minus the same step on silent wires, where what would have arrived is a local copy of
-                    random numbers; includes what exchanges make kernels beside them slower, and no difference in work
+    exposed         the step minus the same step on silent wires, where local copies of random numbers arrive
+                    instead; includes the slowdown of kernels beside exchanges, and no difference in work
     kernels         seconds of all calls of the attention kernel, of the slowest rank as a multiple of the mean of all
                     ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
     peak            memory that torch had given out at once; of `ideal` with its made-up keys
-    error           the largest one of output and gradients on short documents, as a part of what is allowed; if it is
+    error           the largest one of output and gradients on short documents, over the allowed one; if it is
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
@@ -130,13 +130,13 @@ def measure_documents(
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     wrong = {name: row for name, row in errors.items() if not all(error <= 1 for error in row.values())}
     if wrong:
-        raise SystemExit(f"attention differs from exact attention, as a part of what is allowed: {wrong}")
+        raise SystemExit(f"attention differs from exact attention; errors over the allowed ones: {wrong}")
     if not equal_losses([*losses.values()], options.dtype):
         raise SystemExit(f"losses of the same tokens differ: {losses}")
 
 
 def rates_line(rates: Rates, load: Load) -> str:
-    """What the device is able to do, and how long a step takes at least."""
+    """Returns the rates of the device, and the least time of a step."""
     floor_seconds = rates.floor_seconds(load.executed_linear_flops, load.pairs)
     return (
         f"{rates.kernel} {rates.forward_pairs / 1e9:.4g} / {rates.backward_pairs / 1e9:.4g} billion pairs/s forward / "

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Prints what every repeat took on this rank."""
+    """Prints the time of every repeat on this rank."""
     live = _plan(options, device)
     kernel, attend = _attention(options, device, live)
     for repeat in range(options.repeats):
@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
-    """A placed plan in the middle of training: every rank has agreed to it."""
+    """Returns a placed plan in the middle of training: every rank has agreed to it."""
     transport = open_transport(device, 60.0)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
     mine = rank_plan(plan, transport.rank)
@@ -88,7 +88,7 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
 def _attention(
     options: argparse.Namespace, device: torch.device, live: LivePlan
 ) -> tuple[Kernel, Callable[[], object]]:
-    """The kernel, and one attention call of this rank's rows."""
+    """Returns the kernel, and one attention call of this rank's rows."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         torch.randn(live.routing.num_rows, heads, options.head_dim, device=device, dtype=dtype)

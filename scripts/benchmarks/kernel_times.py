@@ -32,7 +32,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Call:
-    """Keys and values of a call, and room for what the call writes.
+    """Keys and values of a call, and room for its results.
 
     Attributes:
         k, v, dk, dv: `[tasks * keys, kv heads, head dim]`.
@@ -63,7 +63,7 @@ class Call:
 
 
 def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse.Namespace) -> float:
-    """Median over some calls, forward and backward together."""
+    """Returns the median over some calls, forward and backward together."""
     tasks = max(1, min(CALL_TOKENS // queries, MOST_KEY_TOKENS // keys))
     q, dout = (_random(tasks * queries, options.heads, options) for _ in range(2))
     own = Call.random(tasks, queries, queries, True, options)

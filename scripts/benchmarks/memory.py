@@ -88,7 +88,7 @@ def _run(model: Backbone, batches: Batches, device: torch.device) -> str:
 
 
 def _counters(device: torch.device) -> list[int]:
-    """Of `COUNTERS`; peaks are counted anew from here."""
+    """Reads `COUNTERS`; peaks are counted anew from here."""
     if device.type != "cuda":
         return [0] * len(COUNTERS)
     stats = torch.cuda.memory_stats(device)
@@ -122,7 +122,7 @@ def _batches(
 
 
 def _packs(options: argparse.Namespace, vocabulary: int, longest: int, device: torch.device) -> Batches:
-    """What a collator that knows nothing of other ranks makes of a rank's documents."""
+    """Makes batches as a collator does, without a look at other ranks."""
     rng = np.random.default_rng(dist.get_rank())
     for step in range(options.steps):
         seed = step * dist.get_world_size() + dist.get_rank()

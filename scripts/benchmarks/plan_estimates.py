@@ -1,4 +1,4 @@
-"""Compares the estimates of `distca plan` with what was measured; prints tables for docs/benchmarks.
+"""Compares the estimates of `distca plan` with measured figures; prints tables for docs/benchmarks.
 
     python scripts/benchmarks/plan_estimates.py
 
@@ -25,7 +25,7 @@ from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
 from lib.tables import head
 
 
-HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # those of all models that were measured
+HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
 
 
 def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray, int]:

@@ -1,4 +1,4 @@
-"""Trains an epoch on documents of given lengths, and compares what training logs of it with what `distca plan` says.
+"""Trains an epoch on documents of given lengths, and compares the log with the answer of `distca plan`.
 
     torchrun --nproc-per-node 8 scripts/benchmarks/plan_log.py examples/lengths/prolong.json.gz --shorter 64
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def train(lengths: np.ndarray, tokens_per_rank: int) -> list[dict[str, Any]]:
-    """Trains one epoch, and returns what was logged of every step."""
+    """Trains one epoch, and returns the log of every step."""
     datasets.disable_progress_bars()
     ids = np.random.default_rng(0).integers(0, 64, int(lengths.max()), dtype=np.int32)
     dataset = datasets.Dataset.from_dict({"input_ids": [ids[:length] for length in lengths]})
@@ -82,7 +82,7 @@ def train(lengths: np.ndarray, tokens_per_rank: int) -> list[dict[str, Any]]:
 
 
 def plan(lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> dict[str, Any]:
-    """Returns what `distca plan` says of the same training."""
+    """Returns the answer of `distca plan` for the same training."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lengths.json"
         path.write_text(json.dumps(lengths.tolist()))

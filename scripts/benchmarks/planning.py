@@ -6,7 +6,7 @@ placed   documents are placed: balance on many mixes; bytes against the publishe
          bound; bytes between nodes; windows of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
 times    planning and routing, each measured once in fresh processes, the median of several
-epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and what the loader does
+epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and the loader's time
 
 Bytes are of one layer's forward pass of Llama-3-8B in bf16: queries and outputs 8 KB, keys and values 4 KB a token.
 """
@@ -36,7 +36,7 @@ PROCESSES = 7
 
 
 def print_times(ranks: list[int]) -> None:
-    """First plan of a process, imports excluded."""
+    """Prints times of the first plan of a process, imports excluded."""
     table(
         "First plan of a process, ms (limits: placed 3, 5, 15, 300; fixed 5, 8, 100, 2000; routing 5, 5, 15, 80)",
         *("mix", "ranks", "tokens/rank", "documents", "placed ms", "routing ms", "fixed ms", "routing ms"),
@@ -53,7 +53,7 @@ def print_times(ranks: list[int]) -> None:
 
 
 def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
-    """What fresh processes say, one after the other."""
+    """Measures in fresh processes, one after the other."""
     command = [sys.executable, __file__, "--measure", kind, mix, str(num_ranks)]
     for _ in range(PROCESSES):
         yield json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -64,7 +64,7 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
     lengths = batch(mix, num_ranks, 128 * K, 128 * K, seed=0)
     topology = Topology(num_ranks, RANKS_PER_NODE)
     placed_planner(topology)
-    gc.collect()  # what imports left behind is no part of planning
+    gc.collect()  # garbage of imports is no part of planning
     gc.freeze()
     began = time.perf_counter()
     plan = plan_placed(lengths, topology) if kind == "placed" else plan_fixed(lengths, topology)

@@ -47,7 +47,7 @@ WARM_UP_STEPS = 3
 
 
 def documents(micro_batches: int, long_tokens: int, capacity_tokens: int) -> Dataset:
-    """One long document per micro-batch and short ones to fill it; tokens follow a rule that can be learnt."""
+    """Returns one long document per micro-batch and short ones to fill it; tokens follow a rule that can be learnt."""
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     lengths = []
@@ -84,7 +84,7 @@ class WholeDocuments:
             yield self._batch([documents[number] for number in mine])
 
     def _batch(self, documents: Sequence[Tokens]) -> dict[str, Any]:
-        """Returns a batch of whole documents, as flash-attention wants them."""
+        """Returns a batch of whole documents, as flash-attention takes them."""
         lengths = [len(document.input_ids) for document in documents]
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
         columns = {
@@ -249,7 +249,7 @@ def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[s
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """One line about a run."""
+    """Returns one line about a run."""
     step = statistics.median(figures["seconds"][WARM_UP_STEPS:])
     tokens = figures["tokens_per_rank"] / step
     line = (
@@ -264,7 +264,7 @@ def summary(figures: dict[str, Any]) -> str:
 
 
 def compare(packing: dict[str, Any], distca: dict[str, Any]) -> str:
-    """Ratio of step times and largest difference of losses."""
+    """Returns the ratio of step times and the largest difference of losses."""
     difference = max(abs(a - b) for a, b in zip(packing["losses"], distca["losses"], strict=False))
     steps = [statistics.median(run["seconds"][WARM_UP_STEPS:]) for run in (packing, distca)]
     return (

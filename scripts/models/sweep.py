@@ -64,7 +64,7 @@ TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one class; `told` is the largest relative difference, or the reason."""
+    """The outcome of one class; `told` is the largest relative difference, or the reason."""
 
     model_class: str
     model_type: str
@@ -80,19 +80,19 @@ class Step:
     gradients: torch.Tensor
 
     def difference(self, other: "Step") -> float:
-        """The larger one of the relative differences of losses and gradients."""
+        """Returns the larger one of the relative differences of losses and gradients."""
         loss = abs(self.loss - other.loss) / abs(other.loss)
         gradients = (self.gradients - other.gradients).norm() / other.gradients.norm()
         return largest([loss, gradients.item()])
 
 
 def largest(differences: list[float]) -> float:
-    """The largest one; not a number if any is not."""
+    """Returns the largest number; not a number if any is not."""
     return float(np.max(differences))
 
 
 def config_classes(only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
-    """Configuration classes of all causal language models, or of those model types, each once."""
+    """Returns the configuration classes of all causal language models, or of those model types, each once."""
     wanted = set(only)
     classes = {config_class.model_type: config_class for config_class in MODEL_FOR_CAUSAL_LM_MAPPING}
     if wanted - set(classes):
@@ -111,7 +111,7 @@ def examine(config_class: type[PreTrainedConfig]) -> Outcome:
 
 
 def _verdict(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
-    """Verdict, and the difference or the reason in full."""
+    """Returns the verdict, and the difference or the reason in full."""
     try:
         parameters = num_parameters(config_class)
     except Exception as error:
@@ -132,7 +132,7 @@ def _verdict(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
 
 
 def _verdict_of_steps(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
-    """Of a model that is accepted."""
+    """Compares the steps of an accepted model."""
     try:
         expected = step_alone(build_plain(config_class))
     except Exception as error:
@@ -152,7 +152,7 @@ def num_parameters(config_class: type[PreTrainedConfig]) -> int:
 
 
 def build(config_class: type[PreTrainedConfig], implementation: str) -> PreTrainedModel:
-    """A tiny model in fp32 that trains; its weights are random, the same every time, and none is left at zero."""
+    """Returns a tiny model in fp32 that trains; its weights are random, equal every time, and none is left at zero."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(config_class), attn_implementation=implementation).float()
     with torch.no_grad():
@@ -162,7 +162,7 @@ def build(config_class: type[PreTrainedConfig], implementation: str) -> PreTrain
 
 
 def build_plain(config_class: type[PreTrainedConfig]) -> PreTrainedModel:
-    """The same model with sdpa, or with eager attention if it does not know sdpa."""
+    """Returns the same model with sdpa, or with eager attention if it does not know sdpa."""
     try:
         return build(config_class, "sdpa")
     except ValueError:
@@ -178,13 +178,13 @@ def documents_dataset() -> Dataset:
 
 
 def loader_of(transport: Transport) -> PlacedLoader:
-    """All documents in one micro-batch."""
+    """Returns all documents in one micro-batch."""
     config = DistCAConfig(tokens_per_rank=CAPACITY_TOKENS // transport.world_size, pad_to_multiple_of=32)
     return PlacedLoader(documents_dataset(), config, transport, torch.device("cpu"))
 
 
 def step_alone(model: PreTrainedModel) -> Step:
-    """The step on whole documents, each alone."""
+    """Runs the step on whole documents, each alone."""
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     total = 0.0
@@ -198,7 +198,7 @@ def step_alone(model: PreTrainedModel) -> Step:
 
 
 def step_placed(config_class: type[PreTrainedConfig], num_ranks: int) -> Step:
-    """The step on documents that are placed on ranks: their mean, as data parallelism makes it."""
+    """Runs the step on documents that are placed on ranks; returns their mean, as data parallelism makes it."""
     models = [build(config_class, IMPLEMENTATION) for _ in range(num_ranks)]
 
     def step(transport: Transport) -> Step:
@@ -222,7 +222,7 @@ def gradients_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 def page(outcomes: list[Outcome]) -> str:
-    """The outcomes in Markdown."""
+    """Returns the outcomes in Markdown."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     ordered = sorted(outcomes, key=lambda x: (VERDICTS.index(x.verdict), x.model_class.lower(), x.model_type))
@@ -231,7 +231,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 
 def be_quiet() -> None:
-    """One thread, and no word of libraries about tiny models."""
+    """Sets one thread, and no word of libraries about tiny models."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     disable_progress_bar()

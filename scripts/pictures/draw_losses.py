@@ -20,7 +20,7 @@ DIFFERENCES = [ours - theirs for ours, theirs in zip(DISTCA, SDPA, strict=True)]
 
 
 def largest() -> str:
-    """The largest difference, such as 0.0000019."""
+    """Returns the largest difference, such as 0.0000019."""
     return f"{max(map(abs, DIFFERENCES)):.7f}"
 
 
@@ -55,7 +55,7 @@ def draw(style: Style) -> Figure:
 
 
 def described() -> str:
-    """The picture in words."""
+    """Returns the picture in words."""
     return (
         f"Losses of {len(STEPS)} steps with distca_hf and with sdpa, from {DISTCA[0]:.3f} to {DISTCA[-1]:.3f}. They "
         f"lie on each other and differ by {largest()} at most."

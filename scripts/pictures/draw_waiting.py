@@ -1,4 +1,4 @@
-"""Waiting: what every GPU does while attention of one packed batch runs, before and after placement.
+"""Waiting: work and waiting of every GPU while attention of one packed batch runs, before and after placement.
 
     python scripts/pictures/draw_waiting.py
 
@@ -27,13 +27,13 @@ GPUS, TOKENS_PER_GPU, SEED = 8, 131_072, 42
 
 
 def documents_of_first_batch() -> np.ndarray:
-    """`[documents]` lengths."""
+    """Returns `[documents]` lengths."""
     lengths = read_lengths(LENGTHS.find("pretrain")).tokens
     return lengths[EpochPacker(lengths, GPUS * TOKENS_PER_GPU, SEED).epoch(0).micro_batch(0)]
 
 
 def shares_of(plan: Plan, document: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[gpus]` attention work over its mean: of one document, and of all others."""
+    """Returns `[gpus]` attention work over its mean: of one document, and of all others."""
     of_document = plan.tasks.document == document
     work = np.zeros((2, GPUS))
     np.add.at(work, (np.where(of_document, 0, 1), plan.tasks.server), plan.tasks.work)
@@ -101,7 +101,7 @@ def draw(style: Style) -> Figure:
 
 
 def described() -> str:
-    """The picture in words."""
+    """Returns the picture in words."""
     in_order = plan_in_place(fill_in_order(documents_of_first_batch(), GPUS))
     shares = ", ".join(f"{share:.2f}" for share in in_order.work / in_order.work.mean())
     return (

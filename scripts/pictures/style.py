@@ -20,7 +20,7 @@ class Style:
 
     Attributes:
         text, muted, grid: of titles, of labels, of lines behind bars.
-        ours: what the picture is about; `long` is the part of it that decides.
+        ours: of the subject of the picture; `long` is the part of it that decides.
         others, best: other ways to train, and the best that there can be.
         on_ours, on_others: of text on these.
         waiting, hatch: of time in which nothing is done.
@@ -76,7 +76,7 @@ def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
 
     Args:
         name: of the picture.
-        description: what it shows, for those who cannot see it; kept in the file.
+        description: of it in words, for readers who cannot see it; kept in the file.
         draw: draws it in a style.
     """
     PICTURES.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
 
 
 def headline(figure: Figure, style: Style, finding: str, details: str) -> None:
-    """Writes the finding on top of a figure, and below it, smaller, what was looked at."""
+    """Writes the finding on top of a figure, and below it, smaller, the data."""
     left, below = 0.012, 0.40 / figure.get_figheight()
     figure.suptitle(finding, x=left, y=0.985, ha="left", va="top", fontsize=15, fontweight="bold")
     figure.text(left, 1 - below, details, ha="left", va="top", fontsize=10, color=style.muted, linespacing=1.35)

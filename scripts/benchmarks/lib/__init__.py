@@ -1,1 +1,1 @@
-"""What the programs of this folder share: documents, models, ways to attend, rounds, and reports."""
+"""Documents, models, ways to attend, rounds and reports, which the programs of this folder share."""

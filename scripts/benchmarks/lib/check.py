@@ -25,20 +25,20 @@ LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
 
 
 def check_modes(names: Sequence[str], place: Place, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Errors of each mode as a part of what is allowed, the largest of all ranks; a collective call."""
+    """Computes errors of each mode over the allowed ones, the largest of all ranks; a collective call."""
     whole = _random_tensors(sum(lengths), place)
     exact, rounded = (
         _attend_exactly(whole, lengths, place.shape.scale, kind) for kind in (torch.float32, place.dtype)
     )
     found = {name: _errors(name, place, lengths, whole, exact, rounded) for name in names}
     errors = torch.tensor([list(errors.values()) for errors in found.values()], device=place.device)
-    errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out what is no number
+    errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out NaN
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(names, errors.tolist(), strict=True)}
 
 
 def _random_tensors(tokens: int, place: Place) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output, of all documents, the same on all ranks."""
+    """Returns q, k, v and the gradient of the output, of all documents, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn((tokens, *width), generator=generator).to(place.device, place.dtype)
@@ -49,7 +49,7 @@ def _random_tensors(tokens: int, place: Place) -> list[torch.Tensor]:
 def _attend_exactly(
     whole: Sequence[torch.Tensor], lengths: Sequence[int], scale: float, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Output and gradients of attention by its definition, computed in `dtype`."""
+    """Returns the output and gradients of attention by its definition, computed in `dtype`."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in whole[:3])
     out = attend_documents(q, k, v, lengths, scale)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3].to(dtype))]
@@ -63,7 +63,7 @@ def _errors(
     exact: Sequence[torch.Tensor],
     rounded: Sequence[torch.Tensor],
 ) -> dict[str, float]:
-    """Largest error of this rank's rows, of output and gradients, as a part of what is allowed."""
+    """Returns the largest error of this rank's rows, of output and gradients, over the allowed one."""
     mode = build_mode(name, place, [numbered_tokens(lengths)])
     mode.begin()
     [batch] = mode.batches
@@ -84,7 +84,7 @@ def _errors(
 
 
 def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Largest difference from the truth, given what plain PyTorch makes of it."""
+    """Returns the largest difference from the truth, given the result of plain PyTorch."""
     if plain.dtype == torch.float32:
         return LARGEST_DIFFERENCE * truth.abs().max()
     rounding = (truth.to(plain.dtype).float() - truth).abs().max()
@@ -100,7 +100,7 @@ def _attend(
     v: torch.Tensor,
     dout: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Output and gradients, as a layer of the model gets them."""
+    """Returns the output and gradients, as a layer of the model gets them."""
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
     if mode.name == "fixed":  # as the hook of an enabled model does before every forward pass
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
@@ -124,7 +124,7 @@ def _attend_made_up(
     scale: float,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Output and gradients of a work's calls by definition, with its made-up keys, computed in `dtype`."""
+    """Returns the output and gradients of a work's calls by definition, with its made-up keys, computed in `dtype`."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     outputs = []
     for call in work.calls:
@@ -150,7 +150,7 @@ def _attend_tasks(
     keys: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of tasks, aligned bottom-right, given by offsets of queries and keys."""
+    """Returns the causal attention of tasks, aligned bottom-right, given by offsets of queries and keys."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     outputs = []

@@ -38,7 +38,7 @@ def check_lengths(lengths: Sequence[int], num_ranks: int) -> None:
 
 
 def smaller_lengths(lengths: Sequence[int], num_ranks: int) -> list[int]:
-    """The same documents, all of them shorter by the same factor, for comparisons with exact attention."""
+    """Returns the same documents, all of them shorter by the same factor, for comparisons with exact attention."""
     factor = 1
     while max(lengths) > factor * COMPARED_TOKENS and not any(
         tokens % (2 * factor * 2 * num_ranks) for tokens in lengths
@@ -60,12 +60,12 @@ def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
 
 
 def attended_pairs(lengths: Sequence[int]) -> int:
-    """Attended pairs of whole documents."""
+    """Returns the attended pairs of whole documents."""
     return sum(causal_pairs(0, tokens) for tokens in lengths)
 
 
 def whole_documents(lengths: Sequence[int], num_ranks: int) -> Holding:
-    """Packing only: whole documents in order, each to the first rank with room, or the longest first if that does not
+    """Packs whole documents in order, each to the first rank with room, or the longest first if that does not
     fill all ranks.
 
     Raises:
@@ -95,7 +95,7 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], num_ranks: int) -> 
 
 
 def zigzag(documents: Sequence[int], lengths: Sequence[int], num_ranks: int) -> Holding:
-    """Rank r holds the r-th and the r-th last of 2 x ranks chunks of every document, first chunks before second ones.
+    """Returns the r-th and the r-th last of 2 x ranks chunks of every document for rank r, first chunks before second.
     Work is equal on all ranks, to the pair."""
     holding: Holding = []
     for rank in range(num_ranks):
@@ -109,8 +109,8 @@ def zigzag(documents: Sequence[int], lengths: Sequence[int], num_ranks: int) -> 
 
 
 def evenly_spread(lengths: Sequence[int], num_ranks: int) -> tuple[Holding, Holding]:
-    """Equal tokens and equal work for every rank, to the pair: of each length as many whole documents for every rank
-    as there are, and the rest in zigzag. Whole documents, and parts of documents."""
+    """Returns whole documents, and parts of documents, with equal tokens and equal work for every rank, to the pair:
+    of each length as many whole documents for every rank as there are, and the rest in zigzag."""
     whole: Holding = [[] for _ in range(num_ranks)]
     rest: list[int] = []
     for tokens in sorted(set(lengths)):
@@ -123,7 +123,7 @@ def evenly_spread(lengths: Sequence[int], num_ranks: int) -> tuple[Holding, Hold
 
 
 def batch_of(segments: Sequence[Segment], tokens: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """`input_ids` and `position_ids`, int64 `[1, rows]`, of one rank's segments."""
+    """Returns `input_ids` and `position_ids`, int64 `[1, rows]`, of one rank's segments."""
     ids = np.concatenate([tokens[document][start:stop] for document, start, stop in segments])
     positions = np.concatenate([np.arange(start, stop) for _, start, stop in segments])
     return {
@@ -133,7 +133,7 @@ def batch_of(segments: Sequence[Segment], tokens: Sequence[IntArray], device: to
 
 
 def gathered_rows(holding: Holding, lengths: Sequence[int]) -> list[IntArray]:
-    """For each document, where its tokens are when the rows of all ranks lie one after the other."""
+    """Returns for each document the rows of its tokens when the rows of all ranks lie one after the other."""
     rows = [np.zeros(tokens, dtype=np.int64) for tokens in lengths]
     at = 0
     for document, start, stop in chain.from_iterable(holding):

@@ -40,7 +40,7 @@ def use_head(model: LossModel, name: str) -> None:
 
 
 def _loss_of_few_tokens(model: LossModel) -> float:
-    """A sum over all but one of them, divided by a number of our choice."""
+    """Returns the loss: a sum over all but one of them, divided by a number of our choice."""
     positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
     tokens = positions % model.causal_lm.config.get_text_config().vocab_size
     shift_labels = tokens.roll(-1).masked_fill(positions == PROBE_TOKENS - 1, -100)

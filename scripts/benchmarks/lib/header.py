@@ -1,4 +1,4 @@
-"""The first line of a report: versions, device, and what was run."""
+"""The first line of a report: versions, device, model and documents."""
 
 import argparse
 import os

@@ -1,7 +1,7 @@
 """How long the attention kernel of a step takes on every rank: whether equal work is equal time.
 
 Kernel calls are timed from outside, in steps of their own: on GPUs between two events on the stream of the call, on
-CPUs by the clock. Of a GPU's time, what other kernels take that run beside the call is in it.
+CPUs by the clock. On a GPU it includes the time that kernels beside the call take from it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from lib.rates import synchronize
 
 
 class Mark(Protocol):
-    """A moment: a `torch.cuda.Event`, or what CPUs have instead."""
+    """A moment: a `torch.cuda.Event`, or its counterpart on CPUs."""
 
     def record(self) -> None: ...
 
@@ -106,7 +106,7 @@ def _mark(device: torch.device) -> Mark:
 
 
 def _seconds(laps: Laps) -> float:
-    """Of all calls, once the device has done them."""
+    """Returns the seconds of all calls, once the device has done them."""
     return 1e-3 * sum(began.elapsed_time(end) for began, end in laps)
 
 

@@ -17,7 +17,7 @@ def use_liger_layers(causal_lm: PreTrainedModel) -> None:
 
 
 def use_liger_loss(causal_lm: PreTrainedModel) -> None:
-    """The loss without logits of all tokens, and nothing else."""
+    """Replaces the loss by one without logits of all tokens, and nothing else."""
     patch, parts = _patch_of(causal_lm)
     if FUSED_LOSS not in parts:
         raise SystemExit(f"liger_kernel has no fused loss for {causal_lm.config.model_type}")
@@ -25,7 +25,7 @@ def use_liger_loss(causal_lm: PreTrainedModel) -> None:
 
 
 def _patch_of(causal_lm: PreTrainedModel) -> tuple[Callable[..., None], list[str]]:
-    """What replaces parts of such models, and which parts."""
+    """Returns the function that replaces parts of these models, and the parts' names."""
     from liger_kernel.transformers import monkey_patch
 
     patch = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(causal_lm.config.model_type)

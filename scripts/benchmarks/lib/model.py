@@ -109,7 +109,7 @@ class Backbone(LossModel):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model asks of attention and of matrix products.
+    """The work of a model: of attention and of matrix products.
 
     Attributes:
         linear_flops: of one token, forward, in all layers.
@@ -139,7 +139,7 @@ class Shape:
 
 
 def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedConfig:
-    """The configuration of a file or a preset, with so many layers, and positions for the longest document."""
+    """Returns the configuration of a file or a preset, with so many layers, and positions for the longest document."""
     values = json.loads(options.config.read_text()) if options.config else PRESETS[options.preset]
     values = {**values, "num_hidden_layers": options.layers or values["num_hidden_layers"], "use_cache": False}
     if values.get("layer_types"):
@@ -149,7 +149,7 @@ def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedC
 
 
 def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> PreTrainedModel:
-    """The model with random weights, the same on all ranks; with FSDP and bf16 they are fp32, as when training."""
+    """Returns the model with random weights, equal on all ranks; with FSDP and bf16 they are fp32, as in training."""
     torch.manual_seed(0)
     dtype = torch.float32 if options.fsdp else options.dtype
     with device:
@@ -161,7 +161,7 @@ def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: t
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer asked of attention."""
+    """The arguments of a layer's attention."""
 
     module: nn.Module
     query: torch.Tensor
@@ -172,7 +172,7 @@ class AttentionCall:
 
 @contextmanager
 def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall]]:
-    """The model with attention that answers zeros, whatever the dtype, and what was asked of it."""
+    """Lets attention return zeros, whatever the dtype; yields the calls that it gets."""
     calls: list[AttentionCall] = []
 
     def look(
@@ -189,7 +189,7 @@ def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall
 
 
 def probe(model: LossModel) -> Shape:
-    """Runs a few tokens through the model without attention: counts the rest and looks at what attention is given."""
+    """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments."""
     positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
     counter = FlopCounterMode(display=False)
     with without_attention(model.causal_lm) as calls, torch.no_grad(), counter:
@@ -208,7 +208,7 @@ def probe(model: LossModel) -> Shape:
 
 
 def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:
-    """Checkpointing, FSDP2 of every decoder layer, compilation of every decoder layer; in place."""
+    """Adds checkpointing, then FSDP2 and compilation of every decoder layer; in place."""
     if options.checkpointing != "none":
         keywords: dict[str, Any] = {"use_reentrant": False}
         if options.checkpointing == "saved":
@@ -225,7 +225,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The product's own (`checkpointed_attention="save"`), for the operators of all modes."""
+    """Decides as the product does (`checkpointed_attention="save"`), for the operators of all modes."""
     saved = operator in (
         *SAVED_OPERATORS,
         torch.ops.distca.flash_attn.default,

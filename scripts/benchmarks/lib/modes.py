@@ -4,9 +4,9 @@ local     whole documents, packed in order; nothing is exchanged
 sorted    the same packs, sorted by work over the accumulation window (`distca_hf.packing.sorted_packs`): ranks
           have equally heavy packs at the same time. With one micro-step there is nothing to sort: it is local.
 ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
-          documents; what is left over is cut in zigzag, and the keys of other ranks that a chunk attends are
+          documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
           made-up local ones (see `MadeUpKeys`). Tokens and attended pairs are equal on all ranks, to the pair.
-          (What placed documents take without any exchange is the step of placed minus its exposed time.)
+          (Placed documents without any exchange take the step of placed minus its exposed time.)
 ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
 context   every document in zigzag over all ranks, keys and values all-gathered
 placed    the product: batches of `plugin.dataloader`
@@ -59,7 +59,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """What modes are built from: this rank, its wires, and the model that plans are made for; `recomputes` if
+    """Parts that modes are built from: this rank, its wires, and the model that plans are made for; `recomputes` if
     checkpointing recomputes attention, too."""
 
     wires: Wires
@@ -71,7 +71,7 @@ class Place:
     recomputes: bool = False
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
-        """The product, with further settings from the environment (`DISTCA_<FIELD>`). What is checkpointed is decided
+        """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
         for all modes alike (`model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
         settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
@@ -114,7 +114,7 @@ class Mode:
         batches: of a step.
         watched: the model is called with the product's hooks around it.
         exchanges: whether attention sends anything, on several ranks.
-        exact: outputs are those of attention on the documents; false for `ideal` alone.
+        exact: outputs are of attention on the documents; false for `ideal` alone.
         made_up: keys, or changes to the product, that are there only while this mode runs.
     """
 
@@ -127,7 +127,7 @@ class Mode:
     made_up: Sequence["ThereWhileItRuns"] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Makes what only this mode's steps need."""
+        """Makes the parts that only this mode's steps need."""
         for keys in self.made_up:
             keys.make()
 
@@ -248,7 +248,7 @@ BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
 
 
 def build_mode(name: str, place: Place, window: Window) -> Mode:
-    """The mode of this name for the documents of an accumulation window. A collective call."""
+    """Returns the mode of this name for the documents of an accumulation window. A collective call."""
     return BUILDERS[name](place, window)
 
 
@@ -258,7 +258,7 @@ def _lengths(window: Window) -> list[int]:
 
 
 def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
-    """Whole documents, one after the other."""
+    """Returns whole documents, one after the other."""
     return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
 
 

@@ -20,7 +20,7 @@ CHECKPOINTING = ("full", "saved", "offloaded", "none")
 
 
 def shared_options(description: str | None) -> argparse.ArgumentParser:
-    """A parser with these options; a script adds its own."""
+    """Returns a parser with these options; a script adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = argparse.BooleanOptionalAction
     model = parser.add_mutually_exclusive_group()
@@ -55,7 +55,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
-    """What was asked for, with the dtype and lengths of documents (`sets` by name, `lengths` of the first); `modes` is
+    """Parses options, with the dtype and lengths of documents (`sets` by name, `lengths` of the first); `modes` is
     a list, or None if nothing was said."""
     options = parser.parse_args()
     options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
@@ -72,7 +72,7 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
 
 
 def _open_group(device_type: str) -> torch.device:
-    """The process group, and this rank's device."""
+    """Opens the process group; returns this rank's device."""
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")

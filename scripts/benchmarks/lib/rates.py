@@ -1,4 +1,4 @@
-"""How fast this device is at what a step consists of, and how long a step takes at least."""
+"""Rates of this device for the parts of a step, and the least time of a step."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ REPEATS, CALLS = 3, 4
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured, the fastest of all ranks.
+    """Measured rates, the fastest of all ranks.
 
     Attributes:
         kernel: class of the attention kernel.
@@ -37,12 +37,12 @@ class Rates:
     backward_pairs: float
 
     def floor_seconds(self, linear_flops: float, pairs: float) -> float:
-        """Least time of a rank for so many flops of linear work, and attention once forward and once backward."""
+        """Returns the least time of a rank: so many flops of linear work, attention once forward and once backward."""
         return linear_flops / self.matrix_flops + pairs / self.forward_pairs + pairs / self.backward_pairs
 
 
 def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel that all modes use."""
+    """Returns the kernel that all modes use."""
     q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in shape.widths)
     return choose_kernel(name, Job.of(q, k, v), AttentionSpec(shape.scale))
 
@@ -70,18 +70,18 @@ def measure_rates(
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of bf16 matrix products, by the name of the device; None if it is not known."""
+    """Returns the peak of bf16 matrix products, by the name of the device; None if it is not known."""
     return flops.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one call, the fastest of several series of them; the first call is not counted."""
+    """Times one call: the fastest of several series of them; the first call is not counted."""
     run()
     series = []
     for _ in range(REPEATS):

@@ -1,4 +1,4 @@
-"""What came out of a benchmark step: one header line and one Markdown table, or the same as JSON."""
+"""Results of a benchmark step: one header line and one Markdown table, or the same as JSON."""
 
 import argparse
 import statistics
@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Load:
-    """What a step asks of each rank, all micro-steps together.
+    """The load of a step on each rank, all micro-steps together.
 
     Attributes:
         tokens: of one rank.
@@ -73,14 +73,14 @@ class Measured:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """What exchanges add to a step; rounds are compared one by one."""
+        """Time that exchanges add to a step; rounds are compared one by one."""
         if not self.silent_seconds:
             return None
         return statistics.median(loud - silent for loud, silent in zip(self.seconds, self.silent_seconds, strict=True))
 
 
 def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device) -> Load:
-    """What a step asks of a rank."""
+    """Returns the load of a step on a rank."""
     tokens = options.accumulation * sum(options.lengths) / num_ranks
     pairs = options.accumulation * shape.layers * attended_pairs(options.lengths) / num_ranks
     linear = tokens * shape.linear_flops
@@ -94,7 +94,7 @@ def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: t
 
 
 def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
-    """What was measured, and how fast that is."""
+    """Returns the measured figures, and how fast they are."""
     return {
         **asdict(mode),
         "step_seconds": mode.step_seconds,
@@ -106,7 +106,7 @@ def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
 def figures_of(
     measured: Mapping[str, Measured], kernels: Mapping[str, KernelSeconds], rates: Rates, load: Load
 ) -> dict[str, dict[str, Any]]:
-    """All figures of each mode by name, in seconds, bytes and ratios; None where there is nothing to say."""
+    """Returns all figures of each mode by name, in seconds, bytes and ratios; None where there is nothing to say."""
     ideal = measured["ideal"].step_seconds if "ideal" in measured else None
     floor = rates.floor_seconds(load.executed_linear_flops, load.pairs)
     return {
@@ -122,7 +122,7 @@ def figures_of(
 
 
 def table(figures: Mapping[str, Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> str:
-    """A Markdown table with a row for each mode."""
+    """Returns a Markdown table with a row for each mode."""
     rows = [
         (
             name,

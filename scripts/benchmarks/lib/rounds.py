@@ -23,7 +23,7 @@ LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 
 @dataclass
 class Tally:
-    """What this rank saw of a mode."""
+    """Figures of a mode on this rank."""
 
     seconds: list[float] = field(default_factory=list)
     silent_seconds: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Runner:
     @contextmanager
     def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
         """Steps of this mode. Around them, which is not part of a step, the model is made to attend in this way, and
-        gradients and what only this mode needs are let go."""
+        gradients and parts of this mode alone are let go."""
         self._model.causal_lm.set_attn_implementation(mode.implementation)
         mode.begin()
         yield functools.partial(self.step, mode)
@@ -58,7 +58,7 @@ class Runner:
         mode.end()
 
     def step(self, mode: Mode) -> torch.Tensor:
-        """Forward and backward of all micro-steps; the loss of this rank's tokens."""
+        """Runs forward and backward of all micro-steps; returns the loss of this rank's tokens."""
         call = self._model if mode.watched else self._model.forward
         losses = []
         for batch in mode.batches:
@@ -92,7 +92,7 @@ class Runner:
         return time.perf_counter() - began, loss
 
     def _over_ranks(self, tally: Tally, warmup: int) -> Measured:
-        """The slowest rank of each round, the largest one, and the mean loss."""
+        """Returns the slowest rank of each round, the largest one, and the mean loss."""
         assert tally.loss is not None
         seconds, silent = tally.seconds[warmup:], tally.silent_seconds[warmup:]
         numbers = torch.tensor(
@@ -108,5 +108,5 @@ class Runner:
 
 
 def equal_losses(losses: Sequence[float], dtype: torch.dtype) -> bool:
-    """Whether these may be losses of the same tokens."""
+    """Checks whether these may be losses of the same tokens."""
     return all(abs(loss - losses[0]) <= LARGEST_LOSS_DIFFERENCE[dtype] * abs(losses[0]) for loss in losses)

@@ -20,7 +20,7 @@ from distca_hf.runtime import exchanges, kernel_calls
 from lib.wires import Wires
 
 
-# Steps of the product's runtime, and what they are called here. One that it no longer has is not named.
+# Steps of the product's runtime, and their names here. One that it no longer has is not named.
 STEPS: tuple[tuple[Any, str, str], ...] = (
     (exchanges.KVDispatch, "start", "distca dispatch: keys leave"),
     (exchanges.QueryDispatch, "start", "distca dispatch: queries leave"),

@@ -21,7 +21,7 @@ MODES = ("local", "placed")
 
 @dataclass(frozen=True)
 class Planned:
-    """A mode, and what was planned for it.
+    """A mode, and its plan.
 
     Attributes:
         imbalance: attended pairs of the busiest rank over the mean.
@@ -47,12 +47,12 @@ class OfLoader:
 
 
 def fitting_modes(lengths: Sequence[int], num_ranks: int) -> list[str]:
-    """All modes; without `local` if a document does not fit one rank."""
+    """Returns all modes; without `local` if a document does not fit one rank."""
     return [name for name in MODES if name != "local" or max(lengths) <= sum(lengths) // num_ranks]
 
 
 def build_planned(name: str, place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
-    """The mode of this name, good for so many steps. A collective call."""
+    """Returns the mode of this name, good for so many steps. A collective call."""
     return _local(place, documents) if name == "local" else _placed(place, documents, steps)
 
 
@@ -88,5 +88,5 @@ def _labels(batch: Batch) -> Batch:
 
 
 def _label_count(labels: int, num_ranks: int) -> dict[str, float]:
-    """What a rank's loss is divided by: its share of all labels. No tensor: FSDP would round it to bf16."""
+    """Returns the divisor of a rank's loss: its share of all labels. No tensor: FSDP would round it to bf16."""
     return {"num_items_in_batch": labels / num_ranks}

@@ -1,4 +1,4 @@
-"""What came out of whole training steps, as a Markdown table."""
+"""Results of whole training steps, as a Markdown table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each mode."""
+    """Returns a row for each mode."""
     rows = [
         (
             name,

@@ -1,6 +1,6 @@
-"""Training steps in rounds: those of `rounds.py`, and an optimizer.
+"""Training steps in rounds: as in `rounds.py`, and an optimizer.
 
-The learning rate is 0. An optimizer's step takes as long as any other, but weights stay what they are: all modes have
+The learning rate is 0. An optimizer's step takes as long as any other, but weights stay as they are: all modes have
 the same ones in every round, and their losses can be compared.
 """
 
@@ -13,7 +13,7 @@ from lib.rounds import Runner
 from lib.wires import Wires
 
 
-# As TrainingArguments calls them, and what AdamW does for `fused`; None is its default.
+# Names of TrainingArguments, and AdamW's `fused`; None is its default.
 OPTIMIZERS = {"adamw_torch_fused": True, "adamw_torch": None}
 
 

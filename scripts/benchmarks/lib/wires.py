@@ -36,13 +36,13 @@ class Wires:
         self.sent_bytes = self.received_bytes = 0
 
     def silence(self, silent: bool) -> None:
-        """From now on nothing is sent, or it is again. All ranks do the same, after steps that were not silent."""
+        """Stops sending from now on, or sends again. All ranks do the same, after steps that were not silent."""
         # Normal numbers in bf16 are also normal numbers when two of them are read as one of fp32.
         numbers = self._largest_bytes // 2 + 1
         self._noise = torch.randn(numbers, device=self._device, dtype=torch.bfloat16) if silent else None
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """An uneven all-to-all, as `Transport` has it."""
+        """Starts an uneven all-to-all, as `Transport` has it."""
         sent, received = (sum(counts) - counts[self.rank] for counts in (asked.send_counts, asked.receive_counts))
         arriving = (sum(asked.receive_counts), *asked.rows.shape[1:])
         row_bytes = asked.row_bytes
@@ -86,7 +86,7 @@ class Wires:
         return self._noise is not None
 
     def _made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of random numbers: operators may not hand out the same memory twice."""
+        """Returns a copy of random numbers: operators may not hand out the same memory twice."""
         assert self._noise is not None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._noise.view(torch.uint8)[:num_bytes].view(dtype).view(shape).clone()

@@ -1,1 +1,1 @@
-"""What the programs of this folder share: tiny models, and sections of a page."""
+"""Tiny models and sections of a page, which the programs of this folder share."""

@@ -110,7 +110,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """A small configuration of this class."""
+    """Returns a small configuration of this class."""
     return config_class(**_settings(config_class))
 
 

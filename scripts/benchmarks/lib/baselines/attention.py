@@ -4,7 +4,7 @@
     heads       q k v ── tokens to heads ── kernel ── heads to tokens ── out                  Ulysses
     gathered    k v ── all-gather ── kernel ── out; dk dv are summed by a reduce-scatter      context parallelism
 
-What belongs to a micro-batch travels as `bench_work` in the model's keywords.
+The work of a micro-batch travels as `bench_work` in the model's keywords.
 """
 
 import math
@@ -34,14 +34,14 @@ def attend(
     bench_work: Work,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What Transformers calls: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous."""
+    """Attends as Transformers asks: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous."""
     q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return way(q, k, v, scale, bench_work).unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
-    """All keys are this rank's own, or made up."""
+    """Attends to keys that are all local, or made up."""
     return flash_attn(q, k, v, scale, work.handle)[0]
 
 
@@ -57,7 +57,7 @@ def attend_by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def attend_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
-    """Context parallelism: own queries, keys of all ranks."""
+    """Attends with local queries to keys of all ranks: context parallelism."""
     k, v = (gather_tokens(x, work.ranks, work.handle) for x in (k, v))
     return attend_whole(q, k, v, scale, work)
 

@@ -24,11 +24,11 @@ class Keys(Protocol):
     def adds(self) -> bool: ...
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the call, from those of this rank (or of all)."""
+        """Takes keys and values of the call from the rows of this rank (or of all)."""
         ...
 
     def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Where the kernel writes the gradient of what was taken."""
+        """Returns the tensor in which the kernel writes the gradient of the keys that were taken."""
         ...
 
     def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class ChosenKeys:
 class MadeUpKeys:
     """Random numbers, among which this rank's own rows have their places.
 
-    Only these are copied, and only their gradients are kept: that of a made-up key is nobody's.
+    Only these are copied, and only their gradients are kept: no token has that of a made-up key.
 
     Args:
         sizes: `[made-up rows, G, H]` and `[made-up rows, G, V]`, of keys and of values.
@@ -122,7 +122,7 @@ class Call:
 def make_call(
     first_query: int, query_tokens: Sequence[int], key_tokens: Sequence[int], keys: Keys, device: torch.device
 ) -> Call:
-    """A call of tasks with so many queries and keys each."""
+    """Returns a call of tasks with so many queries and keys each."""
     offsets_q, offsets_k = (
         torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
         for tokens in (query_tokens, key_tokens)

@@ -1,7 +1,7 @@
 """Operators of a benchmark step: the product's kernels and plain collectives, where the product is not measured.
 
-They are built like the product's operator: with an explicit backward, so that activation checkpointing can save what
-kernels wrote, and `torch.compile` goes through.
+They are built like the product's operator: with an explicit backward, so that activation checkpointing can save their
+outputs, and `torch.compile` goes through.
 
 Shape legend in `distca_hf.kernels.interface`.
 """
@@ -34,7 +34,7 @@ class Work:
         _works[self.handle] = self
 
     def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
-        """The kernel for these tensors."""
+        """Returns the kernel for these tensors."""
         return choose_kernel(self.kernel, Job.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
 
 
@@ -47,7 +47,7 @@ _handles = count()
 def flash_attn(
     q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention output and log-sum-exp of all calls."""
+    """Returns the attention output and log-sum-exp of all calls."""
     kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV)
     out, lse = empty_outputs(q_TNH, v_SGV)
     for call in _works[work].calls:
@@ -94,7 +94,7 @@ def _(
 
 @torch.library.custom_op("bench_step::tokens_to_heads", mutates_args=())
 def tokens_to_heads(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    """`[T, N, D]`, all heads of this rank's tokens, as `[ranks * T, N / ranks, D]`, some heads of all tokens."""
+    """Exchanges `[T, N, D]`, all heads of local tokens, for `[ranks * T, N / ranks, D]`, some heads of all tokens."""
     rows, heads, dim = x_TND.shape
     packed = x_TND.new_empty((ranks, rows, heads // ranks, dim))
     packed.copy_(x_TND.view(rows, ranks, heads // ranks, dim).transpose(0, 1))
@@ -109,7 +109,7 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 @torch.library.custom_op("bench_step::heads_to_tokens", mutates_args=())
 def heads_to_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    """The way back of `tokens_to_heads`."""
+    """Undoes `tokens_to_heads`."""
     rows, heads, dim = x_TND.shape[0] // ranks, x_TND.shape[1], x_TND.shape[2]
     counts = [rows] * ranks
     received = _works[work].wires.exchange(AllToAll(x_TND, counts, counts, "heads to tokens")).wait()
@@ -171,5 +171,5 @@ for there, back in (
         setup_context=_remember_place,
     )
 
-# What selective checkpointing saves: outputs of attention, in both shapes where there are two.
+# Selective checkpointing saves outputs of attention, in both shapes where there are two.
 SAVED_OPERATORS = (torch.ops.bench_step.flash_attn.default, torch.ops.bench_step.heads_to_tokens.default)

@@ -2,7 +2,7 @@
 
 For every file and world the first micro-batches of an epoch are placed, planned and routed as for an 8B Llama,
 documents longer than a micro-batch being split. Balance is counted from the kernel calls of all ranks. The last table
-times what the loader's background thread does for one micro-batch, reading its tokens included.
+times the loader's background thread for one micro-batch, reading its tokens included.
 """
 
 import statistics

@@ -26,7 +26,7 @@ def _size(model: ModelShape) -> ModelSize:
 
 
 def _few_layers(vocabulary: int, head: bool) -> ModelSize:
-    """Four layers of an 8B Llama with an embedding, and with or without a head."""
+    """Returns four layers of an 8B Llama with an embedding, and with or without a head."""
     size = ModelSize.of_gated_layers(LLAMA_8B.heads, LAYERS, 4096, 14_336, 0)
     embedding = vocabulary * 4096 * (2 if head else 1)
     return ModelSize(
@@ -57,7 +57,7 @@ class StepRow:
     Attributes:
         page: in docs/benchmarks.
         links: between GPUs.
-        num_ranks, documents, size: what was run; documents as "131072,96x4096".
+        num_ranks, documents, size: of the run; documents as "131072,96x4096".
         local_ms, placed_ms: median steps.
         checkpointing, local_checkpointing: of placed, and of packing alone.
         liger: Liger's norms, rotary embeddings and MLPs.

@@ -20,7 +20,7 @@ SHORTEST_TOKENS = 64
 
 @cache
 def file_lengths(name: str) -> IntArray:
-    """All lengths of a shipped file."""
+    """Returns all lengths of a shipped file."""
     return read_lengths(LENGTHS.find(name)).tokens
 
 
@@ -58,7 +58,7 @@ def _from_file(mix: str, rng: np.random.Generator, longest_tokens: int) -> IntAr
 
 
 def _like(mix: str, rng: np.random.Generator, num_ranks: int, tokens_per_rank: int) -> IntArray:
-    """99 documents in 100 short, and a few of any length; or three tokens in five in long documents."""
+    """Draws 99 documents in 100 short, and a few of any length; or three tokens in five in long documents."""
     total_tokens, longest = num_ranks * tokens_per_rank, tokens_per_rank
     documents: list[int] = []
     filled = long_tokens = 0
@@ -82,7 +82,7 @@ def _log_uniform(rng: np.random.Generator, low: int, high: int) -> float:
 
 
 def _fill(documents: IntArray, total_tokens: int) -> IntArray:
-    """The first documents, the last one cut."""
+    """Returns the first documents, the last one cut."""
     ends = np.cumsum(documents)
     count = int(np.searchsorted(ends, total_tokens)) + 1
     chosen = documents[:count].copy()

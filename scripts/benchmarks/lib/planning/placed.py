@@ -37,8 +37,8 @@ EPOCH_MICRO_BATCHES = 16
 
 
 def print_balance(ranks: list[int], seeds: int) -> None:
-    """Every mix, documents up to the tokens of one rank and up to those of all (512K at most). Batches of 16K tokens
-    per rank are those that fill ranks of 32K by half."""
+    """Prints every mix, documents up to the tokens of one rank and up to those of all (512K at most). Batches of 16K
+    tokens per rank fill ranks of 32K by half."""
     table(
         "Placed: balance (limits: tokens +-1; max/mean 1.005 up to 8 ranks, 1.01 beyond)",
         *("mix", "ranks", "tokens/rank", "longest", "documents", "token spread", "in order", "placed, worst seed"),
@@ -61,7 +61,7 @@ def print_balance(ranks: list[int], seeds: int) -> None:
 
 
 def print_bytes(ranks: list[int], seeds: int) -> None:
-    """Against the published planner, longest document <= tokens of a rank."""
+    """Compares with the published planner, longest document <= tokens of a rank."""
     table(
         "Placed: total bytes ÷ published planner at 0.05 (limits: 0.6, 0.6, 0.55, 0.5; up-sampled ProLong 0.9, 0.8, "
         "0.6, 0.65), largest rank between nodes (limit for pretrain: 0.05 GB)",
@@ -88,7 +88,7 @@ def print_bytes(ranks: list[int], seeds: int) -> None:
 
 
 def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
-    """Against the counting bound, all ranks on one node and no stripes: the bound is one on whole heads."""
+    """Compares with the counting bound, all ranks on one node and no stripes: the bound is one on whole heads."""
     table(
         "Placed, flat: total bytes ÷ counting bound (limit: 2.0)",
         *("mix", "ranks", "tokens/rank", "placed GB", "bound GB", "ratio, mean over seeds"),
@@ -110,7 +110,7 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
 
 
 def print_windows(ranks: list[int], seeds: int) -> None:
-    """The first optimizer step of an epoch of several, as its documents were packed and long ones together."""
+    """Compares the first optimizer step of an epoch as its documents were packed, and with long ones together."""
     table(
         "Windows of 4 micro-steps: bytes of all, and sum of the heaviest ranks ÷ ideal (limit: 1.005)",
         *("mix", "ranks", "tokens/rank", "as they come GB", "grouped GB", "grouped, worst imbalance"),

@@ -23,18 +23,18 @@ RANKS_PER_NODE = 8
 
 @cache
 def placed_planner(topology: Topology) -> PlacedPlanner:
-    """What plans in training; ranks hold as many tokens as a batch brings."""
+    """Returns the planner of training; ranks hold as many tokens as a batch brings."""
     config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=topology.ranks_per_node)
     return PlacedPlanner(config, topology.num_ranks, HEAD_GROUPS)
 
 
 def plan_placed(documents: IntArray, topology: Topology) -> Plan:
-    """What the loader does."""
+    """Plans as the loader does."""
     return placed_planner(topology).plan(documents)
 
 
 def plan_fixed(documents: IntArray, topology: Topology) -> Plan:
-    """What is done with documents that somebody else put in order."""
+    """Plans as for packs of others: documents stay in order, and tasks move."""
     return plan_by_moving(
         fill_in_order(documents, topology.num_ranks), HEAD_GROUPS, topology=topology, token_bytes=LLAMA
     )
@@ -46,7 +46,7 @@ def largest_rank(sent: IntArray) -> int:
 
 
 def between_nodes(sent: IntArray, topology: Topology) -> int:
-    """The same, of what leaves or enters a node."""
+    """Returns the same of bytes that leave or enter a node."""
     crosses = topology.node_of[:, None] != topology.node_of[None, :]
     return largest_rank(sent * crosses)
 
