@@ -122,7 +122,7 @@ class LeaveOnSignal(TrainerCallback):
                 owner._restore()
             if signal.getsignal(number) is usual:
                 self._earlier[number] = signal.signal(number, self._handle)
-            else:
+            elif (number, signal.getsignal(number)) != (signal.SIGINT, signal.SIG_IGN):  # shells: jobs in background
                 log.warning(
                     "another handler of %s is installed and stays: distca_hf will not save on this signal",
                     signal.Signals(number).name,

@@ -246,6 +246,19 @@ def test_handler_is_there_while_training_runs_and_gone_afterwards(tmp_path: Path
     assert has_default_handler()
 
 
+def test_signal_that_a_shell_ignores_for_jobs_in_background_stays_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        make_trainer("placed", tmp_path, 1).train()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+
+    assert "handler of SIGINT" not in caplog.text
+
+
 def test_handler_of_somebody_else_stays_and_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     got = []
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))

@@ -63,6 +63,7 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
         sort_packs=run.sort_packs,
         kv_residency=run.kv_residency,
         checkpointed_attention=checkpointed_attention(run.checkpointing),
+        metrics="all",
     )
     callbacks = [distca_hf.DistCACallback(plugin)] if run.seam == "callback" else []
     trainer = _trainer(run, model, folder, callbacks, computing)

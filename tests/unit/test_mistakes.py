@@ -215,8 +215,12 @@ class Interrupt(TrainerCallback):
 def keyboard_interrupt(make: Make) -> None:
     trainer = attach(make())
     trainer.callback_handler.callbacks.insert(0, Interrupt())
-    with pytest.raises(SystemExit):
-        trainer.train()
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in background ignore it
+    try:
+        with pytest.raises(SystemExit):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 # What is wrong, where, what to do; numbers are those of the study of newcomers.
