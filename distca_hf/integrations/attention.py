@@ -17,6 +17,7 @@ from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.refusals import check_call, check_mask
 from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
@@ -94,11 +95,13 @@ def distca_attention(
         shape = query.shape[0], 1, query.shape[2], key.shape[2]
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
     documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
-    if not torch.compiler.is_compiling():
-        check_window(window_tokens, documents.max_seqlen_k, module)
-        if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
-            _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     kernel = "auto" if settings is None else settings.kernel
+    if isinstance(documents, DocumentsInGraph):
+        out_TNV, _ = flash_attn_in_graph(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
+        return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
+    check_window(window_tokens, documents.max_seqlen_k, module)
+    if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
+        _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     return _attend_locally(query, key, value, documents, spec, kernel), None
 
 

@@ -4,6 +4,8 @@ Numbers of documents and of tokens are in the tensors themselves. In a compiled 
 the graph neither breaks nor depends on them.
 """
 
+from typing import Any
+
 import torch
 
 from distca_hf.errors import PackingError, UnsupportedAttentionError
@@ -20,7 +22,6 @@ from distca_hf.integrations.local_documents import (
 )
 from distca_hf.integrations.mask_numbers import check_mask_numbers
 from distca_hf.runtime.custom_op import define_op
-from distca_hf.runtime.unknown_size import unknown_size
 
 
 # In a mask that was made as long as its cache: places behind those that the caller gave.
@@ -144,8 +145,8 @@ def _find_documents(
     cu_seq_lens_k: torch.Tensor | None,
     unseen: bool,
     window_tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor, torch.Tensor]:
-    """Returns the fields of `Documents`, with all rows of the batch also where all are tokens.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the fields of `DocumentsInGraph`, with rows also where all of them are tokens.
 
     Args:
         there: on the device of the documents.
@@ -155,20 +156,37 @@ def _find_documents(
         cu_seq_lens_q, cu_seq_lens_k, unseen,
     )  # fmt: skip
     check_window(window_tokens, found.max_seqlen_k)
-    rows = [
-        torch.arange(batch_size * count, device=there.device) if rows is None else rows
-        for rows, count in ((found.query_rows, queries), (found.key_rows, keys))
-    ]
-    # An operator returns neither what it was given nor the same twice.
-    offsets = found.cu_seqlens_q.clone(), found.cu_seqlens_k.clone()
-    return *offsets, found.max_seqlen_q, found.max_seqlen_k, rows[0], rows[1]
+    places = _most_offsets(batch_size, queries, cu_seq_lens_q)
+    offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]
+    of_all, rows, counts = (batch_size * queries, batch_size * keys), [], []
+    for count, of_tokens in zip(of_all, (found.query_rows, found.key_rows), strict=True):
+        tokens = torch.arange(count, device=there.device) if of_tokens is None else of_tokens
+        rows.append(_filled_up(tokens, count))
+        counts.append(len(tokens))
+    sizes = [len(found.cu_seqlens_q) - 1, found.max_seqlen_q, found.max_seqlen_k, *counts]
+    return offsets[0], offsets[1], rows[0], rows[1], torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
-def _sizes(there: torch.Tensor, *given: object) -> tuple[object, ...]:
-    documents = unknown_size()
-    offsets = [there.new_empty([documents], dtype=torch.int32) for _ in range(2)]
-    rows = [there.new_empty([unknown_size()], dtype=torch.int64) for _ in range(2)]
-    return *offsets, unknown_size(), unknown_size(), *rows
+def _shapes(there: torch.Tensor, batch_size: int, queries: int, keys: int, *others: Any) -> tuple[torch.Tensor, ...]:
+    cu_seq_lens_q = others[7]
+    places = _most_offsets(batch_size, queries, cu_seq_lens_q)
+    return (
+        *(there.new_empty([places], dtype=torch.int32) for _ in range(2)),
+        *(there.new_empty([count], dtype=torch.int64) for count in (batch_size * queries, batch_size * keys)),
+        torch.empty([5], dtype=torch.int64, device="cpu"),
+    )
 
 
-find_in_graph = define_op(_find_documents, _sizes)
+def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | None) -> int:
+    """Returns how many offsets there can be: one more than documents, none of which is empty unless they are given."""
+    return batch_size * max(queries, 1) + 1 if cu_seq_lens_q is None else cu_seq_lens_q.numel()
+
+
+def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
+    """Returns a copy of so many places, zero behind the numbers."""
+    copy = numbers.new_zeros(places)
+    copy[: len(numbers)] = numbers
+    return copy
+
+
+find_in_graph = define_op(_find_documents, _shapes)

@@ -13,6 +13,7 @@ import torch
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
 from distca_hf.integrations.local_documents import Documents
+from distca_hf.runtime.attention_in_graph import DocumentsInGraph
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -81,8 +82,9 @@ class RowMask:
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
         window_tokens: int | None = None,
-    ) -> Documents:
-        """Returns the documents that a layer attends to, found once for all layers that were given the same.
+    ) -> Documents | DocumentsInGraph:
+        """Returns the documents that a layer attends to, found once for all layers that were given the same; in a
+        compiled graph every layer finds them.
 
         Args:
             position_ids: positions that the layer was given. They count only if Transformers was given none.
@@ -99,7 +101,8 @@ class RowMask:
                 self._documents, self._given = find_documents(self._device, *self._arguments(*given)), given
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
-        found = Documents(*find_in_graph(torch.empty(0, device=self._device), *self._arguments(*given), window_tokens))
+        there = torch.empty(0, device=self._device)
+        found = DocumentsInGraph(*find_in_graph(there, *self._arguments(*given), window_tokens))
         _, _, queries, keys = self.shape
         all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
         if cu_seq_lens_q is not None or (self._padding is None and all_tokens):

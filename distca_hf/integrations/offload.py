@@ -13,11 +13,16 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import distca_hf.runtime.attention_in_graph
 import distca_hf.runtime.local_attention
-import distca_hf.runtime.op  # noqa: F401 (both register operators)
+import distca_hf.runtime.op  # noqa: F401 (all register operators)
 
 
-SAVED_OPERATORS = (torch.ops.distca.flash_attn.default, torch.ops.distca.flash_attn_local.default)
+SAVED_OPERATORS = (
+    torch.ops.distca.flash_attn.default,
+    torch.ops.distca.flash_attn_local.default,
+    torch.ops.distca.flash_attn_in_graph.default,
+)
 
 
 class OffloadedAttention:

@@ -25,6 +25,61 @@ from distca_hf.kernels.registry import choose_kernel
 from distca_hf.runtime.custom_op import define_op
 
 
+def attend(
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    spans: Spans,
+    spec: list[float],
+    kernel: str,
+    sinks_N: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes attention output `[T, N, V]` and log-sum-exp `[N, T]`, for operators: nothing is recorded.
+
+    Args:
+        spec: fields of an `AttentionSpec`.
+        kernel: name of one, or "auto".
+    """
+    if not len(q_TNH):  # a batch of padding alone has no work for a kernel
+        return empty_outputs(q_TNH, v_SGV)
+    how = spec_of(*spec)
+    return _kernel(kernel, q_TNH, k_SGH, v_SGV, how, sinks_N).forward(q_TNH, k_SGH, v_SGV, spans, how)
+
+
+def attend_backward(
+    dout_TNV: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    out_TNV: torch.Tensor,
+    lse_NT: torch.Tensor,
+    spans: Spans,
+    spec: list[float],
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes gradients of q, k and v, deterministic ones if torch is told to be so."""
+    dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
+    if not len(q_TNH):
+        return dq, dk.zero_(), dv.zero_()
+    how = spec_of(*spec)
+    if torch.are_deterministic_algorithms_enabled():
+        how = made_deterministic(how)
+    of_output = dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT
+    _kernel(kernel, q_TNH, k_SGH, v_SGV, how).backward(*of_output, spans, how, dq, dk, dv)
+    return dq, dk, dv
+
+
+def _kernel(
+    name: str,
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    spec: AttentionSpec,
+    sinks_N: torch.Tensor | None = None,
+) -> Kernel:
+    return choose_kernel(cast(KernelName, name), Job.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
+
+
 def _flash_attn_local(
     q_TNH: torch.Tensor,
     k_SGH: torch.Tensor,
@@ -38,11 +93,8 @@ def _flash_attn_local(
     sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention output and log-sum-exp of varlen attention."""
-    if not len(q_TNH):  # a batch of padding alone has no work for a kernel
-        return empty_outputs(q_TNH, v_SGV)
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    how = spec_of(*spec)
-    return _kernel(kernel, q_TNH, k_SGH, v_SGV, how, sinks_N).forward(q_TNH, k_SGH, v_SGV, spans, how)
+    return attend(q_TNH, k_SGH, v_SGV, spans, spec, kernel, sinks_N)
 
 
 def _shapes(
@@ -66,27 +118,8 @@ def _flash_attn_local_backward(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes gradients of q, k and v."""
-    dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
-    if not len(q_TNH):
-        return dq, dk.zero_(), dv.zero_()
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    how = spec_of(*spec)
-    if torch.are_deterministic_algorithms_enabled():
-        how = made_deterministic(how)
-    of_output = dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT
-    _kernel(kernel, q_TNH, k_SGH, v_SGV, how).backward(*of_output, spans, how, dq, dk, dv)
-    return dq, dk, dv
-
-
-def _kernel(
-    name: str,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    spec: AttentionSpec,
-    sinks_N: torch.Tensor | None = None,
-) -> Kernel:
-    return choose_kernel(cast(KernelName, name), Job.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
+    return attend_backward(dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT, spans, spec, kernel)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
