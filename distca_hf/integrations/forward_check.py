@@ -42,7 +42,7 @@ class ForwardCheck:
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits = PositionLimits(inner)
         self.num_calls: int | None = None
-        self._warned_of_plugin = False
+        self._warned_of_plugin = self._warned_of_implementation = False
 
     def check_model(self, module: nn.Module) -> None:
         """Checks that the model is the one that was enabled, and that it still attends through distca.
@@ -55,14 +55,31 @@ class ForwardCheck:
                 f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
                 "plugin) before it trains"
             )
-        for config in self._attention_configs:
-            if config._attn_implementation != IMPLEMENTATION:
-                raise PlanError(
-                    f"{self._class_name} was enabled for distca, but its config now says attn_implementation="
-                    f"{config._attn_implementation!r}: documents that are cut between ranks need distca. Call "
-                    'model.set_attn_implementation("distca"). If you did not change it: another model was made from '
-                    "model.config, which then shares it; give that one copy.deepcopy(model.config)"
-                )
+        self.check_implementation(trains=True)
+
+    def check_implementation(self, trains: bool) -> None:
+        """Checks that the model still attends through distca, also where a rank attends alone.
+
+        Args:
+            trains: whether the pass trains. In others another implementation may be meant, and is warned of once.
+
+        Raises:
+            PlanError: its attention implementation was changed.
+        """
+        now = [config._attn_implementation for config in self._attention_configs]
+        others = [implementation for implementation in now if implementation != IMPLEMENTATION]
+        if not others or (not trains and self._warned_of_implementation):
+            return
+        message = (
+            f"{self._class_name} was enabled for distca, but its config now says attn_implementation={others[0]!r}: "
+            "documents of a packed row could see each other, and those that are cut between ranks need distca. Call "
+            'model.set_attn_implementation("distca"). If you did not change it: another model was made from '
+            "model.config, which then shares it; give that one copy.deepcopy(model.config)"
+        )
+        if trains:
+            raise PlanError(message)
+        self._warned_of_implementation = True
+        log.warning("%s", message)
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach as far as the longest document; warns of another plugin.

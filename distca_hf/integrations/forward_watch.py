@@ -100,6 +100,8 @@ class ForwardWatch:
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
+                if module is self.root:
+                    self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
                 return None
             plan = self._plan_packs(module, batch)

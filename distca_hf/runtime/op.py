@@ -16,7 +16,7 @@ from distca_hf.runtime.attention import attend, attend_backward
 from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.runtime.retention import Kept, current_scope
-from distca_hf.runtime.unknown_size import unknown_size
+from distca_hf.runtime.unknown_size import check_no_cuda_graphs, unknown_size
 
 
 # Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
@@ -52,6 +52,7 @@ def _flash_attn(
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: Any) -> Outputs:
+    check_no_cuda_graphs(q_TNH.device)
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
 

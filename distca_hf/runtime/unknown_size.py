@@ -7,6 +7,24 @@ operators go around that as is done here (`torch.distributed._ops.device_mesh`).
 
 import torch
 
+from distca_hf.errors import UnsupportedAttentionError
+
+
+def check_no_cuda_graphs(device: torch.device) -> None:
+    """Refuses to be compiled into CUDA graphs, in which torch cannot hold outputs of unknown sizes.
+
+    Raises:
+        UnsupportedAttentionError: torch.compile records CUDA graphs.
+    """
+    from torch._inductor import config  # slow to import, and nothing but a compiler asks
+
+    if device.type != "cpu" and config.triton.cudagraphs:
+        raise UnsupportedAttentionError(
+            'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '
+            "come from other ranks differs from batch to batch, and torch cannot record that. Compile layers in the "
+            'default mode, layer.compile(), or in "max-autotune-no-cudagraphs"'
+        )
+
 
 def unknown_size() -> int | torch.SymInt:
     """Returns a new size of at least 0; for fake implementations of operators.

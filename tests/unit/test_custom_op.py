@@ -14,6 +14,7 @@ from distca_hf.config import DistCAConfig, Residency
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.layout import Layout
 from distca_hf.planning.in_place import plan_in_place
+from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn, flash_attn_backward
@@ -49,6 +50,48 @@ def of_documents() -> tuple[Any, ...]:
 def test_local_attention_passes_the_checks_of_torch(requires_grad: bool) -> None:
     held = tensors(requires_grad=requires_grad)
     torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *of_documents()))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("rows", [None, [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 0, 0]], ids=["all rows", "some rows"])
+def test_attention_in_a_graph_passes_the_checks_of_torch(requires_grad: bool, rows: list[int] | None) -> None:
+    held = tensors(requires_grad=requires_grad)
+    offsets = torch.tensor([0, 6, 12 if rows is None else 10, 0, 0], dtype=torch.int32)
+    taken = None if rows is None else torch.tensor(rows)
+    count = 12 if rows is None else 10
+    documents = DocumentsInGraph(offsets, offsets, taken, taken, torch.tensor([2, 6, 6, count, count]))
+    torch.library.opcheck(torch.ops.distca.flash_attn_in_graph.default, (*held, *documents, [*SPEC], "reference"))
+
+
+def test_attention_in_a_graph_is_local_attention_to_its_rows() -> None:
+    q, k, v = tensors(requires_grad=True)
+    of_queries, of_keys = torch.tensor([2, 3, 7, 8]), torch.tensor([0, 1, 2, 3, 6, 7, 8])
+    offsets = [torch.tensor(offsets, dtype=torch.int32) for offsets in ([0, 2, 4], [0, 4, 7])]
+    expected, _ = flash_attn_local(
+        *(x[rows] for x, rows in ((q, of_queries), (k, of_keys), (v, of_keys))), *offsets, 2, 4, SPEC, "reference"
+    )
+    expected.backward(torch.ones_like(expected))
+    gradients = [x.grad for x in (q, k, v)]
+
+    longer = [torch.cat([x, x.new_zeros(3)]) for x in (*offsets, of_queries, of_keys)]
+    documents = DocumentsInGraph(longer[0], longer[1], longer[2], longer[3], torch.tensor([2, 2, 4, 4, 7]))
+    again = tensors(requires_grad=True)
+    out, lse = flash_attn_in_graph(*again, documents, SPEC, "reference")
+    out.backward(torch.ones_like(out))
+
+    assert torch.equal(out[of_queries], expected)
+    others = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, of_queries, False)
+    assert not out[others].any()
+    assert not lse[:, others].any()
+    torch.testing.assert_close([x.grad for x in again], gradients)
+
+
+def test_plans_are_refused_in_cuda_graphs() -> None:
+    from torch._inductor import config
+
+    shapes = [torch.empty(TOKENS, heads, DIM, device="meta") for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    with config.patch("triton.cudagraphs", True), pytest.raises(UnsupportedAttentionError, match="reduce-overhead"):
+        flash_attn(*shapes, SPEC, 0)
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

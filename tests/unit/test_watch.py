@@ -123,10 +123,32 @@ def test_model_that_shares_its_config_with_another_does_not_train() -> None:
         _train_once(model, plugin)
 
 
-def test_switched_model_evaluates() -> None:
+def _train_on_a_pack(model: torch.nn.Module) -> None:
+    ids = torch.arange(3, 23)[None]
+    positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    model(input_ids=ids, position_ids=positions, labels=ids.clone()).loss.backward()
+
+
+def test_packs_of_one_rank_do_not_train_on_another_implementation() -> None:
+    """Sdpa with a cache, as models have it by default, lets documents of a pack see each other."""
+    model = distca_hf.enable(tiny_model(), plugin_of()).train()
+    _train_on_a_pack(model)
+    AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
+    with pytest.raises(PlanError, match=r"documents of a packed row could see each other.*deepcopy\(model\.config\)"):
+        _train_on_a_pack(model)
+
+    model.set_attn_implementation("distca")
+    _train_on_a_pack(model)
+
+
+def test_switched_model_evaluates_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = distca_hf.enable(tiny_model(), plugin_of()).eval()
     model.set_attn_implementation("sdpa")
-    assert torch.isfinite(model(torch.arange(3, 20)[None]).logits).all()
+    for _ in range(2):
+        assert torch.isfinite(model(torch.arange(3, 20)[None]).logits).all()
+
+    warned = [record for record in caplog.records if "its config now says" in record.getMessage()]
+    assert [record.levelname for record in warned] == ["WARNING"]
 
 
 def test_layer_that_attends_otherwise_later_is_noticed_in_that_pass() -> None:
