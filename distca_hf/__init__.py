@@ -25,10 +25,10 @@ from distca_hf.version import __version__
 
 
 if TYPE_CHECKING:
-    from distca_hf.integrations.callback import DistCACallback
-    from distca_hf.integrations.enabling import enable
-    from distca_hf.integrations.loader import PlacedLoader
+    from distca_hf.batches.loader import PlacedLoader
+    from distca_hf.integrations.models.enable import enable
     from distca_hf.integrations.plugin import DistCAPlugin
+    from distca_hf.integrations.trainer.callback import DistCACallback
 
 __all__ = [
     "ConfigError",
@@ -51,10 +51,10 @@ __all__ = [
 
 # Loaded when first used, so that planning needs no torch and the launcher runs before anything reads the environment.
 _LAZY = {
-    "DistCACallback": "distca_hf.integrations.callback",
+    "DistCACallback": "distca_hf.integrations.trainer.callback",
     "DistCAPlugin": "distca_hf.integrations.plugin",
-    "PlacedLoader": "distca_hf.integrations.loader",
-    "enable": "distca_hf.integrations.enabling",
+    "PlacedLoader": "distca_hf.batches.loader",
+    "enable": "distca_hf.integrations.models.enable",
 }
 
 

@@ -185,7 +185,7 @@ def plan(
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
     """
-    from distca_hf.insight.plan_command import run_plan
+    from distca_hf.analysis.plan_command import run_plan
 
     with _one_line_errors():
         run_plan(
@@ -213,7 +213,7 @@ def plan(
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
-    from distca_hf.insight.environment import print_environment
+    from distca_hf.analysis.environment import print_environment
 
     print_environment(Console())
 

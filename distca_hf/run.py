@@ -14,8 +14,8 @@ from pathlib import Path
 
 from distca_hf.config import launched_local_rank
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.launch import Recipe, run_script
 from distca_hf.launcher import leave_for_launcher
+from distca_hf.recipe import Recipe, run_script
 from distca_hf.shipped import EXAMPLES, RECIPES
 
 

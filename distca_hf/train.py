@@ -11,7 +11,7 @@ from typing import Any
 from distca_hf import run
 from distca_hf.config import read_yaml
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.launch import Recipe
+from distca_hf.recipe import Recipe
 from distca_hf.shipped import RECIPES
 
 

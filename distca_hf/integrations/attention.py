@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distca_hf.batches.local_documents import Documents
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.layer_window import check_window, name_of, shortest_window
-from distca_hf.integrations.local_documents import Documents
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.refusals import check_call, check_mask
 from distca_hf.kernels.interface import AttentionSpec

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.layer_window import check_window
-from distca_hf.integrations.local_documents import (
+from distca_hf.batches.local_documents import (
     Documents,
     check_beginnings,
     check_goes_on,
@@ -20,7 +18,9 @@ from distca_hf.integrations.local_documents import (
     padded_rows,
     whole_rows,
 )
-from distca_hf.integrations.mask_numbers import check_mask_numbers
+from distca_hf.batches.mask_numbers import check_mask_numbers
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.layer_window import check_window
 from distca_hf.runtime.custom_op import define_op
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from distca_hf.batches.local_documents import Documents
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
-from distca_hf.integrations.local_documents import Documents
 from distca_hf.runtime.attention_in_graph import DocumentsInGraph
 
 

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.checked import CheckedTransport
 from distca_hf.comm.groups import default_device, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.comm.uncaught import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.heads import head_groups_of
-from distca_hf.integrations.loader import PlacedLoader
+from distca_hf.integrations.models.attention_shape import head_groups_of
 from distca_hf.setting_help import describe_settings
 from distca_hf.telemetry import get_logger
 
@@ -57,7 +57,7 @@ class DistCAPlugin(DistCAConfig):
         """Returns placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
         Args:
-            dataset: map-style `datasets.Dataset` with `input_ids`; see `packing.source.DocumentSource` for other
+            dataset: map-style `datasets.Dataset` with `input_ids`; see `data.documents.DocumentSource` for other
                 columns.
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
@@ -118,7 +118,7 @@ class DistCAPlugin(DistCAConfig):
         """
         from transformers import Trainer
 
-        from distca_hf.integrations.trainer import attach
+        from distca_hf.integrations.trainer.attach import attach
 
         if not isinstance(trainer, Trainer):
             raise ConfigError(

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
-from distca_hf.packing.source import Tokens
+from distca_hf.data.documents import Tokens
 from lib.tables import head
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec, Kernel
-from distca_hf.packing.placement import place
+from distca_hf.placement.place import place
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.rank_plan import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.baselines.baseline import Baseline
+from distca_hf.analysis.baselines.lpt import whole_documents
+from distca_hf.analysis.plan_memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.plan_time import step_cost
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray
 from distca_hf.flops import H200, H200_LIGER
-from distca_hf.insight.plan_memory import TrainingSetup, estimate_memory
-from distca_hf.insight.plan_time import step_cost
-from distca_hf.integrations.placed import PlacedPlanner
-from distca_hf.packing.placement import fill_in_order
-from distca_hf.planning.baselines.result import Baseline
-from distca_hf.planning.baselines.whole_documents import whole_documents
+from distca_hf.placement.place import fill_in_order
 from lib.documents import parse_documents
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
 from lib.tables import head

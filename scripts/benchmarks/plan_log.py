@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import distca_hf
-from distca_hf.insight.lengths import read_lengths
+from distca_hf.analysis.lengths import read_lengths
 
 
 SEED = 42

@@ -36,9 +36,9 @@ from transformers import (
 )
 
 import distca_hf
-from distca_hf.integrations.forward_watch import watch_of
-from distca_hf.packing.source import Tokens
-from distca_hf.planning.baselines.whole_documents import assign_whole_documents
+from distca_hf.analysis.baselines.lpt import assign_whole_documents
+from distca_hf.data.documents import Tokens
+from distca_hf.integrations.models.forward_watch import watch_of
 
 
 VOCABULARY = 32_000

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 import distca_hf
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.model_check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from shared.page_sections import write_section
 from shared.tiny_configs import HEAD_DIM, tiny_config
 

@@ -26,11 +26,11 @@ from datasets.utils.logging import disable_progress_bar
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import distca_hf
+from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.model_check import IMPLEMENTATION, REMEDY, check_model
+from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.testing.loopback import run_ranks
 from shared.page_sections import write_section
 from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.models import preset
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
-from distca_hf.insight.lengths import read_lengths
-from distca_hf.insight.models import preset
-from distca_hf.integrations.placed import PlacedPlanner
-from distca_hf.packing.epochs import EpochPacker
-from distca_hf.packing.placement import fill_in_order
-from distca_hf.packing.source import fit_documents
+from distca_hf.data.documents import fit_documents
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.placement.place import fill_in_order
 from distca_hf.shipped import LENGTHS
 from style import Style, headline, save
 

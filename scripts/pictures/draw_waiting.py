@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.models import preset
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.insight.lengths import read_lengths
-from distca_hf.insight.models import preset
-from distca_hf.integrations.placed import PlacedPlanner
-from distca_hf.packing.epochs import EpochPacker
-from distca_hf.packing.placement import fill_in_order
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
 from distca_hf.shipped import LENGTHS

@@ -8,7 +8,7 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.layout import Layout
-from distca_hf.packing.placement import place
+from distca_hf.placement.place import place
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks

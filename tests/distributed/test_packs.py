@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 
 import distca_hf
 from distca_hf.comm.groups import open_transport
-from distca_hf.integrations.forward_watch import watch_of
+from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving

@@ -11,7 +11,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.comm.transport import Traffic
-from distca_hf.packing import contents
+from distca_hf.data import contents
 from support.data import random_dataset
 from support.harm import NUM_LAYERS
 from support.models import tiny_model

@@ -18,8 +18,8 @@ from datasets import Dataset
 from torch import nn
 
 import distca_hf
-from distca_hf.integrations import facts
-from distca_hf.packing import contents
+from distca_hf.batches import shared_facts as facts
+from distca_hf.data import contents
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import start_ranks

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import distca_hf
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import PlanMismatchError
-from distca_hf.integrations.drift import CHUNK, WeightsCheck, checksum
+from distca_hf.integrations.trainer.weights_check import CHUNK, WeightsCheck, checksum
 from distca_hf.testing import loopback
 from distca_hf.testing.loopback import LoopbackTransport
 from support.data import random_dataset

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distca_hf.integrations.offload import OffloadedAttention
+from distca_hf.integrations.checkpointing.offload import OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.local_attention import flash_attn_local
 

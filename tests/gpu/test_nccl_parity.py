@@ -14,7 +14,7 @@ from distca_hf.kernels.interface import AttentionSpec, Job
 from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
-from distca_hf.packing.placement import place
+from distca_hf.placement.place import place
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn

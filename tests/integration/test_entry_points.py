@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from distca_hf import run
 from distca_hf.cli import app
-from distca_hf.integrations.launch import Recipe
+from distca_hf.recipe import Recipe
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.data import random_dataset
 from support.models import tiny_config

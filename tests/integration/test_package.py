@@ -200,7 +200,7 @@ def test_patches_are_no_top_level_package() -> None:
 def test_installed_package_finds_its_recipes(site: Path, tmp_path: Path) -> None:
     program = """
 import distca_hf
-from distca_hf.integrations.launch import Recipe
+from distca_hf.recipe import Recipe
 from distca_hf.shipped import EXAMPLES, LENGTHS, RECIPES
 print(distca_hf.__file__)
 print(RECIPES.folder())

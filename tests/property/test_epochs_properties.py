@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.packing.epochs import Epoch, EpochPacker
+from distca_hf.data.epochs import Epoch, EpochPacker
 
 
 @st.composite

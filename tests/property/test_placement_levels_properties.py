@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distca_hf.cost import CAUSAL, Cost, LayerType
 from distca_hf.layout import Layout
-from distca_hf.packing.placement import place
+from distca_hf.placement.place import place
 from distca_hf.topology import Topology
 
 

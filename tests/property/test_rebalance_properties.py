@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
-from distca_hf.packing.placement import fill_in_order
+from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving

@@ -31,7 +31,7 @@ CONTEXT.set_forkserver_preload(
         "datasets",
         "deepspeed",
         "trl.trainer.sft_trainer",
-        "distca_hf.integrations.trainer",
+        "distca_hf.integrations.trainer.attach",
         "distca_hf.runtime.op",
     ]
 )

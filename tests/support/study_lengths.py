@@ -3,7 +3,7 @@
 import numpy as np
 
 from distca_hf.layout import Layout
-from distca_hf.packing.placement import fill_in_order
+from distca_hf.placement.place import fill_in_order
 
 
 TOKENS_PER_RANK = 262_144

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
+from distca_hf.data.collate import pad_rows
 from distca_hf.errors import PackingError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, as_int_array, check_cu_seqlens, check_document_tokens
-from distca_hf.packing.collate import pad_rows
 from support.layouts import random_layout
 
 

@@ -31,11 +31,11 @@ def run_fresh(program: str) -> str:
     [
         "import distca_hf",
         "from distca_hf import ConfigError, __version__",
-        "import distca_hf.run, distca_hf.integrations.launch",
+        "import distca_hf.run, distca_hf.recipe",
         "import distca_hf.cli",
-        "import distca_hf.packing.placement, distca_hf.packing.epochs, distca_hf.packing.collate",
+        "import distca_hf.placement.place, distca_hf.data.epochs, distca_hf.data.collate",
         "import distca_hf.planning.in_place, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
-        "import distca_hf.integrations.placed, distca_hf.insight.plan_command",
+        "import distca_hf.batches.placed, distca_hf.analysis.plan_command",
     ],
 )
 def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(statement: str) -> None:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from distca_hf import errors
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.plan_memory import TrainingSetup, estimate_memory
+from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
-from distca_hf.insight.models import preset
-from distca_hf.insight.plan_memory import TrainingSetup, estimate_memory
-from distca_hf.integrations import meter
 from support.commands import REPOSITORY
 
 

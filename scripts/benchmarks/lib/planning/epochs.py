@@ -12,17 +12,17 @@ import numpy as np
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.prepare import Cursor
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, imbalance
-from distca_hf.insight.lengths import read_lengths
-from distca_hf.integrations.loader import PlacedLoader
-from distca_hf.integrations.placed import PlacedPlanner
-from distca_hf.integrations.preparer import Cursor
-from distca_hf.packing.collate import pad_rows
-from distca_hf.packing.epochs import EpochPacker
-from distca_hf.packing.placement import fill_in_order
-from distca_hf.packing.source import fit_documents
+from distca_hf.data.collate import pad_rows
+from distca_hf.data.documents import fit_documents
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.shipped import LENGTHS

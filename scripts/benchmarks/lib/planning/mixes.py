@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 
+from distca_hf.analysis.lengths import read_lengths
 from distca_hf.cost import IntArray
-from distca_hf.insight.lengths import read_lengths
 from distca_hf.shipped import LENGTHS
 
 

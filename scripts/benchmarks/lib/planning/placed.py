@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
+from distca_hf.analysis.bounds.placed import key_value_bytes_bound
+from distca_hf.analysis.draw import OptimizerStep, draw_step
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.plan_report import make_report
+from distca_hf.analysis.plan_request import PlanRequest
 from distca_hf.cost import imbalance
-from distca_hf.insight.draw import OptimizerStep, draw_step
-from distca_hf.insight.models import preset
-from distca_hf.insight.plan_report import make_report
-from distca_hf.insight.plan_request import PlanRequest
-from distca_hf.packing.bound import key_value_bytes_bound
-from distca_hf.packing.placement import fill_in_order, place
-from distca_hf.planning.baselines.published_greedy import plan_published_greedy
+from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology

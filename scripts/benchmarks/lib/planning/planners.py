@@ -3,12 +3,12 @@
 import statistics
 from functools import cache
 
+from distca_hf.analysis.models import preset
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray
-from distca_hf.insight.models import preset
-from distca_hf.integrations.placed import PlacedPlanner
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
-from distca_hf.packing.placement import fill_in_order
+from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.topology import Topology

@@ -1,0 +1,159 @@
+"""Published greedy: the communication-aware scheduler of DistCA (arXiv 2510.18121, section 4.2 and appendix B), as its
+published code does it (`Planner.plan_items`).
+
+Ranks with less than the mean work ask, the neediest first, until they are within a tolerance of the mean. Each time
+the item with the fewest bytes per moved work, of any rank above the mean, gives: all of it, or as much as is asked
+for and its rank has to spare. An item is the part of a document's queries that one rank computes, a head and a tail;
+what it gives comes from the middle, where head and tail meet:
+
+    item     | head ----------> middle <---------- tail |      every pair of queries, one of the head and
+    gives                   | moved |                          one of the tail, attends length + 1 keys
+
+Only those who ask are held to the tolerance: whoever gives may be left with any surplus, and is as soon as all others
+are content. With a tolerance of 0 all ranks end at the mean.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.analysis.baselines.baseline import Baseline
+from distca_hf.analysis.baselines.sequential_fill import fill_head_and_tail
+from distca_hf.cost import IntArray, TokenBytes, causal_pairs, causal_pairs_of
+from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.tasks import Tasks
+
+
+# What the published code uses unless told otherwise.
+PUBLISHED_TOLERANCE = 0.1
+
+
+def published_greedy(
+    document_tokens: IntArray,
+    num_ranks: int,
+    token_bytes: TokenBytes,
+    tolerance: float = PUBLISHED_TOLERANCE,
+) -> Baseline:
+    """The published planner on documents filled in order.
+
+    Args:
+        document_tokens: `[documents]` lengths, in tokens.
+        num_ranks: ranks, each of them a server as well.
+        token_bytes: bytes of a token, which the planner weighs queries and keys with.
+        tolerance: share of the mean work that a rank may lack.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    plan = plan_published_greedy(document_tokens, num_ranks, token_bytes, tolerance)
+    return Baseline.of_plan(f"greedy_{tolerance:.2f}", plan, token_bytes)
+
+
+def plan_published_greedy(
+    document_tokens: IntArray, num_ranks: int, token_bytes: TokenBytes, tolerance: float
+) -> Plan:
+    """The plan behind `published_greedy`."""
+    layout = fill_head_and_tail(document_tokens, num_ranks)
+    items = _Items.of(layout)
+    work = layout.rank_work.copy()
+    mean = int(work.sum()) // num_ranks
+    surplus = work - mean
+    giving = np.flatnonzero(surplus[items.rank] > 0)
+    moved: list[tuple[int, int, int, int, int, int]] = []
+    for taker in np.argsort(surplus, kind="stable").tolist():
+        needed = -int(surplus[taker])
+        # Items of ranks that have nothing more to give never come back: who takes stays at or below the mean.
+        giving = giving[(surplus[items.rank[giving]] > 0) & (items.work[giving] > 0)]
+        while needed > tolerance * mean and len(giving):
+            most = np.minimum(np.minimum(surplus[items.rank[giving]], needed), items.work[giving])
+            item, most_work = _cheapest(items, giving, most, token_bytes)
+            if item < 0:
+                break
+            given, ranges = items.give(item, most_work)
+            if given == 0:
+                break
+            moved.append((int(items.document[item]), *ranges, taker))
+            surplus[items.rank[item]] -= given
+            surplus[taker] += given
+            needed -= given
+    return Plan(layout, _tasks(items, moved))
+
+
+def _cheapest(items: "_Items", giving: IntArray, most: IntArray, token_bytes: TokenBytes) -> tuple[int, int]:
+    """The item with the fewest bytes per work, as the published planner counts them, and the work it can give; -1 if
+    none can give any.
+
+    The planner takes the keys of the whole document, and one query for every pair of them that moves.
+    """
+    whole = items.tokens[giving] + 1
+    with np.errstate(divide="ignore"):
+        bytes_per_work = token_bytes.query / whole + token_bytes.key_value * whole / np.maximum(most, 0)
+    best = int(np.argmin(bytes_per_work))
+    return (int(giving[best]), int(most[best])) if most[best] > 0 else (-1, 0)
+
+
+@dataclass(eq=False)
+class _Items:
+    """Items of all ranks: head [head_start, head_stop) and tail [tail_start, tail_stop) of a document of `tokens`."""
+
+    document: IntArray
+    tokens: IntArray
+    rank: IntArray
+    head_start: IntArray
+    head_stop: IntArray
+    tail_start: IntArray
+    tail_stop: IntArray
+    work: IntArray
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_Items":
+        """One item for each document and rank, in the order of documents. A single segment is a head and a tail that
+        meet in its middle."""
+        order = np.lexsort((layout.segment_start, layout.segment_rank, layout.segment_document))
+        document, rank = layout.segment_document[order], layout.segment_rank[order]
+        start, stop = layout.segment_start[order], layout.segment_stop[order]
+        opens = np.ones(len(order), dtype=bool)
+        opens[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1])
+        first = np.flatnonzero(opens)
+        last = np.append(first[1:], len(order))[: len(first)] - 1
+        middle = (start[first] + stop[first] + 1) // 2
+        alone = first == last
+        head_stop = np.where(alone, middle, stop[first])
+        tail_start = np.where(alone, middle, start[last])
+        work = causal_pairs_of(start[first], head_stop) + causal_pairs_of(tail_start, stop[last])
+        tokens = layout.document_tokens[document[first]]
+        return cls(document[first], tokens, rank[first], start[first], head_stop, tail_start, stop[last], work)
+
+    def give(self, item: int, most_work: int) -> tuple[int, tuple[int, int, int, int]]:
+        """Takes about `most_work` out of an item: the work, and the two ranges of queries, that it gave."""
+        head_start, head_stop = int(self.head_start[item]), int(self.head_stop[item])
+        tail_start, tail_stop = int(self.tail_start[item]), int(self.tail_stop[item])
+        if most_work >= self.work[item]:
+            from_head, from_tail = head_stop - head_start, tail_stop - tail_start
+        else:
+            pairs_of_queries = most_work // (int(self.tokens[item]) + 1)
+            from_head = from_tail = min(pairs_of_queries, head_stop - head_start, tail_stop - tail_start)
+        ranges = (head_stop - from_head, head_stop, tail_start, tail_start + from_tail)
+        given = causal_pairs(ranges[0], ranges[1]) + causal_pairs(ranges[2], ranges[3])
+        self.head_stop[item] -= from_head
+        self.tail_start[item] += from_tail
+        self.work[item] -= given
+        return given, ranges
+
+
+def _tasks(items: _Items, moved: list[tuple[int, int, int, int, int, int]]) -> Tasks:
+    """Heads and tails that stayed and that moved; neighbours on one server become one task."""
+    there = np.array(moved, dtype=np.int64).reshape(-1, 6)
+    document = np.concatenate([items.document, items.document, there[:, 0], there[:, 0]])
+    start = np.concatenate([items.head_start, items.tail_start, there[:, 1], there[:, 3]])
+    stop = np.concatenate([items.head_stop, items.tail_stop, there[:, 2], there[:, 4]])
+    server = np.concatenate([items.rank, items.rank, there[:, 5], there[:, 5]])
+    some = np.flatnonzero(stop > start)
+    order = some[np.lexsort((start[some], document[some]))]
+    document, start, stop, server = document[order], start[order], stop[order], server[order]
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = (document[1:] != document[:-1]) | (server[1:] != server[:-1])
+    closes = np.ones(len(order), dtype=bool)
+    closes[:-1] = opens[1:]
+    return Tasks.sort(document[opens], start[opens], stop[closes], server[opens])

@@ -1,0 +1,93 @@
+"""Plan command: what `distca plan` does, from a file of lengths to text, picture or JSON."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from distca_hf.analysis.draw import divide_batch, draw_epoch
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.plan_answer import make_answer
+from distca_hf.analysis.plan_epoch import plan_epoch
+from distca_hf.analysis.plan_estimates import Assumptions
+from distca_hf.analysis.plan_model import find_model, read_model
+from distca_hf.analysis.plan_picture import check_can_draw, draw_answer
+from distca_hf.analysis.plan_progress import PlanProgress
+from distca_hf.analysis.plan_report import make_report
+from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.plan_table import print_answer
+from distca_hf.analysis.plan_time import Checkpointing
+from distca_hf.config import OverlongPolicy
+from distca_hf.errors import ConfigError
+
+
+DEFAULT_MODEL = "llama3-8b"
+# Where there is no terminal to ask, text is as wide as most are.
+COLUMNS = 80
+
+
+def run_plan(
+    lengths: Path,
+    *,
+    ranks: int,
+    tokens_per_rank: int,
+    ranks_per_node: int,
+    micro_steps: int,
+    model: str | None,
+    model_config: Path | None,
+    layout: str,
+    overlong: str,
+    bytes_limit: int | None,
+    checkpointing: str,
+    liger: bool,
+    gpu_gib: float,
+    seed: int,
+    lengths_are_batch: bool,
+    compare: bool,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Reads, plans, and prints at the very end, so that an error leaves nothing behind.
+
+    Raises:
+        ConfigError: an option, the model, or the picture's path is wrong.
+        PackingError: lengths cannot be read, or do not fit.
+    """
+    if model is not None and model_config is not None:
+        raise ConfigError(f"--model {model} and --model-config {model_config} exclude each other")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed} must be at least 0")
+    shape = find_model(model or DEFAULT_MODEL) if model_config is None else read_model(model_config)
+    policy = cast(OverlongPolicy, overlong)  # the request refuses any other
+    request = PlanRequest(ranks, tokens_per_rank, ranks_per_node, micro_steps, shape, layout, policy, bytes_limit)
+    kept = cast(Checkpointing, checkpointing)  # likewise
+    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib)
+    if plot is not None:
+        check_can_draw(plot)
+    progress = PlanProgress()
+    with progress.shown():
+        with progress.stage(f"reading {lengths.name}"):
+            documents = read_lengths(lengths)
+        with progress.stage(f"packing {len(documents.tokens):,} documents"):
+            if lengths_are_batch:
+                packed = divide_batch(documents.tokens, request).as_epoch()
+            else:
+                packed = draw_epoch(documents.tokens, request, seed)
+        # What imports and reading left for the garbage collector is no part of the time that planning takes.
+        gc.collect()
+        gc.freeze()
+        step = make_report(request, packed.first_step(micro_steps), documents.source, compare)
+        plans = plan_epoch(
+            request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
+        )
+        with progress.stage("other numbers of tokens per rank"):
+            answer = make_answer(step, plans, packed.document_tokens, documents.tokens, assumptions)
+    if plot is not None:
+        draw_answer(answer, plot)
+    if as_json:
+        sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
+    else:
+        print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS))

@@ -1,0 +1,135 @@
+"""Plan model: the shape and size of the model that `--model` or `--model-config` means.
+
+A name of the table needs no library. All others are Transformers': a model type or class with the sizes of its default
+configuration, or a config.json. Their weights are counted in a model without memory (torch's meta device).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distca_hf.analysis.models import PRESETS, ModelShape, preset, read_config, read_model_config, shape_of_config
+from distca_hf.analysis.plan_size import ModelSize
+from distca_hf.errors import ConfigError
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG_FILE = "config.json"
+FLOPS_OF_WEIGHT = 2  # of one token, forward
+
+
+def find_model(name: str) -> ModelShape:
+    """Returns the model of a preset's name, a path of a config.json or of its folder, a type or class of Transformers,
+    or a name on the Hub (of which only the configuration is loaded).
+
+    Raises:
+        ConfigError: there is no such model, or its configuration is not understood.
+    """
+    if name.lower() in PRESETS:
+        return preset(name)
+    if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
+        return read_model(Path(name))
+    if "/" in name:
+        return _shape_of(_load(name), name, f"the configuration of {name}")
+    model_type = _type_of(name)
+    if model_type is None:
+        return preset(name)  # raises, and names all
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    return _shape_of(config, f"{model_type} (default sizes)", f"the default configuration of {model_type}")
+
+
+def _load(name: str) -> "PretrainedConfig":
+    """Loads a configuration from the Hub, or from its cache.
+
+    Raises:
+        ConfigError: there is none, or the Hub cannot be reached.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # of the network, the Hub, or the file
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
+            f"cannot be reached: {reason}"
+        ) from error
+
+
+def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
+    """Returns shape and size of what a configuration of Transformers describes.
+
+    Raises:
+        ConfigError: a value is missing or wrong, or there is no causal language model of it.
+    """
+    config = whole.get_text_config()
+    others = {name: getattr(config, name) for name in config.attribute_map}  # GPT-2 writes n_head
+    values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
+    dtype = str(values.get("dtype") or "bfloat16").removeprefix("torch.")
+    return replace(shape_of_config({**values, "dtype": dtype}, name, where), size=_count(config, name))
+
+
+def read_model(path: Path) -> ModelShape:
+    """Reads the shape in a config.json, or in that of a folder; its size, too, if Transformers knows the model type.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
+    """
+    path = path / CONFIG_FILE if path.is_dir() else path
+    shape, config = read_model_config(path), read_config(path)
+    if "model_type" not in config:
+        return shape
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        return shape
+    try:
+        known = AutoConfig.for_model(**config).get_text_config()
+    except Exception as error:  # configurations check themselves, each in its own way
+        raise ConfigError(f"model config {path} is not one of {config['model_type']}: {error}") from error
+    return replace(shape, size=_count(known, str(path)))
+
+
+def _type_of(name: str) -> str | None:
+    """Returns the model type of a type or a class; None if Transformers knows neither."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name in CONFIG_MAPPING:
+        return name
+    classes = {of: model_type for model_type, of in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return classes.get(name)
+
+
+def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
+    """Counts the weights of a causal language model; None where it is not known how many of them a token meets.
+
+    Raises:
+        ConfigError: Transformers has none with this configuration, or cannot build it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from distca_hf.integrations.models.flops import step_flops
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    except Exception as error:  # a model's code raises whatever it likes
+        raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
+    flops = step_flops(model)
+    if flops is None:
+        return None
+    return ModelSize(
+        layers=config.num_hidden_layers,
+        hidden_size=head.shape[1],
+        vocabulary=head.shape[0],
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        layer_parameters=round(flops.layers_forward / FLOPS_OF_WEIGHT),
+        embedding_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
+    )

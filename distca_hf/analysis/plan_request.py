@@ -1,0 +1,85 @@
+"""Plan request: the world, the model and the way of planning that `distca plan` is asked about."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+from distca_hf.analysis.models import ModelShape
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig, OverlongPolicy
+from distca_hf.errors import ConfigError
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.topology import Topology
+
+
+LAYOUTS = ("placed", "fixed")
+OVERLONG = get_args(OverlongPolicy)
+# More ranks than that have no table of bytes between each two of them.
+MAX_RANKS = 8192
+MAX_MICRO_STEPS = 1024
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The world, the model and the way of planning.
+
+    Attributes:
+        num_ranks, tokens_per_rank: the world: every rank holds up to so many tokens in a micro-step.
+        ranks_per_node: ranks that share a node.
+        micro_steps: micro-steps of an optimizer step, planned together.
+        model: shape of its attention.
+        layout: "placed" (distca chooses who holds which tokens) or "fixed" (documents in order, tasks move).
+        overlong: what to do with a document longer than all ranks hold: "error", "split" or "truncate".
+        bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
+
+    Raises:
+        ConfigError: a number is out of range, there is no such layout or policy, or a variable of the environment is
+            no value of its setting.
+        PackingError: the environment names a table of kernel times that cannot be read.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    ranks_per_node: int
+    micro_steps: int
+    model: ModelShape
+    layout: str = "placed"
+    overlong: OverlongPolicy = "error"
+    bytes_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for option, value, most in (
+            ("--ranks", self.num_ranks, MAX_RANKS),
+            ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
+            ("--ranks-per-node", self.ranks_per_node, MAX_DOCUMENT_TOKENS),
+            ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{option} {value} must be between 1 and {most}")
+        if self.bytes_limit is not None and self.bytes_limit < 0:
+            raise ConfigError(f"--bytes-limit {self.bytes_limit} must be at least 0")
+        for option, name, names in (("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, OVERLONG)):
+            if name not in names:
+                raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
+        self.planner  # noqa: B018  a variable of the environment that is wrong is met here
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that all ranks together hold in a micro-step."""
+        return self.planner.capacity_tokens
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+        return self.planner.config.topology(self.num_ranks)
+
+    @cached_property
+    def planner(self) -> PlacedPlanner:
+        """The planner of a training with these numbers. The environment decides all other settings, as it does
+        there."""
+        config = DistCAConfig(
+            tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node
+        )
+        planner = PlacedPlanner(config, self.num_ranks, self.model.heads.groups)
+        planner.kernel_times  # noqa: B018  read before anything is timed
+        return planner

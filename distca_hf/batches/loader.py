@@ -1,0 +1,325 @@
+"""Loader: from a dataset to placed micro-batches, planned and read ahead of the training loop.
+
+    dataset ── lengths ──▶ epochs ──▶ placement ──▶ plan, routing ──▶ rows of this rank ──▶ batch on the device
+               once                   `────────── background thread ──────────────────'    main thread
+
+Every rank computes the same layouts and plans from lengths alone and reads only the tokens it holds.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from copy import copy
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from distca_hf.batches.meter import Meter
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.prefetch import Ahead
+from distca_hf.batches.prepare import Cursor, Prepared, Preparer
+from distca_hf.batches.preview import PlacedData, PlacedPlan
+from distca_hf.batches.shared_facts import shared_facts
+from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts
+from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.contents import dataset_checksum
+from distca_hf.data.documents import DocumentSource, Tokens
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.errors import ConfigError
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.runtime.totals import PlanTotals
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
+
+
+log = get_logger(__name__)
+
+STATE_VERSION = 3
+
+
+class PlacedLoader:
+    """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
+
+    `input_ids`, `position_ids`, `shift_labels`, `labels`, `attention_mask` (0 in padding rows): int64 `[1, rows]` on
+    the device; `distca_plan`: the plan, opaque.
+
+    One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
+    next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
+    already.
+
+    Args:
+        dataset: tokenised map-style `datasets.Dataset`; see `DocumentSource`.
+        config: settings.
+        transport: between the ranks that share each micro-batch.
+        device: where batches go.
+        seed: decides the order of documents, with the epoch's number.
+        shuffle: False keeps the dataset's order.
+        prefetch: micro-batches to prepare ahead, if not as many as the settings say.
+        head_groups: groups that plans may divide the heads of the model in.
+        micro_steps: micro-batches of an optimizer step; within one, long documents train together.
+        unlearnt_token: a token that is never a label.
+
+    Attributes:
+        writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
+
+    Raises:
+        PackingError: the dataset cannot be packed.
+    """
+
+    batch_size = 1
+
+    def __init__(
+        self,
+        dataset: Any,
+        config: DistCAConfig,
+        transport: Transport,
+        device: torch.device,
+        seed: int = 0,
+        shuffle: bool = True,
+        prefetch: int | None = None,
+        head_groups: int = 1,
+        micro_steps: int = 1,
+        unlearnt_token: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.writes_epochs = True
+        self.times = LoaderTimes()
+        self.totals = PlanTotals()
+        self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
+        self._config = config
+        self._transport = transport
+        self._device = device
+        self._seed = seed
+        self._shuffle = shuffle
+        self._prefetch = prefetch or config.prefetch
+        self._micro_steps = micro_steps
+        self._planner = PlacedPlanner(config, transport.world_size, head_groups)
+        self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
+        self._capacity_tokens = self._planner.capacity_tokens
+        self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
+        self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
+        self.preparer = Preparer(self._source, self._planner, transport.rank, device)
+        self._next = Cursor()
+        self._loaded: Cursor | None = None
+        self._position = Cursor()
+        self._warned_of_labels = self._is_left_early = False
+        self._unused = UnusedBatches(self._prefetch)
+
+    def __len__(self) -> int:
+        """Returns the micro-batches of an epoch; the same for every epoch."""
+        return self._packer.num_micro_batches
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of an epoch, after splitting."""
+        return len(self._source)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return int(self._source.document_tokens.sum())
+
+    @property
+    def longest_document_tokens(self) -> int:
+        """Tokens of the longest document, after splitting or truncating."""
+        return int(self._source.document_tokens.max())
+
+    @property
+    def documents_truncated(self) -> int:
+        """Documents of an epoch that lost their end to `overlong="truncate"`."""
+        return self._source.documents_truncated
+
+    @cached_property
+    def contents(self) -> str:
+        """Checksum of tokens and labels (see `data.contents`); reads documents when first asked for."""
+        return dataset_checksum(self._source)
+
+    def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
+        """Returns the whole documents of one micro-batch, as they were before placement cut and ordered them."""
+        chosen = self._packed(Cursor(epoch)).micro_batch(micro_batch).tolist()
+        return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins this epoch with the next iteration; a position given to `load_state_dict` goes first, once."""
+        self._next, self._is_left_early = Cursor(epoch), False
+
+    def restart(self) -> None:
+        """Begins the first epoch with the next iteration."""
+        self._next, self._loaded, self._position, self._is_left_early = Cursor(), None, Cursor(), False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
+        return {**self._identity(), **self._sizes(), **asdict(self._position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
+        rest of the epoch is packed anew: no document is lost, none comes twice.
+
+        Raises:
+            ConfigError: the state is of another dataset or seed, or of the midst of an optimizer step of other sizes;
+                names both values.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ConfigError(
+                    f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
+                    "with the same dataset, seed and policy for overlong documents"
+                )
+        epoch, micro_batch = int(state["epoch"]), int(state["micro_batch"])
+        sizes = {name: int(state[name]) for name in self._sizes()}
+        taken = tuple((int(tokens), int(count)) for tokens, count in state["taken"])
+        capacity_tokens, steps_from = sizes["capacity_tokens"], int(state["steps_from"])
+        into_step = (micro_batch - steps_from) % sizes["micro_steps"]
+        if sizes != self._sizes() and into_step:
+            raise ConfigError(
+                f"the position was saved after {into_step} of {sizes['micro_steps']} micro-batches of an optimizer "
+                f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
+                "same sizes"
+            )
+        if sizes != self._sizes():
+            steps_from = micro_batch
+        if capacity_tokens != self._capacity_tokens:
+            log.warning(
+                "micro-batches held %d tokens when the position was saved and hold %d now: what is left of the "
+                "epoch is packed anew",
+                capacity_tokens,
+                self._capacity_tokens,
+            )
+            steps_from = 0
+            taken, micro_batch = ((*taken, (capacity_tokens, micro_batch)), 0) if micro_batch or taken else ((), 0)
+        saved = Cursor(epoch, micro_batch, taken, steps_from)
+        over = saved.micro_batch >= self._packed(saved).num_micro_batches
+        self._loaded = self._position = Cursor(epoch + 1) if over else saved
+
+    def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
+        """Counts the rest of the epoch at the loader's position, in optimizer steps of so many micro-batches."""
+        at = self._position
+        return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
+
+    def _packed(self, cursor: Cursor) -> RegroupedEpoch:
+        """Returns the epoch of a position, or the rest of it that was packed anew when micro-batches changed their
+        size."""
+        packed = self._packer.rest(cursor.epoch, cursor.taken)
+        return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.steps_from)
+
+    def _data(self, begin: Cursor, packed: RegroupedEpoch) -> PlacedData:
+        """Returns what is about to be handed out."""
+        return PlacedData(
+            planner=self._planner,
+            document_tokens=self._source.document_tokens,
+            micro_batches=copy(packed),  # the thread's own remembers which window it is in
+            first=begin.micro_batch,
+            micro_steps=self._micro_steps,
+            per_epoch=len(self),
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yields the micro-batches from the loader's position to the end of its epoch."""
+        begin = self._next if self._loaded is None else self._loaded
+        packed = self._packed(begin)
+        is_begun_again = self._is_left_early and self._loaded is None
+        if is_begun_again and self._position.micro_batch > 1:  # a first batch is often only looked at
+            log.warning(
+                "epoch %d was left after micro-batch %d of %d, and begins again: its first documents come twice. Call "
+                "loader.set_epoch(%d) for the next epoch",
+                begin.epoch,
+                self._position.micro_batch,
+                packed.num_micro_batches,
+                begin.epoch + 1,
+            )
+        self._is_left_early = True
+        self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
+        data = self._data(begin, packed)
+        meter = Meter(self._transport, self._device, None)
+        meter.begin(self)
+        preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
+        with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
+            for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
+                try:
+                    self.contents  # noqa: B018  read before the first micro-batch
+                    prepared = next(ahead)
+                except Exception:
+                    Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
+                    raise
+                batch = self._deliver(prepared, data)
+                self._position = replace(begin, micro_batch=micro_batch + 1)
+                if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
+                    self._next = self._position = Cursor(begin.epoch + 1)
+                    self._is_left_early = False
+                use = batch["distca_plan"].use  # whoever takes the batch may take the plan out
+                yield batch
+            if self.writes_epochs and use.trained:
+                log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
+
+    def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
+        """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
+        self.times.micro_batches += 1
+        self.times.plan_seconds += prepared.plan_seconds
+        self.totals = self.totals.plus(prepared.facts)
+        self.history.append(prepared.facts)
+        number = self._number(prepared.cursor)
+        agreement = agree_to_take(self._transport, prepared, number, self._facts())
+        plan = PlacedPlan(
+            data,
+            micro_batch=number,
+            maps=prepared.maps.to(self._device),
+            facts=prepared.facts,
+            transport=self._transport,
+            config=self._config,
+            fingerprint=prepared.fingerprint,
+            agreement=agreement,
+        )
+        batch = {
+            **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},
+            "distca_plan": plan,
+        }
+        plan.agree()  # here, before the training framework's own collectives could meet a lost rank
+        check_cuts(self._transport, prepared, number, plan.numbers)
+        self._unused.note(plan)
+        if not plan.label_tokens and not self._warned_of_labels:
+            self._warned_of_labels = True
+            log.warning(
+                "micro-batch %d holds no label to learn, on any rank: its loss is 0. If all are like it, look at the "
+                "dataset's labels and masks (a chat template without assistant tokens, for example)",
+                number,
+            )
+        return batch
+
+    def _facts(self) -> dict[str, object]:
+        """Returns what must be the same on all ranks, besides the micro-batch itself."""
+        return {
+            **shared_facts(self._config),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "micro_steps": self._micro_steps,
+            "number of documents": len(self._source),
+            "lengths of documents": self._source.fingerprint,
+            "contents of documents": self.contents,
+        }
+
+    def _number(self, cursor: Cursor) -> int:
+        """Returns the number of a micro-batch, counted over all epochs."""
+        return cursor.epoch * len(self) + cursor.micro_batch
+
+    def _sizes(self) -> dict[str, int]:
+        """Returns the sizes that decide which documents are in a micro-batch of an epoch."""
+        return {
+            "capacity_tokens": self._capacity_tokens,
+            "num_ranks": self._transport.world_size,
+            "micro_steps": self._micro_steps,
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "dataset": self._source.fingerprint,
+            "contents": self.contents,
+            "documents": len(self._source),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }

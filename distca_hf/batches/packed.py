@@ -1,0 +1,244 @@
+"""Packs: batches that were packed before they get here. Their tokens stay, their attention tasks move.
+
+lengths of this rank ── gather ──▶ layout of all packs ──▶ plan, routing ──▶ live plan
+from cu_seq_lens_q, position_ids or rows                    moving tasks     of one forward pass
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca_hf.batches.local_documents import documents_at, whole_rows
+from distca_hf.batches.mask_numbers import check_mask_numbers
+from distca_hf.batches.shared_facts import shared_facts
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.totals import PlanTotals
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
+
+
+log = get_logger(__name__)
+
+
+class PackPlanner:
+    """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
+
+    Attributes:
+        history: facts of the latest micro-batches.
+        totals, times: sums over those that a model was trained on, and how long planning them took, for whoever
+            reports them.
+    """
+
+    def __init__(
+        self,
+        config: DistCAConfig,
+        transport: Transport,
+        head_groups: int = 1,
+        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+    ) -> None:
+        self.totals = PlanTotals()
+        self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
+        self.times = LoaderTimes()
+        self._config = config
+        self._transport = transport
+        self._topology = config.topology(transport.world_size)
+        self._head_groups = head_groups
+        self._token_bytes = token_bytes
+        self._warned_of_padding = False
+        self._next_number = 0
+
+    def plan(self, batch: Mapping[str, Any], trains: bool = True) -> LivePlan | None:
+        """Plans a batch, on the device of its tokens. A collective call.
+
+        Args:
+            trains: whether it is trained on, and counted.
+
+        Returns:
+            The plan; None where some rank's batch is padded: then every rank attends to its own batch.
+
+        Raises:
+            PackingError: the batch holds something else than whole documents, or no rank has any.
+            PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
+        """
+        began = time.perf_counter()
+        number, self._next_number = self._next_number, self._next_number + 1
+        lengths, tokens = self._lengths(batch, number), tokens_of(batch)
+        lengths_of_ranks = self._all_lengths(lengths, number, number == 0 and _learns_nothing(batch))
+        if lengths_of_ranks is None:
+            return None
+        layout = Layout.from_packs(lengths_of_ranks)
+        if not layout.num_documents:
+            raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
+        plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
+        mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
+        maps = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
+        self.history.append(mine.facts)
+        if trains:
+            self.totals = self.totals.plus(mine.facts)
+            self.times.micro_batches += 1  # padded micro-batches are in none of these
+            self.times.plan_seconds += time.perf_counter() - began
+        return LivePlan(
+            micro_batch=number,
+            maps=maps.to(tokens.device),
+            facts=mine.facts,
+            transport=self._transport,
+            config=self._config,
+            fingerprint=plan.fingerprint,
+        )
+
+    def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray | None:
+        """Returns document lengths of this rank, None if its batch is padded. Other ranks are shown a failure."""
+        try:
+            return document_lengths(batch)
+        except Exception:
+            Agreement.announce_unable(self._transport, number)
+            raise
+
+    def _all_lengths(self, lengths: IntArray | None, number: int, learns_nothing: bool) -> list[IntArray] | None:
+        """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
+        batch holds no label to learn: most likely all their batches are like it."""
+        numbers = Agreement.start(
+            self._transport,
+            Occasion.PLAN,
+            number,
+            shared_facts(self._config),
+            {
+                "documents": 0 if lengths is None else len(lengths),
+                "padded": int(lengths is None),
+                "learns nothing": int(learns_nothing),
+            },
+        ).wait()
+        if any(numbers["learns nothing"]):
+            log.warning(
+                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
+                "Look at the dataset's labels and masks",
+                _ranks(numbers["learns nothing"]),
+                IGNORED_LABEL,
+            )
+        if any(numbers["padded"]):
+            self._warn_of_padding(_ranks(numbers["padded"]), number)
+            return None
+        assert lengths is not None
+        most = max(numbers["documents"])
+        padded = [*lengths.tolist(), *[0] * (most - len(lengths))]
+        where = f"micro-batch {number}, document lengths"
+        rows = self._transport.gather(padded, where).wait()
+        return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
+
+    def _warn_of_padding(self, ranks: str, number: int) -> None:
+        """Says once that padded batches are not balanced."""
+        if not self._warned_of_padding:
+            self._warned_of_padding = True
+            log.warning(
+                "micro-batch %d is padded on rank %s: every rank attends to such batches alone, and nothing is "
+                "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
+                number,
+                ranks,
+            )
+
+
+def _learns_nothing(batch: Mapping[str, Any]) -> bool:
+    """Returns whether a batch has labels and none of them is learnt; waits for the device."""
+    labels = batch.get("labels")
+    return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
+
+
+def _ranks(flags: Sequence[int]) -> str:
+    """Names the ranks that have shown 1."""
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Returns a tensor with one element per token of a batch."""
+    tokens = batch.get("input_ids")
+    return batch["inputs_embeds"][..., 0] if tokens is None else tokens
+
+
+def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
+    ranks."""
+    if tokens_of(batch).numel():
+        return {}
+    filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    for name, values in batch.items():
+        if not isinstance(values, torch.Tensor):
+            continue
+        if name.startswith("cu_seq_lens"):
+            filled[name] = values.new_tensor([0, 1])
+        elif 0 in values.shape[:2]:
+            number = -100 if name.endswith("labels") else int(name == "attention_mask")  # a mean over no token is NaN
+            filled[name] = values.new_full((1, 1, *values.shape[2:]), number)
+    return filled
+
+
+def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
+    """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
+
+    `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.
+
+    Raises:
+        PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
+    """
+    tokens = tokens_of(batch)
+    check_mask_numbers(batch)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        return None
+    if tokens.numel() == 0:
+        return as_int_array([], "document lengths")
+    offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if offsets is not None and positions is not None and positions.ndim != 2:
+        positions = None  # several positions per token, as of images: they need not restart with the documents
+    if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
+        raise PackingError(
+            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
+        )
+    if offsets is not None and positions is not None:
+        lengths = _agreed_lengths(offsets, positions.expand(tokens.shape))
+    else:
+        offsets = _offsets_of_rows(tokens, positions) if offsets is None else offsets
+        lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
+    return lengths[lengths > 0]
+
+
+def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Returns `[documents + 1]` offsets: a document begins with every row, and where positions restart."""
+    if positions is None:
+        rows, length = tokens.shape
+        return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
+    return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
+
+
+def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
+    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart.
+
+    Raises:
+        PackingError: names the first token where they disagree.
+    """
+    # Side by side, so that one copy brings both to the host.
+    numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
+    lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    given, expected = numbers[offsets.numel() :], np.arange(positions.numel()) - begins
+    wrong = np.flatnonzero(given != expected)
+    if len(wrong):
+        at = int(wrong[0])
+        raise PackingError(
+            f"token {at}: position_ids say position {given[at]}, but cu_seq_lens_q says {expected[at]} (its document "
+            f"begins at token {begins[at]}); leave one of the two out of the batch, or make them agree"
+        )
+    return lengths

@@ -1,0 +1,82 @@
+"""Placed: plans of micro-batches whose documents are placed here, made from lengths alone.
+
+Training plans with it, and so does `distca plan`: it imports no torch.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import IntArray
+from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.collate import pad_rows
+from distca_hf.data.epochs import Epoch
+from distca_hf.layout import Layout
+from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
+from distca_hf.placement.place import place
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlacedPlanner:
+    """Plans the micro-batches of one training; every rank makes the same plans.
+
+    Attributes:
+        config: settings.
+        num_ranks: ranks that share each micro-batch.
+        head_groups: groups that plans may divide the heads of the model in.
+    """
+
+    config: DistCAConfig
+    num_ranks: int
+    head_groups: int = 1
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of a micro-batch."""
+        return self.num_ranks * self.config.tokens_per_rank
+
+    @cached_property
+    def kernel_times(self) -> KernelTimes | None:
+        """Measured times with which placement predicts seconds; None without a table.
+
+        Raises:
+            PackingError: the table cannot be read.
+        """
+        return KernelTimes.load(Path(self.config.kernel_times)) if self.config.kernel_times else None
+
+    def regroup(
+        self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0
+    ) -> RegroupedEpoch:
+        """Returns the epoch with its long documents together within every optimizer step.
+
+        Args:
+            epoch: micro-batches as they were packed.
+            document_tokens: `[documents]` lengths of all documents.
+            micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
+            steps_from: a micro-batch that some optimizer step begins with.
+        """
+        topology = self.config.topology(self.num_ranks)
+        return RegroupedEpoch(
+            epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from
+        )
+
+    def plan(self, document_tokens: IntArray) -> Plan:
+        """Plans a micro-batch of documents with these `[documents]` lengths, its rows padded.
+
+        Raises:
+            PackingError: a length is out of range.
+        """
+        layout = pad_rows(self._place(document_tokens), self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        return plan_in_place(layout, self.head_groups)
+
+    def _place(self, document_tokens: IntArray) -> Layout:
+        """Places documents: equal work for all ranks, or equal seconds."""
+        topology, times = self.config.topology(self.num_ranks), self.kernel_times
+        if times is None:
+            return place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)
+        return place_by_seconds(
+            document_tokens, self.num_ranks, times, topology=topology, head_groups=self.head_groups
+        )

@@ -1,0 +1,93 @@
+"""Taking: before a placed micro-batch is handed out, all ranks show each other that they hold the same one."""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+from distca_hf.batches.prepare import Prepared
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.transport import Transport
+from distca_hf.data.contents import MODULUS, sum_of
+from distca_hf.errors import PlanMismatchError, and_more
+from distca_hf.runtime.live_plan import LivePlan, PlanUse
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# So many micro-batches in a row may be handed out unused, to be looked at, before that is worth a warning.
+UNUSED_BATCHES = 4
+
+
+def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: Mapping[str, object]) -> Agreement:
+    """Starts showing the other ranks which micro-batch this one takes.
+
+    Args:
+        number: of the micro-batch.
+        facts: about dataset and settings.
+    """
+    facts = {
+        **facts,
+        "documents of the micro-batch": prepared.documents_checksum,
+        "fingerprint of the plan": prepared.fingerprint,
+    }
+    numbers = {
+        "label_tokens": prepared.label_tokens,
+        "cuts": len(prepared.cuts),
+        "around_cuts": sum_of(prepared.cuts),
+    }
+    return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
+
+
+def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: Mapping[str, Sequence[int]]) -> None:
+    """Checks that the ranks on both sides of every cut hold the same document there.
+
+    Args:
+        numbers: of all ranks, as the agreement returned them.
+
+    Raises:
+        PlanMismatchError: some do not; names the first document, token and ranks.
+    """
+    if sum(numbers["around_cuts"]) % MODULUS == 0:
+        return
+    where = f"rank {transport.rank}, micro-batch {number}"
+    mine = [value for cut in prepared.cuts for value in (cut.document, cut.position, cut.checksum)]
+    rows = transport.gather(mine + [0] * (3 * max(numbers["cuts"]) - len(mine)), f"{where}, cuts").wait()
+    sides: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    for rank, row in enumerate(rows):
+        for document, position, checksum in zip(row[::3], row[1::3], row[2::3], strict=True):
+            sides[document, position][rank] += checksum  # a rank may hold both sides
+    different = {cut: of_ranks for cut, of_ranks in sides.items() if sum(of_ranks.values())}
+    (document, position), of_ranks = next(iter(different.items()))
+    raise PlanMismatchError(
+        f"{where}: {' and '.join(f'rank {rank}' for rank in of_ranks)} hold other tokens or labels around token "
+        f"{position} of document {document}, where it is cut between them{and_more(len(different) - 1)}; nothing was "
+        "sent. All ranks must load the same dataset: shuffle it with a seed, and tokenise it once"
+    )
+
+
+class UnusedBatches:
+    """Batches in a row that no enabled model has run on.
+
+    Args:
+        taken_ahead: micro-batches that a training loop may take before it runs on the first of them.
+    """
+
+    def __init__(self, taken_ahead: int) -> None:
+        self._latest: deque[PlanUse] = deque(maxlen=UNUSED_BATCHES + taken_ahead)
+        self._warned = False
+
+    def note(self, plan: LivePlan) -> None:
+        """Notes a batch that is handed out; warns, once, if none of the latest before it was used."""
+        if (
+            len(self._latest) == self._latest.maxlen
+            and not any(use.begun for use in self._latest)
+            and not self._warned
+        ):
+            self._warned = True
+            log.warning(
+                "the last %d micro-batches were handed out, and no enabled model ran on them. Another model must not "
+                "train on placed batches: it would see parts of documents. Load it with attn_implementation='distca' "
+                "and call distca_hf.enable(model, plugin)",
+                len(self._latest),
+            )
+        self._latest.append(plan.use)

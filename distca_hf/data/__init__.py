@@ -1,0 +1,1 @@
+"""From a dataset's documents to micro-batches. Pure: no process groups, no clock, no hidden randomness."""

@@ -1,0 +1,192 @@
+"""Accumulation: which documents of one optimizer step train together in which of its micro-steps.
+
+Gradients of the micro-steps of one optimizer step are summed, so within it documents may change places freely, and
+micro-steps need not have equal work: only the ranks of each one. Long documents are put together. Among documents like
+itself a long one is no more than a rank's work, so that it is cut less or not at all, and micro-steps of short documents
+move nothing. Sorting does it: the first micro-step takes the longest documents that fit, and so on. Where placements
+show that this does not move less, all micro-steps get the same mix, or documents stay where they came.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.data.epochs import Epoch
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout, check_document_tokens
+from distca_hf.placement.place import place
+from distca_hf.placement.stripes import QUERY_AND_OUTPUT_PARTS
+from distca_hf.topology import Topology
+
+
+class MicroBatches(Protocol):
+    """Documents of every micro-batch of an epoch, or of what is left of one."""
+
+    @property
+    def num_micro_batches(self) -> int: ...
+
+    def micro_batch(self, index: int) -> IntArray:
+        """Documents of one micro-batch."""
+        ...
+
+
+class RegroupedEpoch:
+    """An epoch whose long documents train together, as far as optimizer steps allow.
+
+    Every `micro_steps` micro-batches are one optimizer step; those at the ends of the epoch may be shorter. A step holds
+    the same documents as before.
+
+    Args:
+        epoch: micro-batches as they were packed.
+        document_tokens: `[documents]` lengths of all documents.
+        micro_steps: micro-batches of an optimizer step.
+        capacity_tokens: most tokens of a micro-batch.
+        topology, head_groups: as for `placement.place`.
+        steps_from: a micro-batch that some optimizer step begins with.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        document_tokens: IntArray,
+        micro_steps: int,
+        capacity_tokens: int,
+        topology: Topology,
+        head_groups: int = 1,
+        steps_from: int = 0,
+    ) -> None:
+        self._epoch, self._document_tokens = epoch, document_tokens
+        self._micro_steps, self._capacity_tokens = micro_steps, capacity_tokens
+        self._topology, self._head_groups, self._steps_from = topology, head_groups, steps_from
+        self._regrouped: tuple[int, list[IntArray]] = (-1, [])
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self._epoch.num_micro_batches
+
+    def micro_batch(self, index: int) -> IntArray:
+        """Documents of one micro-batch; those of its optimizer step are regrouped once."""
+        first = max(0, index - (index - self._steps_from) % self._micro_steps)
+        if self._regrouped[0] != first:
+            self._regrouped = (first, self._regroup(first))
+        return self._regrouped[1][index - first]
+
+    def _regroup(self, first: int) -> list[IntArray]:
+        last = first + self._micro_steps - (first - self._steps_from) % self._micro_steps
+        offsets = self._epoch.offsets[first : last + 1]
+        documents = self._epoch.documents[offsets[0] : offsets[-1]]
+        if len(offsets) == 2:
+            return [documents]
+        as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
+        tokens = self._document_tokens[documents]
+        groups = group_documents(
+            tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups, as_packed
+        )
+        return [documents[group] for group in groups]
+
+
+def group_documents(
+    document_tokens: Sequence[int] | IntArray,
+    micro_steps: int,
+    capacity_tokens: int,
+    topology: Topology | None = None,
+    head_groups: int = 1,
+    as_they_came: Sequence[IntArray] | None = None,
+) -> list[IntArray]:
+    """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
+
+    Args:
+        document_tokens: lengths, in tokens.
+        micro_steps: micro-steps to divide them among.
+        capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
+        topology: ranks to try placements on; without it long documents are together in any case.
+        head_groups: as for `place`.
+        as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
+
+    Returns:
+        For each micro-step the indices of its documents, in rising order. Every document is in one of them.
+
+    Raises:
+        PackingError: a length is out of range, a document is longer than the capacity, or no way was found to fit all.
+    """
+    lengths = check_document_tokens(document_tokens)
+    if micro_steps < 1 or capacity_tokens < 1:
+        raise PackingError(
+            f"{micro_steps} micro-steps of {capacity_tokens} tokens hold nothing; both must be positive"
+        )
+    total, longest = int(lengths.sum()), int(lengths.max(initial=0))
+    if longest > capacity_tokens:
+        at = int(lengths.argmax())
+        raise PackingError(
+            f"document {at} has {longest} tokens, a micro-step holds {capacity_tokens}; split or remove it, or train "
+            "with more tokens per rank"
+        )
+    # Filled to the mean first, so that no micro-step is left nearly empty; to the brim only if that leaves a rest.
+    mean = max(-(-total // micro_steps), longest)
+    limits = (min(mean, capacity_tokens), capacity_tokens, 0)
+    found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
+    ways = [way for way in (found[0] or found[1], found[2], as_they_came) if way is not None]
+    if ways:
+        return list(ways[0] if topology is None else _cheapest(lengths, ways, topology, head_groups))
+    raise PackingError(
+        f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
+        f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
+    )
+
+
+def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_tokens: int) -> list[IntArray] | None:
+    """Longest documents first, each into the first micro-step that has room up to a limit; the rest, where there is
+    most room up to the capacity. None if that is not enough."""
+    used = [0] * micro_steps
+    step_of = np.empty(len(lengths), dtype=np.int64)
+    rest: list[tuple[int, int]] = []
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        tokens = int(lengths[document])
+        step = next((step for step in range(micro_steps) if used[step] + tokens <= limit_tokens), None)
+        if step is None:
+            rest.append((document, tokens))
+        else:
+            step_of[document] = step
+            used[step] += tokens
+    for document, tokens in rest:
+        step = min(range(micro_steps), key=used.__getitem__)
+        if used[step] + tokens > capacity_tokens:
+            return None
+        step_of[document] = step
+        used[step] += tokens
+    return [np.flatnonzero(step_of == step) for step in range(micro_steps)]
+
+
+def _cheapest(
+    lengths: IntArray, ways: Sequence[Sequence[IntArray]], topology: Topology, head_groups: int
+) -> Sequence[IntArray]:
+    """The way in which least moves; the first of equals."""
+    moved = [
+        sum(
+            _moved(place(lengths[step], topology.num_ranks, topology=topology, head_groups=head_groups))
+            for step in way
+        )
+        for way in ways
+    ]
+    return ways[moved.index(min(moved))]
+
+
+def _moved(layout: Layout) -> float:
+    """What moves, in keys and values of a token. Ranks need these of all tokens of a document before their last, less
+    their own; of a stripe queries and outputs move, too, and each head's keys to one rank."""
+    of_stripe = np.zeros(len(layout.segment_document), dtype=bool)
+    moved = 0.0
+    for stripe in layout.stripes:
+        ranks, tokens = stripe.stop_rank - stripe.first_rank, stripe.stop - stripe.start
+        moved += (1 + QUERY_AND_OUTPUT_PARTS) * tokens * (ranks - 1) / ranks + stripe.start
+        of_stripe |= (
+            (layout.segment_document == stripe.document)
+            & (layout.segment_start >= stripe.start)
+            & (layout.segment_stop <= stripe.stop)
+        )
+    held = (layout.segment_rank * layout.num_documents + layout.segment_document)[~of_stripe]
+    last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
+    np.maximum.at(last, held, layout.segment_stop[~of_stripe])
+    return moved + int(last.sum()) - int(layout.segment_tokens[~of_stripe].sum())

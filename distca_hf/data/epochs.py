@@ -1,0 +1,197 @@
+"""Epochs: which documents form which global micro-batch. Whole documents, shuffled, every one exactly once.
+
+Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
+order; when the next one does not fit, smaller ones from a little further on fill the gap and the large one opens the
+next micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.cost import IntArray
+from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.errors import PackingError
+
+
+# Documents looked at to fill the gap that a too large one leaves.
+LOOKAHEAD_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Epoch:
+    """All documents in the order of delivery; micro-batch m is `documents[offsets[m] : offsets[m + 1]]`."""
+
+    documents: IntArray
+    offsets: IntArray
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.offsets) - 1
+
+    def after(self, micro_batches: int) -> "Epoch":
+        """Returns the epoch without its first micro-batches."""
+        offsets = self.offsets[micro_batches:]
+        return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
+
+    def micro_batch(self, index: int) -> IntArray:
+        """Returns documents of one micro-batch."""
+        return self.documents[self.offsets[index] : self.offsets[index + 1]]
+
+
+class EpochPacker:
+    """Packs documents into the same number of global micro-batches in every epoch.
+
+    Args:
+        document_tokens: `[documents]` int64 lengths.
+        capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
+        seed: together with the epoch's number it decides the order of documents.
+        shuffle: False keeps the dataset's order.
+
+    Raises:
+        PackingError: there is no document, or one is longer than a micro-batch.
+    """
+
+    def __init__(self, document_tokens: IntArray, capacity_tokens: int, seed: int = 0, shuffle: bool = True) -> None:
+        if len(document_tokens) == 0:
+            raise PackingError("the dataset holds no document")
+        longest = int(np.argmax(document_tokens))
+        if document_tokens[longest] > capacity_tokens:
+            raise PackingError(
+                f"document {longest} has {document_tokens[longest]} tokens, a micro-batch holds {capacity_tokens}"
+            )
+        self._tokens = document_tokens
+        self._capacity_tokens = capacity_tokens
+        self._seed = seed
+        self._shuffle = shuffle
+        self._first = self._pack_first()
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of every epoch."""
+        return self._first.num_micro_batches
+
+    def epoch(self, number: int) -> Epoch:
+        """Packs epoch `number`."""
+        if number == 0 or not self._shuffle:
+            return self._first
+        packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches)
+        if packed.num_micro_batches == self.num_micro_batches:
+            return packed
+        # This order needs more micro-batches than the first one did: keep the first epoch's groups, in a new order.
+        groups = self._random(number).permutation(self.num_micro_batches)
+        members = [self._first.micro_batch(group) for group in groups]
+        return Epoch(np.concatenate(members), np.cumsum([0] + [len(group) for group in members]))
+
+    def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
+        """Returns the rest of epoch `number`, of which parts were taken in micro-batches of other sizes.
+
+        Args:
+            taken: (capacity_tokens, micro-batches taken) of each part, in order.
+
+        Raises:
+            PackingError: a document is longer than those micro-batches were.
+        """
+        packed: Epoch | None = None
+        for capacity_tokens, micro_batches in taken:
+            if packed is None:
+                packed = EpochPacker(self._tokens, capacity_tokens, self._seed, self._shuffle).epoch(number)
+            else:
+                packed = _pack_evenly(self._tokens, packed.documents, capacity_tokens)
+            packed = packed.after(micro_batches)
+        return (
+            self.epoch(number)
+            if packed is None
+            else _pack_evenly(self._tokens, packed.documents, self._capacity_tokens)
+        )
+
+    def resumed(
+        self, number: int, taken: Sequence[tuple[int, int]], micro_batch: int, accumulation_steps: int
+    ) -> ResumedEpoch:
+        """Counts the rest of epoch `number` in optimizer steps of so many micro-batches.
+
+        Args:
+            taken: as for `rest`.
+            micro_batch: micro-batches of the present size that were taken after those.
+        """
+        packed = self.rest(number, taken)
+        packed_tokens = int(self._tokens[packed.documents].sum())
+        taken_tokens = int(self._tokens.sum()) - packed_tokens
+        steps_before = taken_tokens * packed.num_micro_batches // (packed_tokens * accumulation_steps)
+        return ResumedEpoch(
+            number=number,
+            steps_done=steps_before + micro_batch // accumulation_steps,
+            micro_batches_left=packed.num_micro_batches - micro_batch,
+            micro_batches_per_epoch=self.num_micro_batches,
+            accumulation_steps=accumulation_steps,
+        )
+
+    def _pack_first(self) -> Epoch:
+        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens)
+
+    def _order(self, epoch: int) -> IntArray:
+        if not self._shuffle:
+            return np.arange(len(self._tokens))
+        return self._random(epoch).permutation(len(self._tokens)).astype(np.int64)
+
+    def _random(self, epoch: int) -> np.random.RandomState:
+        # RandomState, not Generator: its streams never change, so a saved position means the same documents for ever.
+        return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch])
+
+
+def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int) -> Epoch:
+    """As few micro-batches as possible, of nearly equal tokens."""
+    wanted = -(-int(document_tokens[order].sum()) // capacity_tokens)
+    while True:
+        packed = _pack(document_tokens, order, capacity_tokens, wanted)
+        if packed.num_micro_batches <= wanted:
+            return packed
+        wanted = packed.num_micro_batches  # once more, now evenly: the last one may hold next to nothing
+
+
+def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, wanted: int) -> Epoch:
+    """Packs micro-batches of at most `capacity_tokens`: `wanted` of them if the documents allow it, else more."""
+    if len(order) == 0:
+        return Epoch(order, np.zeros(1, dtype=np.int64))
+    cumulative = np.cumsum(document_tokens[order])
+    tokens_left, documents_left = int(cumulative[-1]), len(order)
+    carried = np.zeros(0, dtype=np.int64)
+    at = 0
+    micro_batches: list[IntArray] = []
+    while documents_left:
+        batches_left = max(1, wanted - len(micro_batches))
+        target = min(capacity_tokens, -(-tokens_left // batches_left))
+        done = int(cumulative[at - 1]) if at else 0
+        ahead = int(np.searchsorted(cumulative, done + target, side="right")) + LOOKAHEAD_DOCUMENTS
+        queue = np.concatenate([carried, order[at:ahead]])
+        chosen = _choose(document_tokens[queue], target, capacity_tokens, max(1, documents_left - batches_left + 1))
+        seen = max(int(chosen.max()) + 1, len(carried))
+        left = np.ones(seen, dtype=bool)
+        left[chosen] = False
+        micro_batches.append(queue[chosen])
+        at += seen - len(carried)
+        carried = queue[:seen][left]
+        tokens_left -= int(document_tokens[queue[chosen]].sum())
+        documents_left -= len(chosen)
+    return Epoch(np.concatenate(micro_batches), np.cumsum([0] + [len(documents) for documents in micro_batches]))
+
+
+def _choose(queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int) -> IntArray:
+    """Returns the places in the queue of one micro-batch's documents: its beginning, then the largest that fit the
+    gap."""
+    cumulative = np.cumsum(queue_tokens)
+    reach = int(np.searchsorted(cumulative, target, side="left")) + 1
+    count = min(reach, int(np.searchsorted(cumulative, capacity_tokens, side="right")), most_documents)
+    chosen = list(range(count))
+    load = int(cumulative[count - 1])
+    candidates = queue_tokens[count : count + LOOKAHEAD_DOCUMENTS].copy()
+    while load < target and len(chosen) < most_documents:
+        fitting = np.where(candidates <= capacity_tokens - load, candidates, 0)
+        best = int(np.argmax(fitting)) if len(fitting) else 0
+        if len(fitting) == 0 or fitting[best] == 0:
+            break
+        load += int(fitting[best])
+        candidates[best] = capacity_tokens + 1
+        chosen.append(count + best)
+    return np.array(chosen, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Activation checkpointing that does not attend twice."""

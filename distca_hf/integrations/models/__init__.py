@@ -1,0 +1,1 @@
+"""Models of Transformers: what is checked, counted and watched of them."""

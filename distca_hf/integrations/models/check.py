@@ -1,0 +1,231 @@
+"""Model check: accepts a model whose attention, and only attention, mixes tokens in a way that is computed here;
+refuses others by name.
+
+A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
+tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
+without a word. So everything that is not known to be right is refused before the first step.
+
+The work of a layer or a loss is read from its source and its settings. Two checks at run time stand behind that: an
+attention call with an unknown argument is refused, and the first forward pass must come through distca's attention as
+often as the model has layers.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from distca_hf.config import KernelName
+from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.models.attention_shape import heads_of
+from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.integrations.models.positions import longest_rotary_tokens, rotary_refusal
+from distca_hf.integrations.models.source_inspection import passes_keywords_on, source_of, takes_shift_labels
+from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.registry import choose_kernel
+
+
+IMPLEMENTATION = "distca"
+REMEDY = "Else train it without distca_hf"
+CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+# Layers of these kinds carry state from token to token.
+RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
+
+
+def check_model(
+    model: nn.Module,
+    longest_document_tokens: int,
+    kernel: KernelName = "auto",
+    device: torch.device | str = "cpu",
+) -> None:
+    """Accepts a model, or says why not.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one.
+        longest_document_tokens: sliding windows at least this long change nothing.
+        kernel: the kernel to use, on `device`.
+
+    Raises:
+        ConfigError: the model was loaded with another attention implementation.
+        UnsupportedAttentionError: all reasons against the model, each with layer, setting and value.
+    """
+    inner = transformers_model(model)
+    config = inner.config.get_text_config()
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation != IMPLEMENTATION:
+        raise ConfigError(
+            f"{type(inner).__name__} uses attn_implementation={implementation!r}; load it with "
+            f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
+        )
+    reasons = [
+        *_structure(inner, config),
+        *_adapters(model),
+        *_token_mixers(inner, config),
+        *_positions(inner),
+        *_rotary(inner, longest_document_tokens),
+        *_attention_settings(inner, config, longest_document_tokens),
+        *_layerdrop(config),
+        *_loss(inner),
+    ]
+    if attention_layers(inner):
+        reasons += _kernel(inner, kernel, torch.device(device))
+    if reasons:
+        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
+
+
+def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder, and only causal language models are computed"
+    if not model._can_set_attn_implementation() or not attention_layers(model):
+        yield "it would ignore attn_implementation: none of its layers looks attention up by name"
+    elif not model._supports_flash_attn:
+        yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
+
+
+def _adapters(model: nn.Module) -> Iterator[str]:
+    """Yields PEFT methods that add tokens of their own: no plan has them."""
+    method: Any = getattr(model, "active_peft_config", None)
+    if method is not None and getattr(method, "is_prompt_learning", False):
+        yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
+
+
+def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    """Yields layers other than attention that mix tokens."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
+        layers = [index for index, name in enumerate(kinds) if name == kind]
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        yield f"layers {layers[:3]}{more} are of type {kind!r}, which cannot be cut between ranks"
+    parts = ((name, module) for name, module in model.named_modules() if not isinstance(module, PreTrainedModel))
+    mixers = [name for name, module in parts if _mixes_tokens(module)]
+    if mixers:
+        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens"
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
+    return convolves or RECURRENT_CLASS.search(type(module).__name__) is not None
+
+
+def _positions(model: PreTrainedModel) -> Iterator[str]:
+    """Embeddings that count positions their own way: the positions inside documents that a batch holds would be others
+    than the model was trained with."""
+    for name, module in model.named_modules():
+        if "create_position_ids_from_input_ids" in source_of(getattr(type(module), "forward", None)):
+            yield (
+                f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
+                "from 0 in each document"
+            )
+            return
+
+
+def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
+    limit = longest_rotary_tokens(model.config.get_text_config())
+    if limit is not None and longest_document_tokens > limit:
+        yield rotary_refusal(limit, longest_document_tokens)
+
+
+def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:
+    """Yields settings of attention that are not computed."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        yield f"attn_logit_softcapping={softcap} is not computed"
+    if getattr(config, "alibi", False):
+        yield "alibi=True: attention bias is not computed"
+    if getattr(config, "is_causal", True) is False:
+        yield "config.is_causal=False: its masks are not causal"
+    checks: dict[str, Callable[[nn.Module], Any]] = {
+        "attention dropout {} is not computed; set it to 0": _dropout,
+        "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
+        "attention is not causal (is_causal={})": lambda module: _not_causal(module),
+        f"sliding window {{}} is shorter than documents of {longest_document_tokens} tokens": lambda module: (
+            _short_window(module, config, longest_document_tokens)
+        ),
+    }
+    layers = attention_layers(model)
+    for message, check in checks.items():
+        found = {name: value for name, module in layers.items() if (value := check(module)) is not None}
+        if found:
+            name, value = next(iter(found.items()))
+            yield f"{message.format(value)} ({name} and {len(found) - 1} more layers)"
+
+
+def _layerdrop(config: Any) -> Iterator[str]:
+    """Yields layers that are left out by chance: each rank leaves out others, and their exchanges would not match."""
+    for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
+        share = getattr(config, name, None)
+        if isinstance(share, float | int) and share > 0:
+            yield f"{name}={share} leaves out other layers on every rank; set it to 0"
+
+
+def _dropout(module: nn.Module) -> float | None:
+    dropout = getattr(module, "attention_dropout", None)
+    dropout = getattr(module, "attn_dropout", None) if dropout is None else dropout
+    share = getattr(dropout, "p", dropout)
+    return float(share) if isinstance(share, float | int) and share > 0 else None
+
+
+def _not_causal(module: nn.Module) -> str | None:
+    return "False" if getattr(module, "is_causal", True) is False else None
+
+
+def _short_window(module: nn.Module, config: Any, longest_document_tokens: int) -> int | None:
+    window = module.sliding_window if hasattr(module, "sliding_window") else _window_of_config(module, config)
+    if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return window if window < longest_document_tokens else None
+
+
+def _window_of_config(module: nn.Module, config: Any) -> Any:
+    """Returns window of a layer that does not hold one itself; none in a layer of full attention."""
+    kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
+    full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
+    return None if full else getattr(config, "sliding_window", None)
+
+
+def _loss(model: PreTrainedModel) -> Iterator[str]:
+    if not _passes_shift_labels(type(model)):  # type: ignore[arg-type]
+        yield (
+            "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
+            f"({type(model).__name__}.forward does not pass its keywords on to the loss)"
+        )
+    loss_function = getattr(model, "loss_function", None)
+    if callable(loss_function) and "shift_labels" not in inspect.signature(loss_function).parameters:
+        yield (
+            f"its loss_function {getattr(loss_function, '__name__', loss_function)} takes no shift_labels: labels of "
+            "documents that are cut between ranks must not be shifted again"
+        )
+
+
+def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) -> Iterator[str]:
+    """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
+    try:
+        heads = heads_of(model)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
+        yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
+        return
+    job = Job(
+        device_type=device.type,
+        compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
+        dtype=torch.bfloat16 if device.type == "cuda" and model.dtype == torch.float32 else model.dtype,
+        num_heads=heads.query,
+        num_kv_heads=heads.key_value,
+        head_dim=heads.dim,
+        value_dim=heads.value_dim,
+    )
+    try:
+        choose_kernel(kernel, job, AttentionSpec(scale=1.0))
+    except UnsupportedAttentionError as error:
+        yield str(error)
+
+
+@lru_cache(maxsize=128)
+def _passes_shift_labels(model_class: Hashable) -> bool:
+    """Returns whether forward takes `shift_labels`, or passes all its keywords on to `self.loss_function`."""
+    forward = getattr(model_class, "forward", None)
+    return takes_shift_labels(forward) or passes_keywords_on(forward, "loss_function")

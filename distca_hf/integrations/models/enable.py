@@ -1,0 +1,61 @@
+"""Enabling: a model is checked once, and from then on watched in every forward pass."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distca_hf.comm.groups import default_device
+from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
+from distca_hf.integrations.models.check import check_model
+from distca_hf.integrations.models.forward_watch import WATCH, ForwardWatch, watch_of
+from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.telemetry import get_logger
+
+
+if TYPE_CHECKING:
+    from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
+
+
+def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: int | None = None) -> nn.Module:
+    """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
+    `accelerator.prepare`).
+
+    The model can train on any packed batch: ranks plan it together, and attention tasks move between them. With
+    batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over all
+    labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one (for an
+    accumulation window, say).
+
+    Args:
+        model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
+            one.
+        plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
+        longest_document_tokens: longest document the model will see, for sliding windows and rotary embeddings that
+            depend on it; by default the longest that all ranks together can hold.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedAttentionError: the model would compute something else than its own attention; says what.
+        ConfigError: the model was not loaded for distca.
+    """
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size
+    check_model(model, longest, plugin.kernel, default_device())
+    inner = transformers_model(model)
+    earlier = watch_of(inner)
+    if earlier is None or earlier.root is not model or earlier.plugin is not plugin:
+        if earlier is not None:
+            log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
+            earlier.leave({model, inner})
+        watch = ForwardWatch(model, plugin)
+        for part in {model, inner}:
+            setattr(part, WATCH, watch)
+    for number, layer in enumerate(attention_layers(inner).values()):
+        settings = LayerSettings(plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"))
+        setattr(layer, LAYER_SETTINGS, settings)
+    return model

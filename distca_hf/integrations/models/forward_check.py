@@ -1,0 +1,126 @@
+"""Forward check: is an enabled model still the one that was checked, and does all of its attention come here?
+
+A model is checked once, when it is enabled. Programs may copy or change it afterwards. So every forward pass with a
+plan is checked before its first layer and behind its last one.
+"""
+
+from collections.abc import Collection
+
+from torch import nn
+
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.models.check import IMPLEMENTATION
+from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.integrations.models.positions import PositionLimits
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+
+class ForwardCheck:
+    """Checks the forward passes of one enabled model.
+
+    Args:
+        root: the module that was enabled.
+        plugin: settings that its passes follow.
+        layers: its attention layers.
+
+    Attributes:
+        position_limits: longest documents that the model can take.
+        num_calls: attention calls of every pass; None before the first one.
+    """
+
+    def __init__(self, root: nn.Module, plugin: DistCAConfig, layers: Collection[nn.Module]) -> None:
+        self._root, self._plugin, self._num_layers = root, plugin, len(layers)
+        inner = transformers_model(root)
+        self._class_name = type(inner).__name__
+        # Layers look their implementation up in their config; most often it is one for all of them.
+        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers]
+        self._attention_configs = list({id(config): config for config in configs}.values())
+        self.position_limits = PositionLimits(inner)
+        self.num_calls: int | None = None
+        self._warned_of_plugin = self._warned_of_implementation = False
+
+    def check_model(self, module: nn.Module) -> None:
+        """Checks that the model is the one that was enabled, and that it still attends through distca.
+
+        Raises:
+            PlanError: it is a copy, or its attention implementation was changed.
+        """
+        if module is not self._root:
+            raise PlanError(
+                f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
+                "plugin) before it trains"
+            )
+        self.check_implementation(trains=True)
+
+    def check_implementation(self, trains: bool) -> None:
+        """Checks that the model still attends through distca, also where a rank attends alone.
+
+        Args:
+            trains: whether the pass trains. In others another implementation may be meant, and is warned of once.
+
+        Raises:
+            PlanError: its attention implementation was changed.
+        """
+        now = [config._attn_implementation for config in self._attention_configs]
+        others = [implementation for implementation in now if implementation != IMPLEMENTATION]
+        if not others or (not trains and self._warned_of_implementation):
+            return
+        message = (
+            f"{self._class_name} was enabled for distca, but its config now says attn_implementation={others[0]!r}: "
+            "documents of a packed row could see each other, and those that are cut between ranks need distca. Call "
+            'model.set_attn_implementation("distca"). If you did not change it: another model was made from '
+            "model.config, which then shares it; give that one copy.deepcopy(model.config)"
+        )
+        if trains:
+            raise PlanError(message)
+        self._warned_of_implementation = True
+        log.warning("%s", message)
+
+    def check_plan(self, plan: LivePlan) -> None:
+        """Checks that the model's positions reach as far as the longest document; warns of another plugin.
+
+        Raises:
+            UnsupportedAttentionError: the longest document is too long for them.
+        """
+        self.position_limits.check(plan.facts.longest_document_tokens, f"micro-batch {plan.micro_batch}")
+        if plan.config is self._plugin or self._warned_of_plugin:
+            return
+        self._warned_of_plugin = True
+        of_batch, of_model = plan.config.shared_settings(), self._plugin.shared_settings()
+        different = [
+            f"{name}={value} and {of_model[name]}" for name, value in of_batch.items() if of_model[name] != value
+        ]
+        if different:
+            log.warning(
+                "batches were made by one plugin, and %s was enabled with another: %s. The first counts for "
+                "exchanges and kernels, the second for checkpointing and evaluation; use one plugin for both",
+                self._class_name,
+                ", ".join(different),
+            )
+
+    def check_calls(self, plan: LivePlan) -> None:
+        """Checks at the end of a pass that as many attention calls were made as in every pass before.
+
+        Raises:
+            UnsupportedAttentionError: in the first pass some layers computed something else.
+            PlanError: in a later pass some layers did, or were left out.
+        """
+        calls = plan.forward_calls
+        if self.num_calls is None and calls < self._num_layers:
+            raise UnsupportedAttentionError(
+                f"{self._class_name}: {calls} of its {self._num_layers} attention layers came through distca in the "
+                "first forward pass; the others computed something else, and no step was taken"
+            )
+        if self.num_calls is not None and calls != self.num_calls:
+            raise PlanError(
+                f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: {calls} attention calls of "
+                f"{self._class_name} came through distca, and {self.num_calls} did in every forward pass before; the "
+                "others computed something else or were left out, and no step was taken. Keep attn_implementation "
+                '"distca" for all layers, and leave none out (layerdrop)'
+            )
+        self.num_calls = calls

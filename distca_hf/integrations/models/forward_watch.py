@@ -1,0 +1,236 @@
+"""Forward watch: hooks that find or make the plan of every batch of an enabled model, and check the pass around it.
+
+Batches of `plugin.dataloader` bring their plan along. Any other batch that an enabled model trains on is planned here,
+right before its forward pass.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from distca_hf.batches.mask_numbers import check_mask_numbers
+from distca_hf.batches.packed import PackPlanner, fill_empty, tokens_of
+from distca_hf.batches.run_report import RunReport
+from distca_hf.errors import PlanError
+from distca_hf.flops import StepCost
+from distca_hf.integrations.checkpointing.policies import (
+    checkpointed_modules,
+    keep_received,
+    recomputes_attention,
+    recomputes_layers,
+    save_attention,
+)
+from distca_hf.integrations.models.attention_shape import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.facts import ConfigFacts, module_facts
+from distca_hf.integrations.models.flops import step_flops
+from distca_hf.integrations.models.forward_check import ForwardCheck
+from distca_hf.integrations.models.parts import (
+    attention_layers,
+    forward_accepts,
+    names_by_position,
+    transformers_model,
+)
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.telemetry import get_logger
+
+
+if TYPE_CHECKING:
+    from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
+
+# Attribute of an enabled model, and of the Transformers model inside it, that holds the watch.
+WATCH = "_distca_watch"
+
+
+def watch_of(model: nn.Module) -> "ForwardWatch | None":
+    """Returns the watch of a model; None if it is not enabled."""
+    return getattr(model, WATCH, None)
+
+
+class ForwardWatch:
+    """Hooks around the forward pass of the outermost module.
+
+    Attributes:
+        root: the module that was enabled.
+        plugin: settings and transports that its passes follow.
+        packs: plans batches without a plan; None before the first one.
+        position_limits: longest documents that the model can take.
+        flops: operations of the model; None if they are not known.
+        report: lines about its training.
+        attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
+    """
+
+    def __init__(self, root: nn.Module, plugin: "DistCAPlugin") -> None:
+        self.root, self.plugin = root, plugin
+        self.packs: PackPlanner | None = None
+        inner = transformers_model(root)
+        self.flops, self.report = step_flops(root), RunReport(plugin)
+        self.attention_dtype: torch.dtype | None = None
+        self._class_name = type(inner).__name__
+        self._layers = attention_layers(inner)
+        self._module_facts: dict[str, object] | None = None
+        self._config_facts = ConfigFacts(root)
+        self._check = ForwardCheck(root, plugin, self._layers.values())
+        self.position_limits = self._check.position_limits
+        self._names = names_by_position(root)
+        self._accepts_use_cache = forward_accepts(inner, "use_cache")
+        self._logged_cache = False
+        self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
+        self._checkpointed: list[nn.Module] | None = None
+        self._handles: list[RemovableHandle] = [
+            root.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
+            root.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True),
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWatch":
+        """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
+        return self
+
+    def leave(self, modules: Iterable[nn.Module]) -> None:
+        """Takes the hooks away from modules of the enabled model, or of a copy, whose hooks are copies, too."""
+        for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
+            for handle in self._handles:
+                hooks.pop(handle.id, None)
+        if transformers_model(self.root) in modules:
+            for handle in self._handles:
+                handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = dict(zip(self._names, args, strict=False)) | kwargs
+        plan = batch.get("distca_plan")
+        if plan is None:
+            if self._is_alone(module, batch):
+                if module is self.root:
+                    self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
+                check_mask_numbers(batch)
+                return None
+            plan = self._plan_packs(module, batch)
+            batch |= fill_empty(batch)
+        args = args[len(self._names) :]
+        if plan is None:
+            return args, batch
+        if not isinstance(plan, LivePlan):
+            raise PlanError(
+                f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
+                "unchanged"
+            )
+        self._check.check_model(module)
+        self._check.check_plan(plan)
+        self._begin(module, plan)
+        return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
+
+    def _begin(self, module: nn.Module, plan: LivePlan) -> None:
+        """Prepares checkpointing, and the pass with its facts."""
+        rows_wait = False
+        if self.plugin.checkpointed_attention != "recompute":
+            self._save_attention(module)
+        elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
+            rows_wait = keep_received(self._checkpointed_modules(module))
+        layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
+        if self._module_facts is None:
+            self._module_facts = module_facts(self.root, self._layers)
+        facts = {
+            **plan.config.shared_settings(),
+            "gradients": torch.is_grad_enabled(),
+            "training": module.training,
+            "layers saved at the same time": layers_kept,
+            "received rows wait for recomputation": rows_wait,
+            **self._module_facts,
+            **self._config_facts.now(),
+        }
+        calls = self._check.num_calls
+        plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers))
+
+    def _no_cache(self, batch: dict[str, Any]) -> dict[str, bool]:
+        """Returns `use_cache=False`, unless the caller decided: a cache would keep the keys of all layers alive, and
+        nothing is generated from a batch with a plan."""
+        if not self._accepts_use_cache or batch.get("use_cache") is not None:
+            return {}
+        if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
+            self._logged_cache = True
+            log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
+        return {"use_cache": False}
+
+    def _is_alone(self, module: nn.Module, batch: dict[str, Any]) -> bool:
+        """Returns whether this rank attends to a batch without a plan, whatever other ranks do: it is the only one, or
+        the model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca"."""
+        trains = module.training and torch.is_grad_enabled()
+        evaluates = not module.training and self.plugin.evaluate == "distca"
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return not several or not (trains or evaluates) or batch.get("past_key_values") is not None
+
+    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
+        """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
+        self._check.check_model(module)
+        if self.packs is None:
+            transport = self.plugin.transport(tokens_of(batch).device)
+            self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
+        return self.packs.plan(batch, trains=module.training)
+
+    def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
+        """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
+        if self._checkpointed is None:
+            self._checkpointed = checkpointed_modules(module)
+        return self._checkpointed
+
+    def _save_attention(self, module: nn.Module) -> None:
+        first = self._checkpointed is None
+        on_host = self.plugin.checkpointed_attention == "offload"
+        if not save_attention(self._checkpointed_modules(module), on_host) and first:
+            log.warning(
+                "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
+                "their outputs instead"
+            )
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Checks the attention calls of the pass, and shows them to all ranks.
+
+        Raises:
+            UnsupportedAttentionError, PlanError: some layer computed something else.
+            PlanMismatchError: no backward pass follows, and ranks ran different passes.
+        """
+        plan = kwargs.get("distca_plan")
+        if plan is not None:
+            self._check.check_calls(plan)
+            self.attention_dtype = plan.attention_dtype
+            plan.end_forward_pass(backward_follows=torch.is_grad_enabled())
+            if module.training and torch.is_grad_enabled():
+                plan.use.trained = True
+                if not self.report.written:
+                    self.report.begin(plan, self._step_cost(module))
+
+    def _step_cost(self, module: nn.Module) -> StepCost | None:
+        """Returns what a step costs as the model is checkpointed; None if its operations are not known."""
+        if self.flops is None:
+            return None
+        checkpointed = self._checkpointed_modules(module)
+        return self.flops.cost(
+            recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
+        )
+
+
+def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
+    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
+    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+
+    Raises:
+        PlanError: the model would shift labels of a placed batch itself.
+    """
+    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
+    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+        raise PlanError(
+            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
+            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
+            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
+    if count is not None:
+        return {"num_items_in_batch": count + (count == 0)}
+    if labels is None or plan.label_tokens is None:
+        return {}
+    share = max(1, plan.label_tokens) / plan.transport.world_size
+    return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}

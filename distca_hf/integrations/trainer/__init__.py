@@ -1,0 +1,1 @@
+"""Trainer of Transformers: attached loaders, checkpoints, metrics, evaluation."""

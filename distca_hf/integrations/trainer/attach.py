@@ -1,0 +1,245 @@
+"""Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left
+alone."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import Trainer
+
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.cost import causal_pairs_of
+from distca_hf.data.documents import DocumentSource, check_map_style
+from distca_hf.data.sorted_sampler import SortedPacks
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.enable import enable
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.callback import DistCACallback
+from distca_hf.integrations.trainer.check import arguments_without_effect, packed_by, wrong_settings
+from distca_hf.integrations.trainer.checkpoints import check_checkpoint
+from distca_hf.integrations.trainer.collators import unlearnt_token
+from distca_hf.integrations.trainer.console import print_in_short
+from distca_hf.integrations.trainer.evaluation import check_evaluation, check_placed_evaluation, loss_over_all_labels
+from distca_hf.integrations.trainer.resuming import Resuming
+from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
+from distca_hf.telemetry import get_logger
+
+
+if TYPE_CHECKING:
+    from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
+
+
+def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
+    """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
+    packs and Trainer's loader: then attention tasks move between ranks.
+
+    Attaching again undoes what was attached before; the last plugin counts.
+
+    Raises:
+        ConfigError: all settings that would make the loss wrong, or would silently have no effect.
+        UnsupportedAttentionError: the model cannot run on distca.
+        PackingError: the dataset cannot be packed.
+    """
+    earlier = Attachment.of(trainer)
+    if earlier is not None:
+        log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
+        earlier.undo()
+    if trainer.train_dataset is not None and packed_by(trainer) is None:
+        check_map_style(trainer.train_dataset)
+    reasons = list(wrong_settings(trainer, plugin))
+    if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
+        reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
+    if reasons:
+        raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
+    attachment = Attachment(trainer)
+    try:
+        attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, trainer, trainer.train))
+        packed = packed_by(trainer)
+        if packed is not None:
+            log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
+            _keep_packs(trainer, plugin, attachment)
+        else:
+            _place(trainer, plugin, attachment)
+    except BaseException:
+        attachment.undo()
+        raise
+
+
+def _keep_packs(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:
+    """Leaves batches to the Trainer."""
+    if plugin.sort_packs:
+        attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer))
+    check_evaluation(trainer)
+    callback = DistCACallback(plugin)
+    callback.watch(enable(trainer.model, plugin))
+    _add_callbacks(plugin, attachment, callback)
+
+
+def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:
+    """Gives the Trainer placed batches."""
+    args = trainer.args
+    _set_arguments(trainer, plugin, attachment)
+    loader = _training_loader(trainer, plugin)
+    loader.writes_epochs = False  # the callback writes a line when training ends
+    enable(trainer.model, plugin, loader.longest_document_tokens)
+    watch = watch_of(trainer.model)
+    assert watch is not None
+    watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
+    if plugin.evaluate == "distca":
+        attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
+        attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
+        attachment.replace(trainer, "compute_loss", partial(loss_over_all_labels, trainer, trainer.compute_loss))
+
+        def evaluation(dataset: Any = None) -> PlacedLoader:
+            return _evaluation_loader(trainer, plugin, dataset)
+
+        check_placed_evaluation(trainer, evaluation)
+        attachment.replace(trainer, "get_eval_dataloader", evaluation)
+        attachment.replace(trainer, "get_test_dataloader", evaluation)
+    else:
+        check_evaluation(trainer)
+
+    def training() -> PlacedLoader:
+        attachment.check_unchanged()
+        _check_model(trainer)
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            raise ConfigError("call trainer.train() of the attached Trainer: ranks hold different numbers of labels")
+        return loader
+
+    attachment.replace(trainer, "get_train_dataloader", training)
+    callback = DistCACallback(plugin, loader)
+    callback.watch(trainer.model)
+    _add_callbacks(plugin, attachment, callback)
+    Resuming(loader).install(attachment)
+
+
+def _check_model(trainer: Trainer) -> None:
+    """Checks that the Trainer's model is enabled: any other one would train on parts of documents.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if watch_of(transformers_model(model)) is None:
+        raise ConfigError(
+            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: "
+            "it would train on parts of documents; call plugin.attach(trainer) again"
+        )
+
+
+def _train_from_whole_checkpoint(
+    trainer: Trainer, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Trains, unless the checkpoint to resume from was not written to its end."""
+    check_checkpoint(trainer.args.output_dir, resume_from_checkpoint)
+    return train(resume_from_checkpoint, *args, **kwargs)
+
+
+def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:
+    """Sets arguments that placed batches need, and names those that have no effect on them."""
+    args = trainer.args
+    if not args.average_tokens_across_devices:
+        log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
+    if args.per_device_train_batch_size != 1:
+        default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
+        report = log.debug if args.per_device_train_batch_size == default else log.warning
+        report(
+            "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
+            args.per_device_train_batch_size,
+            plugin.tokens_per_rank,
+        )
+    attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
+    attachment.replace(trainer, "_train_batch_size", 1)
+    without_effect = arguments_without_effect(args)
+    if without_effect:
+        log.warning(
+            "%s: no effect on placed batches, which a thread of this process prepares (setting prefetch)",
+            ", ".join(without_effect),
+        )
+
+
+def _training_loader(trainer: Trainer, plugin: "DistCAPlugin") -> PlacedLoader:
+    """Returns the loader of placed batches."""
+    args = trainer.args
+    return plugin.dataloader(
+        _dataset(trainer),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        device=args.device,
+        # A window's micro-batches are taken one right after the other: have all of the next one ready.
+        prefetch=max(plugin.prefetch, args.gradient_accumulation_steps + 1),
+        model=trainer.model,
+        micro_steps=args.gradient_accumulation_steps if plugin.regroup_steps else 1,
+        unlearnt_token=unlearnt_token(trainer.data_collator),
+    )
+
+
+def _report_loss_only(
+    evaluate: Callable[..., Any],
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs Trainer's evaluation without its predictions, of which every rank has other parts."""
+    return evaluate(dataloader, description, True, *args, **kwargs)
+
+
+def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -> PlacedLoader:
+    """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
+    if dataset is None or isinstance(dataset, str):
+        dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
+    return plugin.dataloader(
+        dataset,
+        shuffle=False,
+        device=trainer.args.device,
+        model=trainer.model,
+        unlearnt_token=unlearnt_token(trainer.data_collator),
+    )
+
+
+def _add_callbacks(plugin: "DistCAPlugin", attachment: Attachment, callback: DistCACallback) -> None:
+    """Adds metrics before the callbacks that report them, and leaving behind all others."""
+    if plugin.metrics == "basic":
+        print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)
+    attachment.add_callback(callback, first=True)
+    if plugin.save_on_signal:
+        attachment.add_callback(LeaveOnSignal(plugin.transport), first=False)
+
+
+def _dataset(trainer: Trainer) -> Any:
+    """Returns the training dataset without masks that TRL's settings leave unused; warns where TRL has cut
+    documents."""
+    dataset, args = trainer.train_dataset, trainer.args
+    columns = dataset.column_names or []
+    unused = {
+        "completion_mask": getattr(trainer, "completion_only_loss", None) is False,
+        "assistant_masks": getattr(args, "assistant_only_loss", None) is False,
+    }
+    names = [name for name, is_unused in unused.items() if is_unused and name in columns]
+    if names:
+        log.info("not used, as the trainer's settings say: %s", ", ".join(names))
+        dataset = dataset.remove_columns(names)
+    if getattr(args, "max_length", None) is not None:
+        log.warning(
+            "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "
+            "be as long as all ranks hold together",
+            args.max_length,
+        )
+    return dataset
+
+
+def _sorted_packs(trainer: Trainer) -> SortedPacks:
+    """Returns a sampler that lets equally heavy packs of an optimizer step run at the same time."""
+    args = trainer.args
+    source = DocumentSource(trainer.train_dataset, sys.maxsize)
+    pairs = causal_pairs_of(np.zeros_like(source.document_tokens), source.document_tokens)
+    work = np.bincount(source.rows, weights=pairs, minlength=len(trainer.train_dataset))
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return SortedPacks(work, args.world_size, args.train_batch_size, args.gradient_accumulation_steps, seed)

@@ -1,0 +1,236 @@
+"""Callback: checks the model, and logs what balancing brought."""
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import has_length
+
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.meter import Meter, PlanSource, Reading
+from distca_hf.batches.run_report import count
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.enable import enable
+from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
+from distca_hf.integrations.trainer.console import print_in_short
+from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
+from distca_hf.integrations.trainer.weights_check import WeightsCheck
+from distca_hf.telemetry import get_logger
+from distca_hf.version import __version__
+
+
+if TYPE_CHECKING:
+    from distca_hf.integrations.plugin import DistCAPlugin
+
+log = get_logger(__name__)
+
+
+class DistCACallback(TrainerCallback):
+    """Gives a Trainer that packs by itself balanced attention: tokens stay, attention tasks move.
+
+    ```python
+    Trainer(model=model, args=args, train_dataset=packed, callbacks=[distca_hf.DistCACallback(plugin)])
+    ```
+
+    It adds metrics to every log, over the micro-batches since the last one and all ranks: the basic ones, or with the
+    setting `metrics="all"` all of them (`batches.meter` has both). It comes before the callbacks that report logs
+    to trackers.
+
+    It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
+    compares weights every `check_weights_every_steps`.
+
+    Args:
+        plugin: settings and transport.
+        loader: the placed loader of this training; None if its batches come from elsewhere.
+    """
+
+    def __init__(self, plugin: "DistCAPlugin", loader: PlacedLoader | None = None) -> None:
+        self._plugin = plugin
+        self._loader = loader
+        self._model: Any = None
+        self._since_log: Meter | None = None
+        self._since_begin: Meter | None = None
+        self._first_step = 0
+        self._weights: WeightsCheck | None = None
+        self._leave: LeaveOnSignal | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Checks and enables the model before it is wrapped.
+
+        Raises:
+            UnsupportedAttentionError, ConfigError: the model cannot run on distca.
+            ConfigError: packs are to be sorted, which takes another sampler than Trainer's.
+        """
+        if self._plugin.sort_packs:
+            raise ConfigError(
+                "sort_packs chooses which rank runs which pack, and a callback cannot tell Trainer so: call "
+                "plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
+            )
+        self.watch(enable(model, self._plugin))
+        leave = LeaveOnSignal(self._plugin.transport) if self._plugin.save_on_signal else None
+        handler = _handler_of_this_event(self)
+        if handler is None:
+            log.warning("DistCACallback stays where it is among callbacks: trackers before it do not get its metrics")
+            self._leave = leave
+            return
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
+        if self._plugin.metrics == "basic":
+            print_in_short(handler.callbacks, setattr)
+        if leave is not None:
+            handler.add_callback(leave)
+
+    def watch(self, model: Any) -> None:
+        """Reports on this enabled model."""
+        self._model = model
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begins to measure.
+
+        Raises:
+            ConfigError: the model does not follow this callback's plugin.
+        """
+        watch = self._check_model()
+        source, transport = self._source(watch), self._plugin.transport(args.device)
+        self._since_log, self._since_begin = (Meter(transport, args.device, watch.flops) for _ in range(2))
+        for meter in (self._since_log, self._since_begin):
+            meter.begin(source)
+        self._first_step = state.global_step
+        watch.report.restart(_steps_per_epoch(args, train_dataloader))
+        if source is None and transport.world_size == 1:
+            log.info("%s: one rank and packs of its own: there is nothing to balance", __version__)
+        if self._leave is not None:
+            self._leave.on_train_begin(args, state, control)
+
+    def _check_model(self) -> ForwardWatch:
+        """Returns the watch of the model.
+
+        Raises:
+            ConfigError: the model does not follow this callback's plugin.
+        """
+        watch = watch_of(self._model)
+        if watch is None:
+            raise ConfigError(
+                "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
+                "trainer.add_callback, or call plugin.attach(trainer)"
+            )
+        if watch.plugin is not self._plugin:
+            raise ConfigError(
+                "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
+                "batches would go separate ways. Use one plugin, or call plugin.attach(trainer) again"
+            )
+        return watch
+
+    def _source(self, watch: ForwardWatch) -> PlanSource | None:
+        """Returns where plans come from; None if nothing is planned, or not yet."""
+        return watch.packs if self._loader is None else self._loader
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the evaluation that has ended out of what is measured."""
+        for meter in self._meters():
+            meter.leave_out_evaluation()
+
+    on_predict = on_evaluate
+
+    def _meters(self) -> Iterator[Meter]:
+        return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Notes that a step has ended, and compares weights, where that is due.
+
+        Raises:
+            PlanMismatchError: weights were compared after this step, and differ.
+        """
+        for meter in self._meters():
+            meter.note_training()
+        every = self._plugin.check_weights_every_steps
+        if every and state.global_step % every == 0:
+            if self._weights is None:
+                self._weights = WeightsCheck(self._plugin.transport(args.device))
+            self._weights.compare(model, state.global_step)
+        if self._leave is not None:
+            self._leave.on_step_end(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._leave is not None:
+            self._leave.on_epoch_end(args, state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        reading = self._read(self._since_begin, state.global_step)
+        if reading is not None:
+            steps = state.global_step - self._first_step
+            log.info("%s", reading.in_words(f"trained {count(steps, 'step')}"))
+        if self._leave is not None:
+            self._leave.on_train_end(args, state, control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        reading = self._read(self._since_log, state.global_step)
+        if reading is None:
+            return
+        if self._plugin.metrics == "basic":
+            metrics = reading.basic()
+        else:
+            metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)
+        logs.update(metrics)
+        if state.log_history:  # already holds a copy of this log
+            state.log_history[-1].update(metrics)
+
+    def _read(self, meter: Meter | None, step: int) -> Reading | None:
+        """Reads what was trained; None if nothing was planned. A collective call: every rank reads after the same
+        steps."""
+        watch = watch_of(self._model)
+        source = None if watch is None else self._source(watch)
+        if meter is None or watch is None or source is None:
+            return None
+        return meter.read(source, step, watch.attention_dtype)
+
+
+def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
+    """Returns the optimizer steps of an epoch; None if its batches are not counted."""
+    if not has_length(train_dataloader):
+        return None
+    return -(-len(train_dataloader) // args.gradient_accumulation_steps)
+
+
+def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
+    """Returns the list of callbacks that is being called; None where it is not found.
+
+    Trainer puts callbacks of the user behind its own, among them those that report to trackers, and passes everything
+    to them but the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            return handler
+        frame = frame.f_back
+    return None

@@ -1,0 +1,128 @@
+"""Trainer check: settings of a Trainer that would make the loss wrong, or would be ignored without a word."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from distca_hf.config import DistCAConfig
+from distca_hf.integrations.models.source_inspection import calls_super, takes_shift_labels
+from distca_hf.integrations.trainer.collators import refused_collator
+
+
+# Trainers whose losses are the model's own.
+TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
+# Arguments that speak of a torch DataLoader.
+OF_A_DATALOADER = (
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_persistent_workers",
+    "dataloader_drop_last",
+)
+
+
+def packed_by(trainer: Trainer) -> str | None:
+    """Returns who packs this trainer's documents already; None if they are not packed."""
+    if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
+        return "the dataset is packed (it has a column 'seq_lengths')"
+    if getattr(trainer.args, "packing", False):
+        return f"{type(trainer).__name__} packs its dataset (packing=True)"
+    collator = trainer.data_collator
+    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
+        return f"{type(collator).__name__} packs batches"
+    return None
+
+
+def arguments_without_effect(args: TrainingArguments) -> list[str]:
+    """Returns arguments that somebody has set, and that placed batches do not follow."""
+    fields = type(args).__dataclass_fields__
+    named = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
+    accelerator = args.accelerator_config
+    named += [
+        f"accelerator_config.{name}" for name in ("split_batches", "dispatch_batches") if getattr(accelerator, name)
+    ]
+    return named
+
+
+def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
+    """Yields all reasons why distca_hf cannot be attached to a Trainer."""
+    args = trainer.args
+    if trainer.train_dataset is None:
+        yield "it has no train_dataset"
+    elif packed_by(trainer) is None:
+        yield from _wrong_for_cut_documents(trainer, config)
+    elif config.sort_packs:
+        yield from _replaced(trainer, ["_get_train_sampler"], "sort_packs would replace it; set it to False")
+    if args.n_gpu > 1:
+        yield (
+            f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU: torchrun "
+            f"--nproc-per-node {args.n_gpu} {Path(sys.argv[0]).name}"
+        )
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size restarts with other batches; set tokens_per_rank or the batch size instead"
+    if trainer.model_init is not None:
+        yield "model_init makes another model in train(), which would not be checked; pass the model itself"
+    for asked, kind in ((args.deepspeed, "DEEPSPEED"), (getattr(args, "fsdp", None), "FSDP")):
+        got = trainer.accelerator.distributed_type
+        if asked and args.world_size > 1 and got != kind:
+            yield f"{kind} was asked for, but Accelerate runs {got}, as it does on CPUs"
+    for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
+        if size > 1:
+            yield f"{name}_size={size}: set it to 1; distca_hf spreads documents over all ranks already"
+
+
+def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
+    """Yields what goes wrong where documents are cut between ranks and batches are made here."""
+    args = trainer.args
+    if args.label_smoothing_factor:
+        yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; set it to 0"
+    for name in ("compute_loss", "training_step"):
+        if not _keeps(trainer, name):
+            yield (
+                f"{type(trainer).__name__}.{name} replaces Trainer's: labels of documents that are cut between ranks "
+                f"must not be shifted again. Call super().{name}(...) in it, or use the batch's shift_labels; or keep "
+                "this trainer's own batches with distca_hf.enable(trainer.model, plugin) instead of attach"
+            )
+    yield from _replaced(
+        trainer,
+        ["get_train_dataloader", "_get_train_sampler", "_get_dataloader"],
+        "batches are made here, and it would not be called; let the dataset hold what it chooses, or keep its packs "
+        "with DistCACallback",
+    )
+    if trainer.compute_loss_func is not None:
+        yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
+    if not trainer.model_accepts_loss_kwargs:
+        yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
+    if config.evaluate == "distca" and trainer.compute_metrics is not None:
+        yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
+    if config.sort_packs:
+        yield "sort_packs is for packs of others, and these batches are placed; set it to False"
+    if getattr(args, "train_sampling_strategy", "random") != "random":
+        yield f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect on placed micro-batches"
+    yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+
+
+def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[str]:
+    """Yields methods that are neither Trainer's nor SFTTrainer's."""
+    for name in names:
+        methods = _overrides(trainer, name)
+        if methods and not methods[0].__module__.startswith(TRAINERS):
+            yield f"{type(trainer).__name__}.{name} replaces Trainer's: {because}"
+
+
+def _keeps(trainer: Trainer, name: str) -> bool:
+    """Returns whether a method is Trainer's or SFTTrainer's; or calls it, as all overrides between them do; or takes
+    shift_labels."""
+    for method in _overrides(trainer, name):
+        if method.__module__.startswith(TRAINERS) or takes_shift_labels(method):
+            return True
+        if not calls_super(method, name):
+            return False
+    return True
+
+
+def _overrides(trainer: Trainer, name: str) -> list[Callable[..., Any]]:
+    """Returns all methods of a name, of the instance first and then up its classes."""
+    return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]

@@ -1,0 +1,174 @@
+"""Resuming: a Trainer goes on where the data is, and counts epochs and steps from there.
+
+Trainer keeps the number of steps and works its place in the data out of it, with one number of steps for all epochs.
+With other ranks, tokens or accumulation steps than before, that is another place, and the epoch it goes on in has
+another number of steps than those after it. So Trainer is given both: the epoch that the saved position is in, and
+the rest of that epoch as an epoch of its own, which the loader begins at the position. There is no public seam for
+it. Methods are replaced on the instance; the class and every other Trainer are left alone.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+Method = Callable[..., Any]
+
+# Where `TrainerState` keeps the loader's position: among the states of callbacks, which it writes into checkpoints.
+LOADER_STATE = "distca_loader"
+
+# Methods of Trainer that find its place in the data, and their arguments that matter here.
+COUNTING = {
+    "_inner_training_loop": {"args", "resume_from_checkpoint"},
+    "set_initial_training_values": {"args", "dataloader"},
+    "_init_training_state": {"resume_from_checkpoint"},
+    "_run_epoch": {"epoch", "steps_in_epoch", "num_update_steps_per_epoch", "steps_trained_in_current_epoch"},
+}
+
+
+class Resuming(TrainerCallback):
+    """Saves the loader's position with every checkpoint of a Trainer, and resumes there.
+
+    Every document is trained `num_train_epochs` times, whatever ranks, tokens and accumulation steps were in between:
+    an epoch of Trainer ends where an epoch of the data does. `max_steps`, the learning-rate schedule, the progress
+    bar and `state.epoch` follow. A run that resumes with the sizes it had is bit-equal to one that was never
+    interrupted.
+
+    Args:
+        loader: the placed loader of the training.
+    """
+
+    def __init__(self, loader: PlacedLoader) -> None:
+        self._loader = loader
+        self._resumed: ResumedEpoch | None = None
+        self._step = 0
+        self._is_in_resumed_epoch = False
+        self._missing = _missing_methods()
+
+    def install(self, attachment: Attachment) -> None:
+        """Replaces the methods of an attached Trainer that count epochs and steps, and adds itself to its callbacks,
+        as the first one: the others see the epoch that is set here."""
+        attachment.add_callback(self, first=True)
+        methods: tuple[Method, ...] = (self._train, self._count, self._restore, self._run_epoch)
+        if not self._missing:
+            for name, method in zip(COUNTING, methods, strict=True):
+                attachment.replace(attachment.trainer, name, partial(method, getattr(attachment.trainer, name)))
+
+    def _train(
+        self, train: Method, *, args: TrainingArguments, resume_from_checkpoint: str | None = None, **others: Any
+    ) -> Any:
+        """Reads the position before Trainer counts anything."""
+        self._begin(args, resume_from_checkpoint)
+        return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
+
+    def _count(self, count: Method, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
+        """Returns the epochs and steps of the whole training as Trainer counts them, corrected where it resumes."""
+        epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps = count(args, dataloader)
+        if self._resumed is not None:
+            if args.max_steps < 0:
+                max_steps = self._resumed.max_steps(self._step, args.num_train_epochs)
+            epochs = self._resumed.num_train_epochs(self._step, max_steps)
+            log.info(
+                "step %d is epoch %.2f of the data; %d steps are left in this epoch, and training ends at step %d",
+                self._step,
+                self._resumed.epochs_after(0),
+                self._resumed.steps_left,
+                max_steps,
+            )
+        return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
+
+    def _restore(self, restore: Method, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Returns the epochs that are trained, and the micro-batches that are trained of the next one."""
+        epochs, micro_batches = restore(*args, **kwargs)
+        if self._resumed is None:
+            return epochs, micro_batches
+        return self._resumed.number, self._resumed.steps_done * self._resumed.accumulation_steps
+
+    def _run_epoch(self, run: Method, *, epoch: int, **others: Any) -> None:
+        """Trains an epoch, or what is left of it."""
+        resumed = self._resumed
+        if resumed is None or epoch != resumed.number:
+            run(epoch=epoch, **others)
+            return
+        rest = {
+            "steps_in_epoch": resumed.micro_batches_left,
+            "num_update_steps_per_epoch": resumed.steps_left,
+            "steps_trained_in_current_epoch": 0,  # there is nothing to skip: the loader begins behind them
+        }
+        self._is_in_resumed_epoch = True
+        try:
+            run(epoch=epoch, **others | rest)
+        finally:
+            self._is_in_resumed_epoch = False
+
+    def _begin(self, args: TrainingArguments, checkpoint: str | None) -> None:
+        """Puts the loader where the checkpoint was saved; to the beginning if there is none.
+
+        Raises:
+            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all.
+        """
+        self._loader.restart()
+        self._resumed = None
+        if checkpoint is None or args.ignore_data_skip:
+            return
+        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+        if state.global_step == 0:
+            return
+        saved = state.stateful_callbacks.get(LOADER_STATE)
+        if saved is None:
+            raise ConfigError(
+                f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes from a "
+                "training without plugin.attach, and its documents are not known. ignore_data_skip=True "
+                "begins the data anew"
+            )
+        self._loader.load_state_dict(saved)
+        self._step = state.global_step
+        self._resumed = self._loader.resumed_epoch(args.gradient_accumulation_steps)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes sure that the data goes on where the steps do.
+
+        Raises:
+            ConfigError: Trainer resumes, but not in the way that the position in the data is restored.
+        """
+        if state.global_step > 0 and self._resumed is None and not args.ignore_data_skip:
+            changed = f"Transformers {transformers.__version__} has changed {', '.join(self._missing)} of Trainer"
+            why = changed if self._missing else "Trainer was not given the checkpoint"
+            raise ConfigError(
+                f"training goes on at step {state.global_step}, but the documents would begin anew: {why}. Resume "
+                "with Transformers 5.17 to 5.23 and train(resume_from_checkpoint=...), or begin the data anew with "
+                "ignore_data_skip=True"
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Notes where the data is."""
+        state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
+        if self._resumed is not None and self._is_in_resumed_epoch:
+            state.epoch = self._resumed.epochs_after(state.global_step - self._step)
+
+
+def _missing_methods() -> list[str]:
+    """Returns methods that this version of Trainer does not have, or has with other arguments."""
+    return [
+        name
+        for name, arguments in COUNTING.items()
+        if not hasattr(Trainer, name) or not arguments <= inspect.signature(getattr(Trainer, name)).parameters.keys()
+    ]

@@ -1,0 +1,223 @@
+"""Seconds: placement by measured times of the attention kernel, instead of attended pairs.
+
+Equal pairs are not equal seconds: many short documents, or a short part of a long one, run at a lower rate than one
+long document. Pairs of a document are therefore counted more the slower a document of its length is (`TimedCost`).
+What that leaves is due to where documents are cut: the seconds of each rank are predicted, ranks that would be late
+are given less and the others more, and again, in a few rounds. The best of these is evened out (`exchange`).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distca_hf.cost import IntArray, Work, causal_pairs, causal_pairs_of
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout
+from distca_hf.placement.piece_pool import Segment
+from distca_hf.placement.place import place
+from distca_hf.placement.token_swaps import even_out
+from distca_hf.topology import Topology
+
+
+FloatArray = NDArray[np.float64]
+
+ROUNDS = 3
+# Weights of pairs are whole numbers of these: exact sums, and as fine as a measurement can be.
+PARTS_OF_A_PAIR = 256
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTimes:
+    """Measured seconds of one task, forward and backward: the last `query_tokens` of `key_tokens` tokens, all heads.
+
+    Between measurements the rate, pairs per second, is interpolated on logarithmic axes; beyond them it stays as it is
+    at the border.
+
+    Attributes:
+        query_tokens: `[queries]` rising.
+        key_tokens: `[keys]` rising.
+        seconds: `[queries, keys]`; not a number where there are more queries than keys.
+
+    Raises:
+        PackingError: a table that is not of this form.
+    """
+
+    query_tokens: IntArray
+    key_tokens: IntArray
+    seconds: FloatArray
+
+    def __post_init__(self) -> None:
+        if self.seconds.shape != (len(self.query_tokens), len(self.key_tokens)):
+            raise PackingError(
+                f"kernel times of shape {self.seconds.shape} for {len(self.query_tokens)} query lengths and "
+                f"{len(self.key_tokens)} key lengths"
+            )
+        for name, tokens in (("query_tokens", self.query_tokens), ("key_tokens", self.key_tokens)):
+            if len(tokens) == 0 or tokens[0] < 1 or np.any(np.diff(tokens) <= 0):
+                raise PackingError(f"{name} of kernel times must rise from 1 or more, not {tokens.tolist()}")
+        wrong = np.argwhere(self._is_causal & ~(self.seconds > 0))
+        if len(wrong):
+            query, key = wrong[0]
+            raise PackingError(
+                f"kernel times: {self.query_tokens[query]} queries and {self.key_tokens[key]} keys took "
+                f"{self.seconds[query, key]} s; every time with no more queries than keys must be above 0"
+            )
+        if not self._is_causal.any(axis=1).all():
+            raise PackingError("kernel times: every query length needs a key length that is no shorter")
+
+    @classmethod
+    def load(cls, path: Path) -> "KernelTimes":
+        """Reads a JSON file `{"query_tokens": [...], "key_tokens": [...], "seconds": [[...], ...]}`; `null` where
+        there are more queries than keys.
+
+        Raises:
+            PackingError: the file cannot be read, or is not of this form.
+        """
+        try:
+            table = json.loads(path.read_text())
+            return cls(
+                np.array(table["query_tokens"], dtype=np.int64),
+                np.array(table["key_tokens"], dtype=np.int64),
+                np.array(table["seconds"], dtype=np.float64),
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            if isinstance(error, PackingError):
+                raise
+            raise PackingError(f"{path} is no table of kernel times: {error!r}") from error
+
+    @property
+    def _is_causal(self) -> NDArray[np.bool_]:
+        return self.query_tokens[:, None] <= self.key_tokens[None, :]
+
+    @cached_property
+    def _log_rate(self) -> FloatArray:
+        """`[queries, keys]` logarithm of pairs per second; with more queries than keys, that of the fewest keys that
+        are as many."""
+        queries, keys = np.meshgrid(self.query_tokens, self.key_tokens, indexing="ij")
+        first = np.argmax(self._is_causal, axis=1)[:, None]
+        column = np.maximum(np.arange(len(self.key_tokens))[None, :], first)
+        pairs = causal_pairs_of(keys - np.minimum(queries, keys), keys)
+        return np.take_along_axis(np.log(np.where(self._is_causal, pairs, 1) / self.seconds), column, axis=1)
+
+    @property
+    def pairs_per_second(self) -> float:
+        """The highest rate."""
+        return float(np.exp(self._log_rate.max()))
+
+    def of(self, starts: IntArray, stops: IntArray) -> FloatArray:
+        """Predicted seconds of each query range [start, stop)."""
+        query, query_part = _between(self.query_tokens, stops - starts)
+        key, key_part = _between(self.key_tokens, stops)
+        rate = self._log_rate
+        upper = np.minimum(query + 1, len(self.query_tokens) - 1), np.minimum(key + 1, len(self.key_tokens) - 1)
+        log_rate = (
+            rate[query, key] * (1 - query_part) * (1 - key_part)
+            + rate[upper[0], key] * query_part * (1 - key_part)
+            + rate[query, upper[1]] * (1 - query_part) * key_part
+            + rate[upper[0], upper[1]] * query_part * key_part
+        )
+        return causal_pairs_of(starts, stops) / np.exp(log_rate)
+
+
+@dataclass(frozen=True, eq=False)
+class TimedCost:
+    """Causal pairs, times how much longer each takes in a document of this length than in the fastest one."""
+
+    times: KernelTimes
+
+    def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
+        """Work of query ranges, in parts of a pair at the highest rate."""
+        return causal_pairs_of(starts, stops) * self._weights(document_tokens)
+
+    def of_documents(self, document_tokens: Sequence[int]) -> Work:
+        """The same as a function of (document, start, stop)."""
+        weights = self._weights(np.array(document_tokens, dtype=np.int64)).tolist()
+        return lambda document, start, stop: causal_pairs(start, stop) * weights[document]
+
+    def _weights(self, document_tokens: IntArray) -> IntArray:
+        seconds_per_pair = self.times.of(np.zeros_like(document_tokens), document_tokens) / np.maximum(
+            1, causal_pairs_of(np.zeros_like(document_tokens), document_tokens)
+        )
+        return np.rint(PARTS_OF_A_PAIR * seconds_per_pair * self.times.pairs_per_second).astype(np.int64)
+
+
+def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
+    """`[ranks]` predicted seconds of attention of one layer, forward and backward; a stripe's are divided equally."""
+    seconds = times.of(layout.segment_start, layout.segment_stop)
+    in_stripe = np.zeros(len(seconds), dtype=bool)
+    total = _stripe_seconds(layout, times)
+    for stripe in layout.stripes:
+        in_stripe |= (
+            (layout.segment_document == stripe.document)
+            & (layout.segment_start >= stripe.start)
+            & (layout.segment_stop <= stripe.stop)
+        )
+    np.add.at(total, layout.segment_rank[~in_stripe], seconds[~in_stripe])
+    return total
+
+
+def _stripe_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
+    total = np.zeros(layout.num_ranks)
+    for stripe in layout.stripes:
+        whole = times.of(np.array([stripe.start]), np.array([stripe.stop]))[0]
+        total[stripe.first_rank : stripe.stop_rank] += whole / (stripe.stop_rank - stripe.first_rank)
+    return total
+
+
+def place_by_seconds(
+    document_tokens: Sequence[int] | IntArray,
+    num_ranks: int,
+    times: KernelTimes,
+    *,
+    topology: Topology | None = None,
+    head_groups: int = 1,
+    rounds: int = ROUNDS,
+) -> Layout:
+    """Places documents as `place` does, so that predicted seconds are equal instead of work.
+
+    Returns:
+        The layout of the round in which the slowest rank is fastest, evened out.
+
+    Raises:
+        PackingError: a length is out of range, or numbers of ranks disagree.
+    """
+    shares = np.ones(num_ranks)
+    best, best_seconds = None, np.inf
+    for _ in range(1 + rounds):
+        layout = place(
+            document_tokens,
+            num_ranks,
+            topology=topology,
+            cost=TimedCost(times),
+            head_groups=head_groups,
+            rank_shares=shares.tolist(),
+        )
+        seconds = rank_seconds(layout, times)
+        if best is None or seconds.max() < best_seconds:
+            best, best_seconds = layout, seconds.max()
+        if not seconds.all():
+            break
+        shares = shares * seconds.mean() / seconds
+    assert best is not None
+
+    def seconds_of(segments: list[Segment]) -> float:
+        ranges = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
+        return float(times.of(ranges[:, 0], ranges[:, 1]).sum())
+
+    return even_out(best, seconds_of, _stripe_seconds(best, times))
+
+
+def _between(measured: IntArray, values: IntArray) -> tuple[IntArray, FloatArray]:
+    """Index of the last measured length that is no longer, and how far each value is on the way to the next one, on a
+    logarithmic axis."""
+    values = np.clip(values, measured[0], measured[-1])
+    index = np.searchsorted(measured, values, side="right") - 1
+    following = np.minimum(index + 1, len(measured) - 1)
+    step = np.log(measured[following] / measured[index])
+    part = np.log(values / measured[index]) / np.where(step > 0, step, 1.0)
+    return index, part

@@ -1,0 +1,190 @@
+"""Whole documents first: long documents are not cut if they can be whole, so that fewer keys and values move.
+
+The accordion alone fills share after share: the first ones use up what balances the last ones, and these must divide
+long documents. Here all shares (nodes, or the ranks of one) are filled at the same time:
+
+1. Long pieces are handed out, longest first, each to the share that has most to catch up with: most work missing
+   beyond what its missing tokens will bring on average. One that does not fit is cut: the share takes its tail and
+   gets no more of them, its head is handed out later.
+2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter ones are parted from
+   those that need denser ones, until the accordion can serve them one after the other.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
+
+from distca_hf.placement.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
+from distca_hf.placement.piece_pool import Line, Piece, joined, work_of
+
+
+# A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
+CLOSE = 0.9
+# Short documents are cut for this part of what long ones are cut for.
+FINISH = 1 / 2
+
+
+def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float) -> list[list[Piece]]:
+    """Deals a whole line out, long pieces whole wherever they fit.
+
+    Args:
+        line: what there is to deal; it is empty afterwards.
+        goals: what each share is to get. Their tokens sum to those of the line, their work to its work.
+        short_tokens: documents up to this length are short.
+        alike: shares are served one after the other if the mean costs of what they need of short documents differ by
+            this part at most.
+        off: if a share would miss its work by this part, the accordion deals everything instead.
+
+    Returns:
+        The pieces of each share.
+    """
+    if len(goals) == 1:
+        return [line.take_all()]
+    shares, excess = hand_out_whole(line, goals, short_tokens, off, alike)
+    if max(map(abs, excess)) > off:
+        return deal(Line(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF))
+    return shares
+
+
+def hand_out_whole(
+    line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
+) -> tuple[list[list[Piece]], list[float]]:
+    """As `deal_whole`, but nothing is dealt anew if shares miss their work: the pieces of each, and the part of its
+    work that it has too much."""
+    shares, left = _hand_out_long(line, goals, short_tokens)
+    excess = [0.0] * len(goals)
+    for share, short in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
+        shares[share] += short
+        excess[share] = (work_of(short) - left[share].work) / max(1.0, left[share].load)
+    return shares, excess
+
+
+def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
+    """Takes the long pieces off a line: what each share gets of them, and what it is still to get."""
+    shares: list[list[Piece]] = [[] for _ in goals]
+    need = _Need(goals)
+    tokens_left = sum(goal.tokens for goal in goals)
+    light_cost = _light_cost(line, goals)
+    while (piece := line.densest) is not None and piece[3] > short_tokens:
+        mean_cost = line.work_left / tokens_left
+        share = need.neediest(mean_cost)
+        if share is None:
+            break
+        _, _, start, stop, work = piece
+        if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost)):
+            shares[share].append(line.take_densest())
+            need.reduce(share, stop - start, work)
+            tokens_left -= stop - start
+            continue
+        take = need.fitting_tail(share, line)
+        if take < min(stop - start, short_tokens):
+            need.close(share)
+            continue
+        shares[share].append(line.take_tail(line.indices[-1], take))
+        need.reduce(share, take, shares[share][-1][4])
+        tokens_left -= take
+    return shares, need.goals()
+
+
+def _light_cost(line: Line, goals: Sequence[Goal]) -> float:
+    """Mean cost of the lightest tokens of a line, as many as any share is to get: of fewer it is no more, and it does
+    not rise while tails are taken."""
+    most = max(goal.tokens for goal in goals)
+    return line.light_work(most) / max(1, most)
+
+
+class _Need:
+    """Tokens and work that shares are still to get."""
+
+    def __init__(self, goals: Sequence[Goal]) -> None:
+        self._loads = [goal.load for goal in goals]
+        self._tokens = [goal.tokens for goal in goals]
+        self._work = [goal.work for goal in goals]
+        self._open_work = list(self._work)  # minus infinity where a share is closed
+
+    def goals(self) -> list[Goal]:
+        """What each share is still to get."""
+        return [Goal(*goal) for goal in zip(self._tokens, self._work, self._loads, strict=True)]
+
+    def reduce(self, share: int, tokens: int, work: int) -> None:
+        """A share has got something."""
+        self._tokens[share] -= tokens
+        self._work[share] -= work
+        self._open_work[share] -= work
+
+    def close(self, share: int) -> None:
+        """A share gets no further long pieces."""
+        self._open_work[share] = -math.inf
+
+    def neediest(self, mean_cost: float) -> int | None:
+        """The share that misses most work beyond what its missing tokens bring at a mean cost; the first of equals.
+        None if all are closed."""
+        most, neediest = -math.inf, None
+        for share, work in enumerate(self._open_work):
+            need = work - mean_cost * self._tokens[share]
+            if need > most:
+                most, neediest = need, share
+        return neediest
+
+    def has_room(self, share: int, piece: Piece, cost: float) -> bool:
+        """Whether a share, with the whole piece, still needs tokens of at least such a mean cost."""
+        _, _, start, stop, work = piece
+        rest_tokens = self._tokens[share] - (stop - start)
+        return rest_tokens >= 0 and self._work[share] - work >= cost * rest_tokens
+
+    def fitting_tail(self, share: int, line: Line) -> int:
+        """Tokens of the densest piece, or of its largest tail, that fit a share: after that the line still has tokens
+        light enough for it, also together with all shares that need tokens as light, and with all that need lighter
+        ones than the mean."""
+        _, document, start, stop, _ = line.piece(line.indices[-1])
+        whole, tokens, work = stop - start, self._tokens[share], self._work[share]
+        mean_cost = line.work_left / sum(self._tokens)
+        lighter = _Lighter([(self._tokens[s], self._work[s]) for s in range(len(self._tokens)) if s != share])
+
+        def fits(tiles: int) -> bool:
+            cut = max(start, stop - tiles * TILE_TOKENS)
+            rest_tokens, rest_work = tokens - (stop - cut), work - line.work(document, cut, stop)
+            return (
+                rest_tokens >= 0
+                and rest_work >= line.light_work(rest_tokens)
+                and lighter.leave_light_tokens(rest_work / max(1, rest_tokens), rest_tokens, rest_work, line)
+                and lighter.leave_light_tokens(mean_cost, rest_tokens, rest_work, line)
+            )
+
+        tiles = -(-whole // TILE_TOKENS)
+        return whole if fits(tiles) else TILE_TOKENS * largest(tiles - 1, fits)
+
+
+class _Lighter:
+    """Shares by the mean cost of what they need, as (tokens, work), lightest first, and their sums."""
+
+    def __init__(self, needs: list[tuple[int, float]]) -> None:
+        needs = sorted(needs, key=lambda need: need[1] / max(1, need[0]))
+        self._costs = [work / max(1, tokens) for tokens, work in needs]
+        self._tokens = list(accumulate((tokens for tokens, _ in needs), initial=0))
+        self._work = list(accumulate((work for _, work in needs), initial=0.0))
+
+    def leave_light_tokens(self, cost: float, tokens: int, work: float, line: Line) -> bool:
+        """Whether a line has tokens light enough for so many more tokens with so much work, and for all shares whose
+        need is no denser than a cost."""
+        shares = bisect_right(self._costs, cost)
+        return work + self._work[shares] >= line.light_work(tokens + self._tokens[shares])
+
+
+def _finish(line: Line, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
+    """Deals a whole line out to shares whose needs may differ: parts them at the largest step between their needs."""
+    shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
+    costs = [_mean_cost(goals[share]) for share in shares]
+    if len(shares) < 3 or costs[-1] - costs[0] <= alike * costs[-1]:
+        dealt = deal(line, [goals[share] for share in shares], peel=False, off=off)
+        return dict(zip(shares, dealt, strict=True))
+    steps = [dense - light for light, dense in pairwise(costs)]
+    parting = 1 + steps.index(max(steps))
+    light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
+    pieces = fill(line, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
+    return _finish(Line(pieces, line.work), light, off, alike) | _finish(line, dense, off, alike)
+
+
+def _mean_cost(goal: Goal) -> float:
+    return goal.work / max(1, goal.tokens)

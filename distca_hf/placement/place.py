@@ -1,0 +1,205 @@
+"""Placement: which rank holds which tokens, so that all hold equal tokens *and* equal attention work. Three levels.
+
+    documents ──accordion──▶ nodes ──long parts──▶ stripes over all ranks of the node
+                                   └──the rest──accordion──▶ ranks
+
+Nodes are filled exactly, like ranks: hardly a document crosses from one node to another, so that keys and values
+travel inside nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can
+both be equal, `whole` for why few documents are cut, `stripes` for what is divided by heads.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, compress
+from operator import not_
+
+import numpy as np
+
+from distca_hf.cost import CAUSAL, DocumentCost, IntArray
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
+from distca_hf.placement.accordion import Goal
+from distca_hf.placement.heuristics import deal_in_best_way, ways_to_try
+from distca_hf.placement.longest_first import deal_whole
+from distca_hf.placement.piece_pool import Line, Piece, Segment, joined, work_of
+from distca_hf.placement.stripes import StripeRule, spread, stripes_of
+from distca_hf.topology import Topology
+
+
+# Nodes and ranks may miss their work by these parts before long documents are cut for it: both together by less than
+# half a percent in small worlds, and by one percent in large ones, where many nodes must find their long documents.
+NODES_OFF = 6e-3
+FEW_NODES_OFF = 1.5e-3
+RANKS_OFF = 3e-3
+# Documents up to this length are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
+# between nodes; `ways` has the lengths inside one. With so many nodes or fewer both may miss less.
+SHORT_FOR_NODES = 4096
+FEW_NODES = 7
+# How much needs for short documents may differ: a miss of one rank is less than one of a node.
+ALIKE_NODES = 0.5
+
+
+def place(
+    document_tokens: Sequence[int] | IntArray,
+    num_ranks: int,
+    *,
+    topology: Topology | None = None,
+    cost: DocumentCost = CAUSAL,
+    head_groups: int = 1,
+    rank_shares: Sequence[float] | None = None,
+) -> Layout:
+    """Places documents on ranks: tokens equal to within one, work to within 0.5 % and one token's cost.
+
+    Which document is where depends on lengths alone: documents in another order give the same layout, up to the names
+    of equally long ones.
+
+    Args:
+        document_tokens: length of each document of the global micro-batch, in tokens.
+        num_ranks: ranks to place them on.
+        topology: which ranks share a node; by default all do.
+        cost: what is to be equal on all ranks.
+        head_groups: groups that the heads of stripes can be divided in; 1 makes no stripes.
+        rank_shares: work of each rank in proportion, near 1; by default equal. For ranks, or tasks, of unequal speed.
+
+    Returns:
+        A layout without padding, each rank's segments in the order its tasks are computed, and its stripes.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1, or numbers of ranks disagree.
+    """
+    lengths = check_document_tokens(document_tokens)
+    topology = _checked_topology(topology, num_ranks)
+    shares = _checked_shares(rank_shares, num_ranks)
+    order = np.argsort(lengths, kind="stable")
+    sorted_tokens = lengths[order]
+    line = Line.of_documents(sorted_tokens, cost)
+    rule = StripeRule(head_groups, line.work_left / num_ranks, sorted_tokens.tolist(), line.work)
+    rank_tokens = np.diff([int(lengths.sum()) * rank // num_ranks for rank in range(num_ranks + 1)]).tolist()
+
+    nodes = [topology.ranks_of(node) for node in range(topology.num_nodes)]
+    tokens_of = [rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
+    shares_of = [shares[ranks.start : ranks.stop] for ranks in nodes]
+    goals = _goals(map(sum, tokens_of), map(sum, shares_of), line.work_left)
+    off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
+    ranks_off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
+    held_by_node = deal_whole(line, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+    segments: list[list[Segment]] = []
+    stripes: list[Stripe] = []
+    for node, held in enumerate(held_by_node):
+        on_ranks, of_node = _place_on_node(
+            joined(held), nodes[node], tokens_of[node], shares_of[node], rule, ranks_off, num_ranks
+        )
+        segments += on_ranks
+        stripes += of_node
+    return _layout(lengths, order, segments, stripes)
+
+
+def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> Layout:
+    """Plain packing: documents one after the other, ranks of equal tokens. What placement is compared with.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    lengths = check_document_tokens(document_tokens)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    borders = np.array([total * (rank + 1) // num_ranks for rank in range(num_ranks)], dtype=np.int64)
+    stops = np.sort(np.concatenate([ends, borders[borders > 0]]))
+    stops = stops[np.diff(stops, prepend=0) > 0]  # once where a document ends at a border
+    starts = np.concatenate([[0], stops])[: len(stops)]
+    document = np.searchsorted(ends, starts, side="right")
+    first = (ends - lengths)[document]
+    return Layout(
+        document_tokens=lengths,
+        segment_document=document,
+        segment_start=starts - first,
+        segment_stop=stops - first,
+        rank_segments=np.concatenate([[0], np.searchsorted(stops, borders, side="right")]),
+        rank_rows=np.diff(borders, prepend=0),
+    )
+
+
+def _place_on_node(
+    pieces: list[Piece],
+    ranks: range,
+    tokens: list[int],
+    shares: list[float],
+    rule: StripeRule,
+    off: float,
+    num_ranks: int,
+) -> tuple[list[list[Segment]], list[Stripe]]:
+    """Segments of each rank of a node, and the stripes among them."""
+    if len(ranks) == 1:
+        return [[piece[1:4] for piece in pieces]], []
+    is_striped = rule.striped(pieces, len(ranks))
+    striped = list(compress(pieces, is_striped))
+    rest = list(compress(pieces, map(not_, is_striped)))
+    on_ranks = spread(striped, tokens)
+    striped_work = work_of(striped) / len(ranks)
+    goals_of_rest = [
+        Goal(
+            goal.tokens - sum([stop - start for _, start, stop in held]), max(0.0, goal.work - striped_work), goal.load
+        )
+        for goal, held in zip(_goals(tokens, shares, work_of(pieces)), on_ranks, strict=True)
+    ]
+    dealt = deal_in_best_way(
+        lambda: Line(rest, rule.work), goals_of_rest, off, ways_to_try(len(rest), len(ranks), num_ranks)
+    )
+    for held, more in zip(on_ranks, dealt, strict=True):
+        held += [(document, start, stop) for _, document, start, stop, _ in more]
+    return on_ranks, stripes_of(striped, ranks)
+
+
+def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
+    """Work divided in proportion to shares."""
+    parts = list(shares)
+    whole = sum(parts)
+    works = [work * part / whole for part in parts]
+    return [Goal(*goal) for goal in zip(tokens, works, works, strict=True)]
+
+
+def _layout(lengths: IntArray, order: IntArray, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
+    """Layout of documents by their place in the caller's list; `order` has it for each document by length.
+
+    A rank's segments that begin their document come first, then by document: the order in which tasks are computed.
+    """
+    numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
+    rank = np.repeat(np.arange(len(segments)), [len(of_rank) for of_rank in segments])
+    document, start, stop, rank = join_neighbours(order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
+    in_order = np.argsort(2 * rank + (start > 0), kind="stable")
+    tokens_before = np.concatenate([[0], np.cumsum(stop - start)])
+    rank_segments = np.searchsorted(rank, np.arange(len(segments) + 1))
+    layout = Layout(
+        document_tokens=lengths,
+        segment_document=document[in_order],
+        segment_start=start[in_order],
+        segment_stop=stop[in_order],
+        rank_segments=rank_segments,
+        rank_rows=np.diff(tokens_before[rank_segments]),
+        stripes=tuple(replace(stripe, document=int(order[stripe.document])) for stripe in stripes),
+    )
+    layout.validate()
+    return layout
+
+
+def _checked_topology(topology: Topology | None, num_ranks: int) -> Topology:
+    if num_ranks < 1:
+        raise PackingError(f"documents cannot be placed on {num_ranks} ranks; there must be at least 1")
+    if topology is None:
+        return Topology(num_ranks, num_ranks)
+    if topology.num_ranks != num_ranks:
+        raise PackingError(f"the topology has {topology.num_ranks} ranks, documents are to be placed on {num_ranks}")
+    return topology
+
+
+def _checked_shares(rank_shares: Sequence[float] | None, num_ranks: int) -> list[float]:
+    if rank_shares is None:
+        return [1.0] * num_ranks
+    shares = [float(share) for share in rank_shares]
+    if len(shares) != num_ranks:
+        raise PackingError(f"there are {len(shares)} rank_shares for {num_ranks} ranks")
+    bad = [rank for rank, share in enumerate(shares) if not (0 < share < math.inf)]
+    if bad:
+        raise PackingError(f"rank {bad[0]} is to have a share of {shares[bad[0]]} of the work; shares are above 0")
+    return shares

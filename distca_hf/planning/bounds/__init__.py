@@ -1,4 +1,0 @@
-"""Bounds: bytes that no plan of a fixed layout can do without."""
-
-from distca_hf.planning.bounds.fixed import BytesBound as BytesBound
-from distca_hf.planning.bounds.fixed import bytes_bound as bytes_bound

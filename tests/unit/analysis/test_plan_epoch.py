@@ -1,0 +1,139 @@
+"""distca plan, an epoch: the figures that training logs of the same micro-batches."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca_hf.analysis.baselines.sorted_packs import sorted_packs
+from distca_hf.analysis.draw import draw_epoch
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.plan_choices import TOKENS_PER_RANK, Choice, make_choices
+from distca_hf.analysis.plan_epoch import MOST_PLANNED_RANKS, pack_in_order, plan_epoch
+from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.batches import loader
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.flops import StepCost
+from distca_hf.placement.place import fill_in_order
+
+
+class OneOfEight(LocalTransport):
+    """Enough of a transport for a loader whose batches no model sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.world_size = 3, 8
+
+
+def long_tail(documents: int, longest: int) -> list[int]:
+    lengths = np.random.RandomState(0).lognormal(4, 1.5, documents).astype(int) + 1
+    return np.minimum(lengths, longest).tolist()
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 8 ranks, over all micro-batches; documents in order are those that were packed, not regrouped ones."""
+    monkeypatch.setattr(loader, "check_cuts", lambda *given: None)  # nobody holds the other side of a cut
+    lengths, tokens_per_rank = long_tail(1500, 4000), 1000
+    request = PlanRequest(8, tokens_per_rank, 8, micro_steps, preset("llama3-8b"))
+    packed = draw_epoch(np.array(lengths), request, seed=7)
+    plans = plan_epoch(request, packed.document_tokens, packed.epoch)
+    trained = PlacedLoader(
+        Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths]}),
+        DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=8),
+        OneOfEight(),
+        torch.device("cpu"),
+        seed=7,
+        head_groups=request.model.heads.groups,
+        micro_steps=micro_steps,
+    )
+    facts = [batch["distca_plan"].facts for batch in trained]
+
+    assert len(plans.in_order.tokens) == len(facts) > 20
+    planned = [facts[number].imbalance for number in plans.looked_at]
+    assert plans.imbalance == pytest.approx(planned)
+    if micro_steps == 1:
+        assert plans.in_order.imbalance == pytest.approx([fact.imbalance_before for fact in facts])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 9),
+    tokens_per_rank=st.integers(50, 90),
+)
+def test_all_micro_batches_at_once_are_filled_as_one_by_one(
+    lengths: list[int], num_ranks: int, tokens_per_rank: int
+) -> None:
+    document_tokens = np.array(lengths)
+    epoch = EpochPacker(document_tokens, num_ranks * tokens_per_rank, seed=1).epoch(0)
+    in_order = pack_in_order(document_tokens, epoch, num_ranks)
+    for number in range(epoch.num_micro_batches):
+        layout = fill_in_order(document_tokens[epoch.micro_batch(number)], num_ranks)
+        assert in_order.work[number].tolist() == layout.rank_work.tolist()
+        assert in_order.rank_tokens(number) == layout.rank_tokens.max()
+
+
+def test_sums_over_an_epoch_may_wrap_around() -> None:
+    """Five documents of the longest length there is have more pairs than int64 holds."""
+    longest = 2**31 - 1
+    document_tokens = np.array([longest] * 5)
+    epoch = EpochPacker(document_tokens, longest).epoch(0)
+    work = pack_in_order(document_tokens, epoch, 2).work
+    assert work.tolist() == [fill_in_order(document_tokens[:1], 2).rank_work.tolist()] * 5
+
+
+def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
+    request = PlanRequest(64, 10, 8, 2, preset("llama3-8b"))
+    document_tokens = np.full(64 * 40, 10)
+    packed = draw_epoch(document_tokens, request, seed=0)
+    gone_over: list[int] = []
+
+    def track(steps: Sequence[int]) -> Sequence[int]:
+        gone_over.extend(steps)
+        return steps
+
+    plans = plan_epoch(request, packed.document_tokens, packed.epoch, track)
+    assert len(gone_over) == MOST_PLANNED_RANKS // (64 * 2) < packed.epoch.num_micro_batches // 2
+    assert gone_over[0] == 0
+    assert gone_over[-1] == packed.epoch.num_micro_batches // 2 - 1
+    assert plans.looked_at.tolist() == [2 * step + half for step in gone_over for half in (0, 1)]
+    assert plans.work.shape == plans.sorted_work.shape == (2 * len(gone_over), 64)
+
+
+def test_sorted_packs_are_those_of_each_step() -> None:
+    request = PlanRequest(2, 60, 8, 3, preset("llama3-8b"))
+    packed = draw_epoch(np.array(long_tail(30, 100)), request, seed=0)
+    plans = plan_epoch(request, packed.document_tokens, packed.epoch)
+    first = np.concatenate([packed.document_tokens[packed.epoch.micro_batch(number)] for number in range(3)])
+    assert plans.sorted_work[:3].tolist() == [pack.work.tolist() for pack in sorted_packs(first, 2, 3)]
+
+
+def choices(lengths: list[int], asked: Choice, **more: object) -> list[Choice]:
+    cost = StepCost(token_seconds=1e-6, pair_seconds=1e-9)
+    return make_choices(np.array(lengths), 2, cost, lambda tokens: 1000 * tokens, 50e6, 0, asked, **more)  # type: ignore[arg-type]
+
+
+def test_other_choices_say_what_fits_and_what_is_too_long() -> None:
+    asked = Choice(20_000, 40_000, 1, 7, True, 1.5)
+    found = choices([*[500] * 400, 20_000, 70_000], asked)
+    assert [choice.tokens_per_rank for choice in found] == sorted([*TOKENS_PER_RANK, 20_000])
+    assert asked in found
+    by_tokens = {choice.tokens_per_rank: choice for choice in found}
+    assert [by_tokens[tokens].too_long_documents for tokens in (8192, 32768, 65536)] == [2, 1, 0]
+    assert [by_tokens[tokens].fits for tokens in (32768, 65536)] == [True, False]
+    assert by_tokens[32768].over_plain is None
+    assert by_tokens[65536].over_plain is not None
+    assert by_tokens[65536].over_plain > 1.0
+
+
+def test_documents_that_are_too_long_are_cut_if_asked() -> None:
+    found = choices([*[500] * 400, 70_000], Choice(20_000, 40_000, 1, 7, True, 1.5), overlong="split")
+    assert all(choice.over_plain is not None for choice in found)

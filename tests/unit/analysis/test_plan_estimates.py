@@ -1,0 +1,218 @@
+"""Estimates of distca plan: speed and memory beside what was measured, and by hand."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distca_hf.analysis.models import PRESETS, preset
+from distca_hf.analysis.plan_epoch import EpochPlans, InOrder
+from distca_hf.analysis.plan_estimates import Assumptions
+from distca_hf.analysis.plan_memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.plan_model import find_model
+from distca_hf.analysis.plan_size import ModelSize
+from distca_hf.analysis.plan_speed import Speed, estimate_speed
+from distca_hf.analysis.plan_time import step_cost
+from distca_hf.errors import ConfigError
+from distca_hf.flops import Rates, StepCost
+from distca_hf.planning.heads import Heads
+from support.commands import REPOSITORY
+
+
+LLAMA = preset("llama3-8b")
+SMALL = Heads(query=2, key_value=1, dim=4, value_dim=4, groups=1)
+SIZE = ModelSize.of_gated_layers(SMALL, layers=3, hidden_size=8, mlp_size=16, vocabulary=10)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    return importlib.import_module("plan_estimates")
+
+
+def test_speed_is_within_ten_percent_of_what_was_measured(measured: ModuleType) -> None:
+    """On two and four GPUs, over NVLink and 30 GB/s."""
+    for row in measured.STEPS:
+        assert measured.estimated_ratio(row) == pytest.approx(row.local_ms / row.placed_ms, rel=0.10), row
+
+
+def test_memory_is_within_fifteen_percent_of_measured_peaks(measured: ModuleType) -> None:
+    for row in measured.PEAKS:
+        assert measured.estimated_gib(row) == pytest.approx(row.gib, rel=0.15), row
+
+
+def test_measured_rows_are_those_of_the_pages(measured: ModuleType) -> None:
+    """Times and peaks stand in the page that a row names."""
+    folder = REPOSITORY / "docs" / "benchmarks"
+    for row in (*measured.STEPS, *measured.PEAKS):
+        page = (folder / f"{row.page}.md").read_text()
+        numbers = (row.gib,) if hasattr(row, "gib") else (row.local_ms, row.placed_ms)
+        assert all(f"{number:g}" in page for number in numbers), row
+
+
+def test_weights_by_hand() -> None:
+    layer = 8 * (8 + 8 + 4 + 4) + 3 * 8 * 16
+    assert SIZE.layer_parameters == 3 * layer
+    assert SIZE.parameters == 3 * layer + 2 * 80
+    assert SIZE.mlp_size(SMALL) == 16
+    experts = ModelSize.of_gated_layers(SMALL, 3, 8, 16, 10, tied=True, experts=4, experts_per_token=2)
+    assert experts.parameters == 3 * (8 * 24 + 8 * 4 + 4 * 3 * 8 * 16) + 80
+    assert experts.layer_parameters == 3 * (8 * 24 + 8 * 4 + 2 * 3 * 8 * 16)
+
+
+PUBLIC = {
+    "llama3-8b": ("llama", {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}),
+    "qwen3-0.6b": (
+        "qwen3",
+        {
+            **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {
+            **{"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "vocab_size": 151936},
+            **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128},
+            "num_experts_per_tok": 8,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_table_has_as_many_weights_as_transformers_builds(name: str) -> None:
+    """Norms, which the table leaves out, are less than a thousandth."""
+    model_type, sizes = PUBLIC[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    size = PRESETS[name].size
+    assert size is not None
+    assert size.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "LlamaForCausalLM", "gpt2", "deepseek_v3"])
+def test_models_of_transformers_are_found_by_type_and_class(name: str) -> None:
+    found = find_model(name)
+    assert found.size is not None
+    if "lama" in name:
+        assert found.size.parameters == 6_738_415_616  # LlamaConfig() is Llama-7B
+    if name == "deepseek_v3":
+        assert found.size.parameters == 671_026_404_352
+        assert found.size.layer_parameters < found.size.parameters / 15  # eight of 256 experts
+
+
+def test_a_name_on_the_hub_is_read_from_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=2, dtype="float16")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: config)
+    found = find_model("somebody/something")
+    assert (found.name, found.number_bytes) == ("somebody/something", 2)
+    assert found.size is not None
+    assert found.size.layers == 2
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name} is not there\nand much more")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r"no such folder with a config\.json.*is not there$"):
+        find_model("somebody/something")
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("llama").name == "llama (default sizes)"
+
+
+def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"'llama3-8' is not known.*Did you mean 'llama3-8b'"):
+        find_model("llama3-8")
+
+
+def test_step_costs_by_hand() -> None:
+    """Products of layers run four times with checkpointing, those of the head three times; of two products of
+    attention backward makes five."""
+    rates = Rates(matrix=2.0, attention_forward=4.0, attention_backward=5.0)
+    pair_flops = 2 * (4 + 4) * 2 * 3
+    saved = step_cost(SIZE, SMALL, "saved", rates)
+    assert saved.token_seconds == (2 * 4 * SIZE.layer_parameters + 2 * 3 * 80) / 2
+    assert saved.pair_seconds == pair_flops * (1 / 4 + 2.5 / 5)
+    assert step_cost(SIZE, SMALL, "recomputed", rates).pair_seconds == pair_flops * (2 / 4 + 2.5 / 5)
+    assert step_cost(SIZE, SMALL, "none", rates).token_seconds == (2 * 3 * SIZE.layer_parameters + 480) / 2
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    cost = StepCost(token_seconds=1.0, pair_seconds=10.0)
+    assert cost.step_seconds(np.array([5, 7]), np.array([3, 2])) == 35.0
+    assert cost.attention_share(tokens=10, pairs=3) == 0.75
+
+
+def test_speed_by_hand() -> None:
+    """Two micro-batches of two ranks; the second one was planned."""
+    in_order = InOrder(tokens=np.array([4, 6]), work=np.array([[3, 1], [6, 2]]))
+    plans = EpochPlans(
+        in_order=in_order,
+        looked_at=np.array([1]),
+        work=np.array([[4.0, 4.0]]),
+        received_bytes=np.array([0]),
+        sorted_tokens=np.array([[3, 3]]),
+        sorted_work=np.array([[5, 3]]),
+    )
+    assert in_order.imbalance.tolist() == [1.5, 1.5]
+    speed = estimate_speed(plans, StepCost(token_seconds=1.0, pair_seconds=1.0))
+    assert speed == Speed(attention_share=6 / 11, over_plain=(2 + 3 + 3 + 6) / (2 + 3 + 2 + 4), over_sorted=8 / 7)
+
+
+def test_memory_grows_with_tokens_and_shrinks_with_ranks() -> None:
+    assert LLAMA.size is not None
+    of = {
+        (ranks, tokens): estimate_memory(LLAMA.size, LLAMA.heads, TrainingSetup(ranks, liger=True), tokens).total
+        for ranks in (8, 64)
+        for tokens in (8192, 65536)
+    }
+    assert of[64, 8192] < of[8, 8192] < of[8, 65536]
+    assert of[64, 65536] - of[64, 8192] == of[8, 65536] - of[8, 8192]
+
+
+@pytest.mark.parametrize("liger", [False, True])
+def test_what_is_kept_costs_memory(liger: bool) -> None:
+    assert LLAMA.size is not None
+    kept = [
+        estimate_memory(LLAMA.size, LLAMA.heads, TrainingSetup(8, checkpointing=way, liger=liger), 32768).kept
+        for way in ("recomputed", "saved", "none")
+    ]
+    assert kept == sorted(kept)
+    assert kept[0] == 32 * 32768 * 2 * 4096  # the input of every layer
+
+
+def test_without_ligers_loss_logits_are_counted() -> None:
+    assert LLAMA.size is not None
+    memory = estimate_memory(LLAMA.size, LLAMA.heads, TrainingSetup(8), 1000)
+    assert memory.computed == 12 * 128_256 * 1000
+
+
+def test_where_tokens_are_few_the_optimizer_needs_most() -> None:
+    assert LLAMA.size is not None
+    memory = estimate_memory(LLAMA.size, LLAMA.heads, TrainingSetup(1), 1)
+    assert memory.total == memory.optimizer_step == 16 * LLAMA.size.parameters
+
+
+def test_received_keys_stay_as_long_as_the_budget_holds_those_of_all_layers() -> None:
+    def received(budget_bytes: float) -> int:
+        setup = TrainingSetup(8, kv_budget_bytes=budget_bytes)
+        return estimate_memory(SIZE, SMALL, setup, 100, received_bytes=50).received
+
+    assert received(150) == 200  # three layers, and one layer's gradients
+    assert received(149) == 100
+
+
+@pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])
+def test_assumptions_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        Assumptions(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,141 @@
+"""distca plan on narrow terminals, without colours, without a terminal, without matplotlib, and on very few or many
+documents."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from distca_hf.analysis.draw import draw_epoch
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.plan_answer import make_answer
+from distca_hf.analysis.plan_epoch import plan_epoch
+from distca_hf.analysis.plan_estimates import Assumptions
+from distca_hf.analysis.plan_picture import figure_of
+from distca_hf.analysis.plan_report import make_report
+from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.cli import app
+from support.commands import SCRIPTS
+
+
+# What a terminal is told in between: bold and the like, and where the next character goes.
+CONTROL = re.compile(r"\x1b\[[0-9;?]*([A-Za-z])")
+COLOUR = re.compile(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(np.random.RandomState(0).randint(1, 5000, 400).tolist()))
+    return path
+
+
+def shown(columns: int, *arguments: str | Path) -> tuple[str, str]:
+    """What the command writes to a terminal with so many columns: on stdout, and on stderr."""
+    texts = []
+    ends = [pty.openpty() for _ in range(2)]
+    for _, ours in ends:
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    width = ("COLUMNS", "LINES")  # pytest's workers have them, and they count more than the terminal
+    environment = {name: value for name, value in os.environ.items() if name not in width}
+    environment |= {"TERM": "xterm", "NO_COLOR": "1"}
+    command = [SCRIPTS / "distca", "plan", *arguments, "--ranks", "4", "--tokens-per-rank", "8192", "--compare"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=ends[0][1], stderr=ends[1][1], env=environment
+    )
+    for theirs, ours in ends:
+        os.close(ours)
+        written = b""
+        while True:
+            try:
+                part = os.read(theirs, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            written += part
+        os.close(theirs)
+        texts.append(written.decode())
+    assert process.wait() == 0, texts
+    return texts[0], texts[1]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_narrow_terminal_without_colours(columns: int, lengths: Path) -> None:
+    printed, progress = shown(columns, lengths)
+    assert not COLOUR.search(printed + progress)
+    assert max(len(CONTROL.sub("", line).rstrip("\r")) for line in printed.split("\n")) <= columns
+    assert "…" not in printed
+    assert "In short:" in printed
+    assert "planning an epoch" in progress  # a bar, which is gone when everything is done
+
+
+def test_without_a_terminal_there_are_only_words(lengths: Path) -> None:
+    command = [SCRIPTS / "distca", "plan", lengths, "--ranks", "4", "--tokens-per-rank", "8192"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_is_planned(lengths: Path) -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; from distca_hf.cli import main; main()"
+    command = [sys.executable, "-c", code, "plan", lengths, "--ranks", "4", "--tokens-per-rank", "8192"]
+    plotted = subprocess.run([*command, "--plot", "work.png"], capture_output=True, text=True, check=False)
+    assert (plotted.returncode, plotted.stdout) == (2, "")
+    assert plotted.stderr == "distca: --plot needs matplotlib: pip install 'distca_hf[report]'\n"
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 1), (1, 64), (70, 8)])
+def test_one_row(tokens: int, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(f"[{tokens}]")
+    arguments = ["plan", str(tmp_path / "one.json"), "--ranks", str(ranks), "--tokens-per-rank", "8192", "--compare"]
+    text = " ".join(CliRunner().invoke(app, arguments).stdout.split())
+    assert f"1 document, {tokens} token" in text
+    assert "1 micro-batch in" in text
+    assert "Steps hardly get faster" in text
+    said = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert said["whole_epoch"]["micro_batches"] == said["whole_epoch"]["planned_micro_batches"] == 1
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
+def test_rows_do_not_stay_in_memory(name: str, tmp_path: Path) -> None:
+    """Eight bytes of each: five million are 40 MB, and not the gigabytes of as many objects."""
+    rows = 30_000
+    line = {"rows.jsonl": '{"id": %d, "length": 7}\n', "rows.csv": "%d,7\n", "rows.txt": "%d\n"}[name]
+    header = "id,length\n" if name == "rows.csv" else ""
+    (tmp_path / name).write_text(header + "".join(line % (row + 1) for row in range(rows)))
+    read_lengths(tmp_path / name)  # imports
+    tracemalloc.start()
+    assert len(read_lengths(tmp_path / name).tokens) == rows
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 40 * rows
+
+
+def test_a_picture_says_what_it_shows(lengths: Path) -> None:
+    request = PlanRequest(4, 8192, 8, 1, preset("qwen3-8b"))
+    tokens = read_lengths(lengths).tokens
+    packed = draw_epoch(tokens, request, seed=0)
+    plans = plan_epoch(request, packed.document_tokens, packed.epoch)
+    step = make_report(request, packed.first_step(1))
+    answer = make_answer(step, plans, packed.document_tokens, tokens, Assumptions())
+    figure = figure_of(answer)
+    title = figure.get_suptitle()
+    assert "Attention work" in title
+    assert "qwen3-8b, 4 ranks x 8,192 tokens" in title
+    assert f"{step.imbalance_before:.2f} times the mean" in title
+    assert all(panel.get_title(loc="left") and panel.get_xlabel() and panel.get_ylabel() for panel in figure.axes)

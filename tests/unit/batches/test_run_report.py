@@ -1,0 +1,198 @@
+"""The lines about a training: what they say is what is trained."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import distca_hf
+from distca_hf.batches.meter import Reading, duration
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.preview import COUNTED, PLACED, PlacedData, Preview
+from distca_hf.batches.run_report import count, what_it_brings
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import imbalance
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.flops import StepCost
+from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.runtime.totals import PlanTotals
+from support.data import random_dataset, random_documents
+from support.models import tiny_model
+
+
+TWO = Preview(np.array([100, 100]), np.array([1000, 3000]), np.array([1.5, 3.5]), np.array([1.0, 1.0]))
+
+
+def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
+    # Matrices take 6 x 200 = 1,200, attention 0.7 x 4,000 = 2,800; before it was 0.7 x (1,500 + 10,500) = 8,400.
+    cost = StepCost(token_seconds=6.0, pair_seconds=0.7)
+
+    assert what_it_brings(TWO, cost, 4, "seen") == (
+        "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is about 70% of a step; "
+        "steps should be 2.40 times as fast as in the order of the data (seen)"
+    )
+
+
+def test_share_and_speed_up_are_left_out_where_the_model_is_not_known() -> None:
+    assert what_it_brings(TWO, None, 4, "seen") == (
+        "attention work of the busiest rank 2.50 -> 1.00 times the mean (seen)"
+    )
+
+
+def test_one_rank_has_nothing_to_balance() -> None:
+    assert what_it_brings(TWO, None, 1, "seen") == "one rank: there is nothing to balance (seen)"
+
+
+READING = Reading(
+    num_ranks=8,
+    seconds=3900.0,
+    totals=PlanTotals(micro_batches=2, tokens=237_900_000, pairs=1e9, imbalance_before=4.62, imbalance=2.004),
+    sent_bytes=0,
+    plan_seconds=0.0,
+    loader_wait_seconds=3.9,
+    waited_seconds=46.8,
+    slowest_rank=5,
+    utilisation=None,
+    memory_bytes=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({}, "1.2% for other ranks, mostly for rank 5"),
+        ({"waited_seconds": 7.8}, "0.2% for other ranks"),
+        ({"slowest_rank": None}, "1.2% for other ranks"),
+    ],
+)
+def test_last_line_sums_up(changes: dict[str, float | None], end: str) -> None:
+    reading = Reading(**vars(READING) | changes)
+
+    assert reading.in_words("trained 1,812 steps") == (
+        "trained 1,812 steps: 237,900,000 tokens in 65 min, 61,000 per second; attention work of the busiest rank "
+        f"2.31 -> 1.00 times the mean; waited 0.1% of the time for data, {end}"
+    )
+
+
+def test_numbers_are_read_easily() -> None:
+    assert [count(1, "rank"), count(2, "rank"), count(1812, "micro-batch")] == [
+        "1 rank",
+        "2 ranks",
+        "1,812 micro-batches",
+    ]
+    assert [duration(seconds) for seconds in (3.14, 119.9, 121.0, 7199.0, 7300.0)] == [
+        "3.1 s",
+        "119.9 s",
+        "2 min",
+        "120 min",
+        "2.0 h",
+    ]
+
+
+# --- a look ahead
+
+
+def data_of(num_documents: int, micro_steps: int, first: int = 0) -> PlacedData:
+    config = DistCAConfig(tokens_per_rank=64, ranks_per_node=4, pad_to_multiple_of=1)
+    lengths = np.array([len(document) for document in random_documents(num_documents)])
+    planner = PlacedPlanner(config, num_ranks=4)
+    packed = planner.regroup(EpochPacker(lengths, planner.capacity_tokens).epoch(0), lengths, micro_steps)
+    return PlacedData(planner, lengths, packed, first, micro_steps, packed.num_micro_batches)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("first", [0, 2])
+def test_preview_of_a_short_epoch_is_what_will_be_trained(micro_steps: int, first: int) -> None:
+    data = data_of(40, micro_steps, first)
+    trained = range(first, data.per_epoch)
+    lengths = [data.document_tokens[data.micro_batches.micro_batch(index)] for index in trained]
+    before = [imbalance(fill_in_order(documents, 4).rank_work) for documents in lengths]
+    after = [data.planner.plan(documents).imbalance for documents in lengths]
+
+    assert 4 <= len(lengths) <= PLACED, "few enough for every one to be placed"
+    assert data.preview.tokens.tolist() == [documents.sum() for documents in lengths]
+    assert data.preview.pairs.tolist() == [sum(n * (n + 1) // 2 for n in documents.tolist()) for documents in lengths]
+    np.testing.assert_allclose(data.preview.imbalance_before, before)
+    np.testing.assert_allclose(data.preview.imbalance, np.mean(after))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_preview_of_a_long_epoch_looks_all_over_it(micro_steps: int) -> None:
+    data = data_of(2500, micro_steps)
+    trained = range(data.per_epoch)
+    lengths = [data.document_tokens[data.micro_batches.micro_batch(index)] for index in trained]
+    before = np.mean([imbalance(fill_in_order(documents, 4).rank_work) for documents in lengths])
+
+    assert len(lengths) > 2 * COUNTED
+    assert COUNTED - micro_steps < len(data.preview.tokens) <= COUNTED
+    assert data.preview.imbalance_before.mean() == pytest.approx(before, rel=0.03)
+
+
+def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
+    facts = PlanFacts(
+        num_documents=3,
+        longest_document_tokens=5,
+        work=(24, 24),
+        work_before=(36, 12),
+        key_rows_sent=(0, 0),
+        rows_per_token=2,
+        num_tokens=9,
+    )
+    preview = Preview.of(facts)
+
+    assert [values.tolist() for values in vars(preview).values()] == [[9], [24], [1.5], [1.0]]
+
+
+# --- written once, by whoever trains
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_loop_of_ones_own_writes_two_lines_and_one_for_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+    loader = plugin.dataloader(random_dataset(40), model=model)
+    for _ in range(2):
+        for batch in loader:
+            model(**batch)
+
+    assert lines_of(caplog)[0] == (
+        f"{distca_hf.__version__}: 1 rank x 512 tokens on 1 node, kernel cpu; 40 documents, {loader.num_tokens:,} "
+        f"tokens, longest 150 of 512 possible; {len(loader)} micro-batches per epoch"
+    )
+    assert lines_of(caplog)[1].startswith("one rank: there is nothing to balance; attention is about ")
+    assert [line.split(" in ")[0] for line in lines_of(caplog)[2:]] == [
+        f"epoch {epoch}: {loader.num_tokens:,} tokens" for epoch in range(2)
+    ]
+
+
+def test_epoch_ends_with_its_line_where_the_plan_was_taken_out_of_batches(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+    for batch in plugin.dataloader(random_dataset(40), model=model):
+        model(distca_plan=batch.pop("distca_plan"), **batch)
+
+    assert lines_of(caplog)[-1].startswith("epoch 0: ")
+
+
+def test_evaluation_writes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1).eval(), plugin)
+    for batch in plugin.dataloader(random_dataset(40), model=model):
+        model(**batch)
+
+    assert lines_of(caplog) == []
+
+
+def test_nobody_looks_ahead_where_lines_are_not_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "distca_hf")
+    monkeypatch.setattr(PlacedData, "preview", property(lambda data: pytest.fail("looked ahead")))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+    for batch in plugin.dataloader(random_dataset(40), model=model):
+        model(**batch)

@@ -1,0 +1,208 @@
+"""Rows of one rank: tokens, positions and labels in the order of the layout, and padding that belongs to nobody."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from distca_hf.data.collate import PADDING_TOKEN, RankRows, collate, pad_rows
+from distca_hf.data.documents import IGNORED_LABEL, DocumentSource
+from distca_hf.layout import Layout
+from distca_hf.placement.place import place
+from support.layouts import random_layout
+
+
+DOCUMENTS = [[10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22], [30]]
+NAMES = ("input_ids", "position_ids", "labels", "shift_labels")
+
+
+def example() -> Layout:
+    """Rank 0 holds d1 and the beginning of d0, rank 1 holds d2 and the rest of d0; both are padded."""
+    return Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], [7, 8])
+
+
+def source_of(documents: list[list[int]], **columns: Any) -> DocumentSource:
+    return DocumentSource(Dataset.from_dict({"input_ids": documents, **columns}), 1000)
+
+
+def as_lists(rows: RankRows) -> list[list[int]]:
+    return [getattr(rows, name).tolist() for name in NAMES]
+
+
+def test_rows_of_the_example() -> None:
+    source = source_of(DOCUMENTS)
+    left, right = (collate(example(), rank, np.arange(3), source) for rank in (0, 1))
+
+    assert as_lists(left) == [
+        [20, 21, 22, 10, 11, 0, 0],
+        [0, 1, 2, 0, 1, 0, 0],
+        [-100, 21, 22, -100, 11, -100, -100],
+        [21, 22, -100, 11, 12, -100, -100],
+    ]
+    assert as_lists(right) == [
+        [30, 12, 13, 14, 15, 16, 17, 0],
+        [0, 2, 3, 4, 5, 6, 7, 0],
+        [-100, 12, 13, 14, 15, 16, 17, -100],
+        [-100, 13, 14, 15, 16, 17, -100, -100],
+    ]
+    assert (left.num_labels, right.num_labels) == (4, 5)
+
+
+def test_attention_mask_is_one_for_tokens_and_zero_for_padding() -> None:
+    source = source_of(DOCUMENTS)
+    masks = [collate(example(), rank, np.arange(3), source).attention_mask for rank in (0, 1)]
+
+    assert [mask.tolist() for mask in masks] == [[1] * 5 + [0] * 2, [1] * 7 + [0]]
+
+
+def test_rank_without_tokens_leaves_one_row_to_average_over() -> None:
+    layout = Layout.from_segments([3], [[(0, 0, 3)], []], [4, 4])
+    masks = [collate(layout, rank, np.array([1]), source_of(DOCUMENTS)).attention_mask for rank in (0, 1)]
+
+    assert [mask.tolist() for mask in masks] == [[1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+def test_padding_is_token_zero_without_label() -> None:
+    assert PADDING_TOKEN == 0
+    assert IGNORED_LABEL == -100
+
+
+def test_documents_of_the_layout_are_looked_up_in_the_source() -> None:
+    """The layout numbers the documents of its micro-batch; the source numbers all there are."""
+    layout = Layout.from_segments([3, 8], [[(1, 0, 8)], [(0, 0, 3)]])
+    rows = [collate(layout, rank, np.array([1, 0]), source_of(DOCUMENTS)) for rank in (0, 1)]
+
+    assert rows[0].input_ids.tolist() == DOCUMENTS[0]
+    assert rows[1].input_ids.tolist() == DOCUMENTS[1]
+
+
+def test_masked_and_given_labels_arrive() -> None:
+    labels = [[1, 2, -100, 4, 5, 6, 7, 8], [1, 2, 3], [9]]
+    masks = [[1, 1, 1, 1, 0, 1, 1, 0], [0, 0, 1], [1]]
+    source = source_of(DOCUMENTS, labels=labels, completion_mask=masks)
+    left, right = (collate(example(), rank, np.arange(3), source) for rank in (0, 1))
+
+    assert left.labels.tolist() == [-100, -100, 3, -100, 2, -100, -100]
+    assert left.shift_labels.tolist() == [-100, 3, -100, 2, -100, -100, -100]
+    assert right.labels.tolist() == [-100, -100, 4, -100, 6, 7, -100, -100]
+    assert right.shift_labels.tolist() == [-100, 4, -100, 6, 7, -100, -100, -100]
+    assert left.num_labels + right.num_labels == 5
+
+
+def test_arrays_are_int64_of_as_many_rows_as_the_rank_has() -> None:
+    for rank, rows in ((0, 7), (1, 8)):
+        collated = collate(example(), rank, np.arange(3), source_of(DOCUMENTS))
+        for name in NAMES:
+            assert getattr(collated, name).shape == (rows,)
+            assert getattr(collated, name).dtype == np.int64
+
+
+def test_rank_without_tokens_has_padding_alone() -> None:
+    layout = Layout.from_segments([3], [[(0, 0, 3)], []], [3, 2])
+    rows = collate(layout, 1, np.array([1]), source_of(DOCUMENTS))
+
+    assert as_lists(rows) == [[0, 0], [0, 0], [-100, -100], [-100, -100]]
+    assert rows.num_labels == 0
+
+
+class CountingSource:
+    """A source that remembers which tokens it was asked for."""
+
+    def __init__(self, source: DocumentSource) -> None:
+        self._source = source
+        self.reads: list[tuple[int, int, int]] = []
+
+    def read(self, document: int, start: int, stop: int) -> Any:
+        self.reads.append((document, start, stop))
+        return self._source.read(document, start, stop)
+
+
+def test_only_the_tokens_of_the_rank_are_read() -> None:
+    source = CountingSource(source_of(DOCUMENTS))
+    collate(example(), 1, np.arange(3), source)
+
+    assert source.reads == [(2, 0, 1), (0, 2, 8)]
+
+
+def test_ranks_together_hold_what_the_documents_hold() -> None:
+    """Random layouts, row by row against the whole documents."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        layout = random_layout(rng, num_ranks=1 + seed % 5)
+        documents = [[rng.randrange(1, 1000) for _ in range(tokens)] for tokens in layout.document_tokens]
+        masks = [[rng.randrange(2) for _ in document] for document in documents]
+        source = source_of(documents, completion_mask=masks)
+        seen, labels = 0, 0
+        for rank in range(layout.num_ranks):
+            rows = collate(layout, rank, np.arange(len(documents)), source)
+            held = layout.segments_of(rank)
+            at = 0
+            for segment in range(held.start, held.stop):
+                document = int(layout.segment_document[segment])
+                for position in range(int(layout.segment_start[segment]), int(layout.segment_stop[segment])):
+                    tokens, mask = documents[document], masks[document]
+                    label = [-100 if p == 0 or not mask[p] else tokens[p] for p in range(len(tokens))] + [-100]
+                    row = [rows.input_ids[at], rows.position_ids[at], rows.labels[at], rows.shift_labels[at]]
+                    assert row == [tokens[position], position, label[position], label[position + 1]]
+                    at += 1
+            seen += at
+            labels += rows.num_labels
+            assert not rows.input_ids[at:].any()
+            assert not rows.position_ids[at:].any()
+            assert (rows.labels[at:] == -100).all()
+            assert (rows.shift_labels[at:] == -100).all()
+        assert seen == sum(map(len, documents))
+        assert labels == sum(sum(mask[1:]) for mask in masks)
+
+
+# --- padding
+
+
+@pytest.mark.parametrize(
+    ("tokens", "multiple", "most_rows", "rows"),
+    [
+        ([5, 7], 4, 100, 8),
+        ([8, 7], 4, 100, 8),
+        ([9, 1], 4, 100, 12),
+        ([5, 7], 1, 100, 7),
+        ([5, 7], 100, 100, 100),
+        ([5, 7], 128, 10, 10),
+        ([5, 7], 4, 7, 7),
+        ([10, 10], 4, 10, 10),
+        ([12, 3], 4, 10, 12),
+        ([0, 0], 4, 100, 1),
+        ([0, 3], 4, 100, 4),
+        ([1], 128, 8192, 128),
+        ([129], 128, 8192, 256),
+        ([8192], 128, 8192, 8192),
+    ],
+)
+def test_all_ranks_are_padded_to_a_multiple_but_not_beyond_the_most(
+    tokens: list[int], multiple: int, most_rows: int, rows: int
+) -> None:
+    lengths = [count for count in tokens if count]
+    documents = iter(range(len(lengths)))
+    layout = Layout.from_segments(lengths, [[(next(documents), 0, count)] if count else [] for count in tokens])
+    padded = pad_rows(layout, multiple, most_rows)
+
+    padded.validate()
+    assert padded.rank_rows.tolist() == [rows] * len(tokens)
+    assert padded.padding_rows.tolist() == [rows - count for count in tokens]
+    assert padded.rank_rows.dtype == np.int64
+
+
+def test_padding_changes_nothing_else() -> None:
+    layout = place([500, 20, 3000, 1, 77], 3)
+    padded = pad_rows(layout, 128, 4096)
+
+    for name in ("document_tokens", "segment_document", "segment_start", "segment_stop", "rank_segments"):
+        assert np.array_equal(getattr(padded, name), getattr(layout, name))
+    assert not layout.padding_rows.any()
+
+
+def test_padding_that_is_there_is_not_kept() -> None:
+    layout = Layout.from_segments([5, 7], [[(0, 0, 5)], [(1, 0, 7)]], [60, 7])
+
+    assert pad_rows(layout, 4, 100).rank_rows.tolist() == [8, 8]

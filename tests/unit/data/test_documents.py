@@ -1,0 +1,696 @@
+"""Documents of a dataset: every column and storage it may have, lengths without tokens, tokens by slice."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, Features, LargeList, List, Value
+
+from distca_hf.data import token_columns as columns_module
+from distca_hf.data.documents import DocumentSource, check_map_style
+from distca_hf.data.token_columns import ArrowColumn
+from distca_hf.errors import PackingError
+
+
+CAPACITY = 100
+DOCUMENTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
+
+
+def dataset_of(**columns: Any) -> Dataset:
+    return Dataset.from_dict({"input_ids": DOCUMENTS, **columns})
+
+
+def tokens_of(source: DocumentSource) -> list[list[int]]:
+    """All documents, each read at once."""
+    return [
+        source.read(document, 0, int(tokens)).input_ids.tolist()
+        for document, tokens in enumerate(source.document_tokens)
+    ]
+
+
+def labels_of(source: DocumentSource, document: int) -> tuple[list[int], list[int]]:
+    """Labels and shifted labels of a whole document."""
+    tokens = source.read(document, 0, int(source.document_tokens[document]))
+    return tokens.labels.tolist(), tokens.shift_labels.tolist()
+
+
+def refusal(dataset: Any, capacity: int = CAPACITY, **settings: Any) -> str:
+    with pytest.raises(PackingError) as refused:
+        DocumentSource(dataset, capacity, **settings)
+    return str(refused.value)
+
+
+# --- plain datasets, however they are stored
+
+
+def test_a_row_is_a_document() -> None:
+    source = DocumentSource(dataset_of(text=["a", "b", "c", "d"]), CAPACITY)
+
+    assert len(source) == 4
+    assert source.document_tokens.tolist() == [3, 1, 5, 2]
+    assert source.document_tokens.dtype == np.int64
+    assert source.rows.tolist() == [0, 1, 2, 3]
+    assert tokens_of(source) == DOCUMENTS
+    assert (source.documents_truncated, source.tokens_truncated) == (0, 0)
+
+
+def chunked(dataset: Dataset) -> Dataset:
+    """The same rows in chunks of two, the last of them sliced out of a longer table."""
+    more = datasets.concatenate_datasets([dataset.select([0, 1]).flatten_indices(), dataset])
+    return Dataset(more.data.slice(2))
+
+
+STORAGES: dict[str, Callable[[Dataset], Dataset]] = {
+    "as it is": lambda dataset: dataset,
+    "reversed": lambda dataset: dataset.select([3, 2, 1, 0]).select([3, 2, 1, 0]),
+    "shuffled and sorted again": lambda dataset: dataset.add_column("n", [0, 1, 2, 3]).shuffle(seed=1).sort("n"),
+    "concatenated": lambda dataset: datasets.concatenate_datasets([dataset.select([0, 1]), dataset.select([2, 3])]),
+    "concatenated from slices": lambda dataset: datasets.concatenate_datasets(
+        [dataset.select(range(0, 1)), dataset.select(range(1, 3)), dataset.select([3])]
+    ),
+    "concatenated columns": lambda dataset: datasets.concatenate_datasets(
+        [dataset, Dataset.from_dict({"other": [1, 2, 3, 4]})], axis=1
+    ),
+    "sliced out": lambda dataset: datasets.concatenate_datasets([dataset, dataset]).select(range(4, 8)),
+    "in sliced chunks": chunked,
+    "with empty chunks": lambda dataset: Dataset(
+        datasets.table.InMemoryTable(
+            pa.concat_tables([dataset.data.table.slice(0, 0), dataset.data.table, dataset.data.table.slice(4)])
+        )
+    ),
+    "mapped": lambda dataset: dataset.map(lambda row: {"tokens": len(row["input_ids"])}),
+    "filtered": lambda dataset: datasets.concatenate_datasets(
+        [Dataset.from_dict({"input_ids": [[]]}), dataset]
+    ).filter(lambda row: len(row["input_ids"]) > 0),
+    "as torch": lambda dataset: dataset.with_format("torch"),
+    "as numpy, other columns only": lambda dataset: dataset.add_column("n", [0, 1, 2, 3]).with_format("numpy", ["n"]),
+}
+
+
+@pytest.mark.parametrize("store", STORAGES.values(), ids=STORAGES)
+def test_documents_are_the_same_however_the_dataset_is_stored(store: Callable[[Dataset], Dataset]) -> None:
+    labels = [[-token for token in document] for document in DOCUMENTS]
+    source = DocumentSource(store(dataset_of(labels=labels)), CAPACITY)
+
+    assert source.document_tokens.tolist() == [3, 1, 5, 2]
+    assert tokens_of(source) == DOCUMENTS
+    assert [labels_of(source, document)[0][1:] for document in range(4)] == [row[1:] for row in labels]
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 2], [2, 2, 1], [1], [0, 1, 2, 3]], ids=str)
+def test_selected_rows_are_read_in_the_order_of_selection(rows: list[int]) -> None:
+    selected = dataset_of(labels=[[-token for token in document] for document in DOCUMENTS]).select(rows)
+    source = DocumentSource(selected, CAPACITY)
+
+    assert tokens_of(source) == [DOCUMENTS[row] for row in rows]
+    for document, row in enumerate(rows):
+        assert labels_of(source, document)[0][1:] == [-token for token in DOCUMENTS[row]][1:]
+
+
+def test_shuffled_rows_are_read_in_shuffled_order() -> None:
+    many = [[row] * (1 + row % 7) for row in range(300)]
+    shuffled = Dataset.from_dict({"input_ids": many}).shuffle(seed=3)
+    source = DocumentSource(shuffled, CAPACITY)
+
+    assert tokens_of(source) == shuffled["input_ids"][:]
+    assert tokens_of(source) != many
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [List(Value(kind)) for kind in ("int8", "int32", "int64", "uint8", "uint16", "uint32")]
+    + [LargeList(Value("int32"))],
+    ids=lambda feature: f"{type(feature).__name__}-{feature.feature.dtype}",
+)
+def test_tokens_of_any_integer_type_become_int64(feature: Any) -> None:
+    source = DocumentSource(Dataset.from_dict({"input_ids": DOCUMENTS}, Features({"input_ids": feature})), CAPACITY)
+
+    assert tokens_of(source) == DOCUMENTS
+    tokens = source.read(0, 0, 3)
+    assert tokens.input_ids.dtype == tokens.labels.dtype == tokens.shift_labels.dtype == np.int64
+
+
+@pytest.mark.parametrize(("kind", "token"), [("uint16", 65535), ("int32", 2**31 - 1), ("uint32", 2**32 - 1)])
+def test_largest_tokens_keep_their_value(kind: str, token: int) -> None:
+    features = Features({"input_ids": List(Value(kind))})
+    source = DocumentSource(Dataset.from_dict({"input_ids": [[1, token]]}, features), CAPACITY)
+
+    assert tokens_of(source) == [[1, token]]
+
+
+def test_rows_of_fixed_size() -> None:
+    features = Features({"input_ids": List(Value("int32"), length=3)})
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]}, features)
+
+    assert tokens_of(DocumentSource(dataset, CAPACITY)) == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert tokens_of(DocumentSource(dataset.select([2, 0]), CAPACITY)) == [[7, 8, 9], [1, 2, 3]]
+
+
+def test_dataset_saved_to_disk_and_memory_mapped(tmp_path: Any) -> None:
+    dataset_of().save_to_disk(str(tmp_path / "dataset"), num_shards=2)
+    loaded = datasets.load_from_disk(str(tmp_path / "dataset"))
+
+    assert tokens_of(DocumentSource(loaded, CAPACITY)) == DOCUMENTS
+
+
+def test_tokens_read_do_not_share_memory_with_the_dataset() -> None:
+    source = DocumentSource(dataset_of(labels=DOCUMENTS), CAPACITY)
+    tokens = source.read(0, 0, 3)
+    tokens.input_ids[:] = 0
+    tokens.labels[:] = 0
+
+    assert tokens_of(source) == DOCUMENTS
+    assert labels_of(source, 0) == ([-100, 12, 13], [12, 13, -100])
+
+
+def test_dataset_without_rows_has_no_documents() -> None:
+    empty = Dataset.from_dict({"input_ids": []}, Features({"input_ids": List(Value("int32"))}))
+
+    assert len(DocumentSource(empty, CAPACITY)) == 0
+
+
+# --- labels
+
+
+def test_without_labels_the_tokens_are_learnt() -> None:
+    source = DocumentSource(dataset_of(), CAPACITY)
+
+    assert labels_of(source, 0) == ([-100, 12, 13], [12, 13, -100])
+    assert labels_of(source, 1) == ([-100], [-100])
+
+
+def test_labels_are_taken_from_their_column() -> None:
+    labels = [[11, -100, 13], [21], [-100, 32, 33, -100, 7], [41, 42]]
+    source = DocumentSource(dataset_of(labels=labels), CAPACITY)
+
+    assert labels_of(source, 0) == ([-100, -100, 13], [-100, 13, -100])
+    assert labels_of(source, 2) == ([-100, 32, 33, -100, 7], [32, 33, -100, 7, -100])
+
+
+MASKS = [[0, 1, 1], [1], [0, 0, 1, 1, 0], [1, 0]]
+OTHER_MASKS = [[1, 0, 1], [0], [1, 1, 1, 0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("kind", [int, bool])
+def test_masked_tokens_are_not_learnt(name: str, kind: type) -> None:
+    masks = [[kind(value) for value in mask] for mask in MASKS]
+    source = DocumentSource(dataset_of(**{name: masks}), CAPACITY)
+
+    assert labels_of(source, 0) == ([-100, 12, 13], [12, 13, -100])
+    assert labels_of(source, 2) == ([-100, -100, 33, 34, -100], [-100, 33, 34, -100, -100])
+    assert labels_of(source, 3) == ([-100, -100], [-100, -100])
+    assert tokens_of(source) == DOCUMENTS
+
+
+def test_both_masks_and_labels_must_agree_that_a_token_is_learnt() -> None:
+    labels = [[1, 2, 3], [4], [5, -100, 6, 7, 8], [9, 10]]
+    columns = {"labels": labels, "completion_mask": MASKS, "assistant_masks": OTHER_MASKS}
+    source = DocumentSource(dataset_of(**columns), CAPACITY)
+
+    assert labels_of(source, 0)[0] == [-100, -100, 3]
+    assert labels_of(source, 2)[0] == [-100, -100, 6, -100, -100]
+    only_masks = DocumentSource(dataset_of(completion_mask=MASKS, assistant_masks=OTHER_MASKS), CAPACITY)
+    assert labels_of(only_masks, 2)[0] == [-100, -100, 33, -100, -100]
+
+
+def test_label_after_a_cut_is_known_on_both_sides() -> None:
+    """However a document is cut, its segments' labels put together are those of the whole document."""
+    columns = {"labels": [[1, 2, 3], [4], [5, 6, -100, 7, 8], [9, 10]], "completion_mask": MASKS}
+    for dataset in (dataset_of(), dataset_of(**columns)):
+        source = DocumentSource(dataset, CAPACITY)
+        whole = source.read(2, 0, 5)
+        for cut in range(1, 5):
+            parts = [source.read(2, 0, cut), source.read(2, cut, 5)]
+            for name in ("input_ids", "labels", "shift_labels"):
+                assert np.concatenate([getattr(part, name) for part in parts]).tolist() == (
+                    getattr(whole, name).tolist()
+                )
+
+
+def test_segment_in_the_middle() -> None:
+    tokens = DocumentSource(dataset_of(), CAPACITY).read(2, 1, 3)
+
+    assert tokens.input_ids.tolist() == [32, 33]
+    assert tokens.labels.tolist() == [32, 33]
+    assert tokens.shift_labels.tolist() == [33, 34]
+
+
+# --- rows that hold several documents
+
+
+def packed(**columns: Any) -> Dataset:
+    """Two rows, as TRL packs them, of documents of 2, 3 and 1 and of 4 tokens."""
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]
+    return Dataset.from_dict({"input_ids": rows, "seq_lengths": [[2, 3, 1], [4]], **columns})
+
+
+def test_packed_rows_are_taken_apart() -> None:
+    source = DocumentSource(packed(), CAPACITY)
+
+    assert source.document_tokens.tolist() == [2, 3, 1, 4]
+    assert source.rows.tolist() == [0, 0, 0, 1]
+    assert tokens_of(source) == [[1, 2], [3, 4, 5], [6], [7, 8, 9, 10]]
+
+
+def test_labels_do_not_cross_documents_of_a_packed_row() -> None:
+    source = DocumentSource(packed(), CAPACITY)
+
+    assert [labels_of(source, document) for document in range(3)] == [
+        ([-100, 2], [2, -100]),
+        ([-100, 4, 5], [4, 5, -100]),
+        ([-100], [-100]),
+    ]
+
+
+def test_masks_and_labels_of_packed_rows() -> None:
+    columns = {
+        "labels": [[1, 2, 3, -100, 5, 6], [7, 8, 9, 10]],
+        "completion_mask": [[1, 1, 0, 1, 1, 0], [0, 1, 0, 1]],
+    }
+    source = DocumentSource(packed(**columns), CAPACITY)
+
+    assert labels_of(source, 1) == ([-100, -100, 5], [-100, 5, -100])
+    assert labels_of(source, 3) == ([-100, 8, -100, 10], [8, -100, 10, -100])
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0], [1, 1]], ids=str)
+def test_packed_rows_in_another_order(rows: list[int]) -> None:
+    by_row = [[[1, 2], [3, 4, 5], [6]], [[7, 8, 9, 10]]]
+    source = DocumentSource(packed().select(rows), CAPACITY)
+
+    assert tokens_of(source) == [document for row in rows for document in by_row[row]]
+
+
+def test_packed_rows_in_several_chunks() -> None:
+    many = datasets.concatenate_datasets([packed(), packed().select([1, 0])])
+
+    assert DocumentSource(many, CAPACITY).document_tokens.tolist() == [2, 3, 1, 4, 4, 2, 3, 1]
+    inside = Dataset(datasets.concatenate_datasets([packed(), packed()]).data.slice(1, 2))
+    assert tokens_of(DocumentSource(inside, CAPACITY)) == [[7, 8, 9, 10], [1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize(
+    ("seq_lengths", "parts"),
+    [
+        ([[2, 3, 1], [5]], ["row 1", "sum to 5", "4 tokens"]),
+        ([[2, 3], [4]], ["row 0", "sum to 5", "6 tokens"]),
+        ([[2, 3, 1], []], ["row 1", "sum to 0", "4 tokens"]),
+        ([[2, 3, 1], None], ["row 1", "sum to 0", "4 tokens"]),
+        ([[2, 4, 0], [4]], ["seq_lengths", "document 2 has 0 tokens"]),
+        ([[2, 5, -1], [4]], ["seq_lengths", "document 2 has -1 tokens"]),
+        ([[2.0, 4.0], [4.0]], ["seq_lengths", "integers", "float64"]),
+        ([[2, 3, None], [4]], ["seq_lengths", "integers"]),
+        ([6, 4], ["seq_lengths"]),
+        (["2,3,1", "4"], ["seq_lengths"]),
+    ],
+    ids=str,
+)
+def test_wrong_seq_lengths_are_refused(seq_lengths: Any, parts: list[str]) -> None:
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]
+    message = refusal(Dataset.from_dict({"input_ids": rows, "seq_lengths": seq_lengths}))
+
+    for part in parts:
+        assert part in message
+
+
+# --- tokens made on access
+
+
+def made_on_access(rows: list[dict[str, Any]], **columns: Any) -> Dataset:
+    """A dataset whose transform gives these rows."""
+    dataset = Dataset.from_dict({"number": list(range(len(rows))), **columns})
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        chosen = [rows[number] for number in batch["number"]]
+        return {name: [row[name] for row in chosen] for name in rows[0]}
+
+    dataset.set_transform(transform)
+    return dataset
+
+
+@pytest.mark.parametrize("form", [list, np.array, "torch"], ids=str)
+def test_transform_with_a_length_column(form: Any) -> None:
+    import torch
+
+    make = torch.tensor if form == "torch" else form
+    rows = [{"input_ids": make(document), "labels": make([-token for token in document])} for document in DOCUMENTS]
+    source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]), CAPACITY)
+
+    assert source.document_tokens.tolist() == [3, 1, 5, 2]
+    assert tokens_of(source) == DOCUMENTS
+    assert labels_of(source, 2) == ([-100, -32, -33, -34, -35], [-32, -33, -34, -35, -100])
+    assert source.read(2, 1, 3).input_ids.tolist() == [32, 33]
+
+
+def test_transform_of_selected_rows() -> None:
+    rows = [{"input_ids": document} for document in DOCUMENTS]
+    source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]).select([2, 0]), CAPACITY)
+
+    assert source.document_tokens.tolist() == [5, 3]
+    assert tokens_of(source) == [DOCUMENTS[2], DOCUMENTS[0]]
+
+
+def test_transform_with_masks() -> None:
+    rows = [{"input_ids": d, "completion_mask": m} for d, m in zip(DOCUMENTS, MASKS, strict=True)]
+    source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]), CAPACITY)
+
+    assert labels_of(source, 2)[0] == [-100, -100, 33, 34, -100]
+
+
+def test_transform_without_a_length_column_is_refused() -> None:
+    rows = [{"input_ids": document} for document in DOCUMENTS]
+
+    for columns in ({}, {"length": [3.0, 1.0, 5.0, 2.0]}, {"length": [3, 1, None, 2]}):
+        message = refusal(made_on_access(rows, **columns))
+        for part in ("set_transform", "'length'", "dataset.map"):
+            assert part in message
+
+
+def test_transform_without_tokens_is_refused() -> None:
+    message = refusal(made_on_access([{"text": "a"}], length=[1]))
+
+    assert "transform gives no 'input_ids'" in message
+    assert "text" in message
+
+
+def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read() -> None:
+    source = DocumentSource(made_on_access([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], length=[2, 5]), CAPACITY)
+
+    with pytest.raises(PackingError, match=r"row 1: column 'input_ids' .*\(2,\); 5 integers were announced"):
+        source.read(1, 0, 5)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}],
+    ids=["tokens", "labels"],
+)
+def test_transform_that_gives_more_than_announced_is_refused_when_read(row: dict[str, list[int]]) -> None:
+    """Tokens beyond the announced length would be left out without a word."""
+    source = DocumentSource(made_on_access([row], length=[3]), CAPACITY)
+
+    with pytest.raises(PackingError, match="row 0"):
+        source.read(0, 0, 3)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [[1, 2]], ["a", "b"]], ids=str)
+def test_transform_that_gives_no_integers_is_refused_when_read(values: Any) -> None:
+    source = DocumentSource(made_on_access([{"input_ids": values}], length=[2]), CAPACITY)
+
+    with pytest.raises(PackingError, match="row 0: column 'input_ids' gave an array of"):
+        source.read(0, 0, 2)
+
+
+# --- columns that do not fit
+
+
+def test_length_column_that_agrees_changes_nothing() -> None:
+    assert tokens_of(DocumentSource(dataset_of(length=[3, 1, 5, 2]), CAPACITY)) == DOCUMENTS
+    shuffled = dataset_of(length=[3, 1, 5, 2]).select([2, 3, 0])
+    assert DocumentSource(shuffled, CAPACITY).document_tokens.tolist() == [5, 2, 3]
+
+
+def test_length_column_that_disagrees_is_refused_with_both_numbers() -> None:
+    message = refusal(dataset_of(length=[3, 1, 6, 9]))
+
+    for part in ("row 2", "'length' says 6", "input_ids has 5 tokens", "Rename"):
+        assert part in message
+
+
+def test_length_column_of_something_else_is_left_alone() -> None:
+    for lengths in ([0.1, 0.2, 0.3, 0.4], ["a", "b", "c", "d"], [3, None, 5, 2]):
+        assert DocumentSource(dataset_of(length=lengths), CAPACITY).document_tokens.tolist() == [3, 1, 5, 2]
+
+
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks"])
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ([[1, 1, 1], [1], [1, 1, 1, 1], [1, 1]], ["row 2", "4 values for 5 tokens"]),
+        ([[1, 1, 1], [1, 1], [1, 1, 1, 1, 1], [1, 1]], ["row 1", "2 values for 1 tokens"]),
+        ([[1, 1, 1], None, [1, 1, 1, 1, 1], [1, 1]], ["row 1", "0 values for 1 tokens"]),
+    ],
+    ids=["too few", "too many", "missing"],
+)
+def test_columns_of_other_lengths_are_refused(name: str, values: Any, parts: list[str]) -> None:
+    message = refusal(dataset_of(**{name: values}))
+
+    for part in [f"'{name}'", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("values", "row"), [([[], [1]], 0), ([[1], [2, 3], []], 2), ([[1], None], 1)], ids=["first", "last", "no list"]
+)
+def test_rows_without_tokens_are_refused(values: Any, row: int) -> None:
+    message = refusal(Dataset.from_dict({"input_ids": values}))
+
+    assert f"document {row} has 0 tokens" in message
+    assert "filter" in message
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels", "completion_mask"])
+def test_missing_values_are_refused_where_they_are_read(column: str) -> None:
+    columns = {"input_ids": [[1, 2, 3], [4, 5, 6, 7]], column: [[1, 1, 1], [1, 1, None, 1]]}
+    source = DocumentSource(Dataset.from_dict(columns), CAPACITY)
+
+    assert source.read(0, 0, 3).input_ids.tolist() == columns["input_ids"][0]
+    with pytest.raises(PackingError, match=f"row 1: column '{column}' has missing values between tokens 0 and 4"):
+        source.read(1, 0, 4)
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels", "assistant_masks"])
+@pytest.mark.parametrize(
+    "values",
+    [[[1.0, 2.0], [3.0]], [["a", "b"], ["c"]], [[[1], [2]], [[3]]], [1, 2], ["a", "b"], [None, None]],
+    ids=str,
+)
+def test_columns_that_hold_no_lists_of_integers_are_refused_by_type(column: str, values: Any) -> None:
+    message = refusal(Dataset.from_dict({"input_ids": [[1, 2], [3]], column: values}))
+
+    assert f"column '{column}' must hold a list of integers per row, not " in message
+
+
+# --- datasets that were padded or packed for somebody else
+
+
+@pytest.mark.parametrize(("mask", "token"), [([1, 1, 1, 0, 0], 3), ([0, 0, 1, 1, 1], 0), ([1, 0, 1, 1, 1], 1)])
+def test_padding_is_refused_where_it_is_read_with_row_and_token(mask: list[int], token: int) -> None:
+    masks = [[1] * len(document) for document in DOCUMENTS]
+    masks[2] = mask
+    source = DocumentSource(dataset_of(attention_mask=masks), CAPACITY)
+
+    assert source.read(3, 0, 2).input_ids.tolist() == DOCUMENTS[3]
+    with pytest.raises(PackingError, match=f"row 2: attention_mask is 0 at token {token}: the dataset is padded"):
+        source.read(2, 0, 5)
+
+
+def test_padding_is_named_by_its_token_in_the_row_also_from_a_later_segment() -> None:
+    source = DocumentSource(dataset_of(attention_mask=[[1] * 3, [1], [1, 1, 1, 1, 0], [1] * 2]), CAPACITY)
+
+    assert source.read(2, 0, 2).input_ids.tolist() == [31, 32]
+    with pytest.raises(PackingError, match="row 2: attention_mask is 0 at token 4"):
+        source.read(2, 2, 4)
+
+
+@pytest.mark.parametrize("one", [1, True])
+def test_attention_mask_of_ones_changes_nothing(one: Any) -> None:
+    source = DocumentSource(dataset_of(attention_mask=[[one] * len(document) for document in DOCUMENTS]), CAPACITY)
+
+    assert tokens_of(source) == DOCUMENTS
+
+
+def test_padding_of_a_transform_is_refused_too() -> None:
+    dataset = Dataset.from_dict({"length": [4, 4]}).with_transform(
+        lambda rows: {"input_ids": [[5, 6, 7, 0]] * len(rows["length"]), "attention_mask": [[1, 1, 1, 0]]}
+    )
+    with pytest.raises(PackingError, match="row 1: attention_mask is 0 at token 3"):
+        DocumentSource(dataset, CAPACITY).read(1, 0, 4)
+
+
+def test_positions_without_lengths_are_refused_and_with_them_left_alone() -> None:
+    packed = {"input_ids": [[1, 2, 3, 4]], "position_ids": [[0, 1, 0, 1]]}
+    assert "say which documents a row holds in a column 'seq_lengths'" in refusal(Dataset.from_dict(packed))
+
+    source = DocumentSource(Dataset.from_dict(packed | {"seq_lengths": [[2, 2]]}), CAPACITY)
+    assert tokens_of(source) == [[1, 2], [3, 4]]
+
+
+# --- what is no dataset
+
+
+@pytest.mark.parametrize("refuse", [check_map_style, lambda dataset: DocumentSource(dataset, CAPACITY)])
+def test_stream_is_refused_with_what_to_do(refuse: Callable[[Any], Any]) -> None:
+    with pytest.raises(PackingError, match=r"IterableDataset .* datasets\.Dataset\.from_generator"):
+        refuse(dataset_of().to_iterable_dataset())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        datasets.DatasetDict({"train": dataset_of()}),
+        DOCUMENTS,
+        {"input_ids": DOCUMENTS},
+        None,
+        iter(DOCUMENTS),
+        pa.table({"input_ids": DOCUMENTS}),
+    ],
+    ids=lambda wrong: type(wrong).__name__,
+)
+def test_other_types_are_refused_with_what_to_do(wrong: Any) -> None:
+    message = refusal(wrong)
+
+    for part in (type(wrong).__name__, "datasets.Dataset", "from_list"):
+        assert part in message
+
+
+def test_dataset_that_is_not_tokenised_is_refused() -> None:
+    message = refusal(Dataset.from_dict({"text": ["a"], "label": [1]}))
+
+    for part in ("'input_ids'", "text", "label", "tokenise"):
+        assert part in message
+
+
+# --- documents longer than a micro-batch
+
+
+LONG = [list(range(100, 110)), [1, 2, 3], list(range(200, 223))]
+
+
+def test_long_document_is_an_error_with_document_row_and_both_lengths() -> None:
+    message = refusal(Dataset.from_dict({"input_ids": LONG}), capacity=8)
+
+    for part in ("document 0 (row 0)", "10 tokens", "hold 8", "1 more", "split", "truncate", "tokens_per_rank"):
+        assert part in message
+    message = refusal(Dataset.from_dict({"input_ids": LONG}), capacity=22, overlong="error")
+    for part in ("document 2 (row 2)", "23 tokens", "hold 22. Raise ranks x tokens_per_rank to 23"):
+        assert part in message
+
+
+def test_long_document_of_a_packed_row_is_named_with_its_row() -> None:
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], LONG[0]], "seq_lengths": [[1, 1, 1], [3, 7]]})
+
+    assert "document 4 (row 1) has 7 tokens" in refusal(dataset, capacity=6)
+
+
+@pytest.mark.parametrize("policy", ["error", "split", "truncate"])
+def test_documents_of_the_capacity_are_left_whole(policy: str) -> None:
+    source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), 23, policy)
+
+    assert tokens_of(source) == LONG
+    assert (source.documents_truncated, source.tokens_truncated) == (0, 0)
+
+
+@pytest.mark.parametrize("capacity", [1, 4, 5, 7, 10, 22])
+def test_split_keeps_every_token_in_order(capacity: int) -> None:
+    source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), capacity, "split")
+    expected = [document[at : at + capacity] for document in LONG for at in range(0, len(document), capacity)]
+
+    assert tokens_of(source) == expected
+    assert list(chain.from_iterable(tokens_of(source))) == list(chain.from_iterable(LONG))
+    rows = [row for row, document in enumerate(LONG) for _ in range(0, len(document), capacity)]
+    assert source.rows.tolist() == list(rows)
+    assert (source.documents_truncated, source.tokens_truncated) == (0, 0)
+
+
+def test_parts_of_a_split_document_are_documents_of_their_own() -> None:
+    """The first token of a part is not learnt: nothing before it can be attended to."""
+    source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), 4, "split")
+
+    assert labels_of(source, 0) == ([-100, 101, 102, 103], [101, 102, 103, -100])
+    assert labels_of(source, 1) == ([-100, 105, 106, 107], [105, 106, 107, -100])
+    assert labels_of(source, 2) == ([-100, 109], [109, -100])
+
+
+def test_split_of_packed_and_selected_rows() -> None:
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], LONG[0]], "seq_lengths": [[1, 2], [3, 7]]}).select([1, 0])
+    source = DocumentSource(dataset, 3, "split")
+
+    assert tokens_of(source) == [[100, 101, 102], [103, 104, 105], [106, 107, 108], [109], [1], [2, 3]]
+
+
+@pytest.mark.parametrize(("capacity", "documents", "tokens"), [(22, 1, 1), (10, 1, 13), (8, 2, 17), (1, 3, 33)])
+def test_truncate_keeps_beginnings_and_counts_the_rest(
+    capacity: int, documents: int, tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), capacity, "truncate")
+
+    assert tokens_of(source) == [document[:capacity] for document in LONG]
+    assert (source.documents_truncated, source.tokens_truncated) == (documents, tokens)
+    assert f"truncated {documents} of 3 documents to {capacity} tokens; {tokens} tokens" in caplog.text
+
+
+def test_label_beyond_a_truncated_end_is_not_learnt() -> None:
+    source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), 4, "truncate")
+
+    assert labels_of(source, 0) == ([-100, 101, 102, 103], [101, 102, 103, -100])
+
+
+# --- what is read
+
+
+class CountingColumn(ArrowColumn):
+    """Remembers what is read."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reads: list[tuple[int, int, int]] = []
+
+    def read(self, row: int, start: int, stop: int) -> np.ndarray:
+        self.reads.append((row, start, stop))
+        return super().read(row, start, stop)
+
+
+def counting_source(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> DocumentSource:
+    monkeypatch.setattr(columns_module, "ArrowColumn", CountingColumn)
+    return DocumentSource(dataset, CAPACITY)
+
+
+def test_lengths_are_known_without_reading_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = counting_source(dataset_of(labels=DOCUMENTS, completion_mask=MASKS), monkeypatch)
+
+    assert source.document_tokens.sum() == 11
+    assert all(column.reads == [] for column in source._columns.values())
+
+
+@pytest.mark.parametrize(
+    ("segment", "read"),
+    [((2, 1, 3), (2, 1, 4)), ((2, 0, 5), (2, 0, 5)), ((2, 4, 5), (2, 4, 5)), ((0, 0, 1), (0, 0, 2))],
+    ids=["middle", "whole", "end", "beginning"],
+)
+def test_segment_reads_its_own_tokens_and_one_label_after_a_cut(
+    segment: tuple[int, int, int], read: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = counting_source(dataset_of(labels=DOCUMENTS, completion_mask=MASKS), monkeypatch)
+    source.read(*segment)
+
+    assert {name: column.reads for name, column in source._columns.items()} == {
+        name: [read] for name in ("input_ids", "labels", "completion_mask")
+    }
+
+
+def test_document_of_a_packed_row_reads_nothing_of_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = counting_source(packed(), monkeypatch)
+    source.read(1, 0, 2)
+    source.read(1, 0, 3)
+
+    assert source._columns["input_ids"].reads == [(0, 2, 5), (0, 2, 5)]
+
+
+# --- fingerprint
+
+
+def test_fingerprint_depends_on_the_lengths_alone() -> None:
+    source = DocumentSource(dataset_of(), CAPACITY)
+    same_lengths = Dataset.from_dict({"input_ids": [[0] * len(document) for document in DOCUMENTS]})
+
+    assert DocumentSource(same_lengths, CAPACITY).fingerprint == source.fingerprint
+    for other in (dataset_of().select([1, 0, 2, 3]), dataset_of().select([0, 1, 2]), packed()):
+        assert DocumentSource(other, CAPACITY).fingerprint != source.fingerprint
+    split = DocumentSource(dataset_of(), 2, "split")
+    assert split.fingerprint != source.fingerprint

@@ -1,0 +1,212 @@
+"""Epochs: which documents form which micro-batch, for lengths that are easy and lengths that are not."""
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distca_hf.data.epochs import Epoch, EpochPacker
+from distca_hf.errors import PackingError
+
+
+def lengths_of(values: Any) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def micro_batches(epoch: Epoch) -> list[list[int]]:
+    return [epoch.micro_batch(index).tolist() for index in range(epoch.num_micro_batches)]
+
+
+def long_tailed(count: int, seed: int = 0) -> np.ndarray:
+    random = np.random.RandomState(seed)
+    return np.clip(random.lognormal(6, 1.3, count), 1, 30_000).astype(np.int64)
+
+
+ADVERSARIAL = {
+    "one document": (lengths_of([7]), 10),
+    "one that fills it": (lengths_of([10]), 10),
+    "all just over half": (lengths_of([51] * 40), 100),
+    "all of the capacity": (lengths_of([100] * 23), 100),
+    "all one token": (lengths_of([1] * 1003), 100),
+    "one huge, many tiny": (lengths_of([1] * 300 + [100] + [1] * 300), 100),
+    "huge first": (lengths_of([100, *[1] * 150]), 100),
+    "huge last": (lengths_of([*[1] * 150, 100]), 100),
+    "huge and half in turn": (lengths_of([90, 51] * 30), 100),
+    "a third and a bit": (lengths_of([34] * 50), 100),
+    "two sizes that do not meet": (lengths_of([60, 41] * 40), 100),
+    "capacity of one": (lengths_of([1] * 17), 1),
+    "long tailed": (long_tailed(3000), 40_000),
+    "long tailed, many per micro-batch": (long_tailed(5000), 1_000_000),
+    "beyond the look-ahead": (lengths_of([51] * 1500 + [49] * 1500), 100),
+}
+CASES = pytest.mark.parametrize(("lengths", "capacity"), ADVERSARIAL.values(), ids=ADVERSARIAL)
+
+
+@CASES
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_delivers_every_document_once_within_the_capacity(
+    lengths: np.ndarray, capacity: int, shuffle: bool
+) -> None:
+    packer = EpochPacker(lengths, capacity, seed=3, shuffle=shuffle)
+
+    for number in (0, 1, 2, 57):
+        epoch = packer.epoch(number)
+        assert sorted(epoch.documents.tolist()) == list(range(len(lengths)))
+        assert epoch.num_micro_batches == packer.num_micro_batches
+        assert (epoch.offsets[0], epoch.offsets[-1]) == (0, len(lengths))
+        batches = micro_batches(epoch)
+        assert list(chain.from_iterable(batches)) == epoch.documents.tolist()
+        for documents in batches:
+            assert 0 < lengths[documents].sum() <= capacity
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("one document", 1),
+        ("one that fills it", 1),
+        ("all just over half", 40),
+        ("all of the capacity", 23),
+        ("all one token", 11),
+        ("one huge, many tiny", 7),
+        ("huge first", 3),
+        ("a third and a bit", 25),
+        ("capacity of one", 17),
+    ],
+)
+def test_number_of_micro_batches_where_it_is_plain(name: str, expected: int) -> None:
+    assert EpochPacker(*ADVERSARIAL[name]).num_micro_batches == expected
+
+
+def test_gap_is_filled_and_the_large_document_opens_the_next_micro_batch() -> None:
+    packer = EpochPacker(lengths_of([60, 50, 10, 30, 50]), 100, shuffle=False)
+
+    assert micro_batches(packer.epoch(0)) == [[0, 3, 2], [1, 4]]
+
+
+def test_micro_batches_of_many_small_documents_hold_nearly_equal_tokens() -> None:
+    lengths = long_tailed(5000)
+    packer = EpochPacker(lengths, 1_000_000, seed=1)
+
+    for number in (0, 1):
+        tokens = [int(lengths[documents].sum()) for documents in micro_batches(packer.epoch(number))]
+        assert max(tokens) - min(tokens) <= 2 * lengths.max()
+
+
+def test_last_micro_batch_is_not_a_leftover() -> None:
+    """1,010 tokens in micro-batches of 100: eleven of about 92, not ten of 100 and one of 10."""
+    packer = EpochPacker(lengths_of([1] * 1010), 100)
+
+    tokens = [len(documents) for documents in micro_batches(packer.epoch(0))]
+    assert len(tokens) == 11
+    assert max(tokens) - min(tokens) <= 1
+
+
+def test_few_micro_batches_are_wasted_on_long_tailed_lengths() -> None:
+    lengths, capacity = ADVERSARIAL["long tailed"]
+    fewest = -(-int(lengths.sum()) // capacity)
+
+    assert EpochPacker(lengths, capacity).num_micro_batches <= 1.02 * fewest + 1
+
+
+def test_epochs_are_in_different_orders_and_grouped_differently() -> None:
+    packer = EpochPacker(long_tailed(500), 40_000, seed=11)
+    epochs = [packer.epoch(number) for number in range(4)]
+
+    assert len({tuple(epoch.documents.tolist()) for epoch in epochs}) == 4
+    groups = [{frozenset(documents) for documents in micro_batches(epoch)} for epoch in epochs]
+    assert all(groups[0].isdisjoint(other) for other in groups[1:])
+
+
+def test_first_epoch_is_shuffled() -> None:
+    documents = EpochPacker(lengths_of([1] * 500), 10).epoch(0).documents
+
+    assert documents.tolist() != list(range(500))
+
+
+def test_when_an_order_needs_more_micro_batches_the_first_groups_come_in_a_new_order() -> None:
+    """Documents that only just fit: many orders need one micro-batch more than the first one did."""
+    lengths = lengths_of(np.random.RandomState(0).randint(20, 60, 300))
+    kept = 0
+    for seed in range(6):
+        packer = EpochPacker(lengths, 100, seed=seed)
+        first = micro_batches(packer.epoch(0))
+        for number in (1, 2, 3):
+            batches = micro_batches(packer.epoch(number))
+            assert len(batches) == len(first)
+            if sorted(batches) == sorted(first):
+                kept += 1
+                assert batches != first
+
+    assert kept
+
+
+def test_order_that_fits_into_fewer_micro_batches_is_spread_over_all_of_them() -> None:
+    packer = EpochPacker(lengths_of([2, 5, 6, 5]), 10, seed=2)
+    first, second = (micro_batches(packer.epoch(number)) for number in (0, 1))
+
+    assert len(first) == len(second) == 3
+    assert {frozenset(documents) for documents in first} != {frozenset(documents) for documents in second}
+
+
+def test_unshuffled_documents_come_in_order_where_nothing_is_moved() -> None:
+    packer = EpochPacker(lengths_of([25] * 40), 100, shuffle=False)
+
+    assert packer.epoch(0).documents.tolist() == list(range(40))
+
+
+def test_unshuffled_epochs_are_all_the_same() -> None:
+    packer = EpochPacker(long_tailed(300), 40_000, seed=1, shuffle=False)
+    other_seed = EpochPacker(long_tailed(300), 40_000, seed=2, shuffle=False)
+
+    assert micro_batches(packer.epoch(0)) == micro_batches(packer.epoch(5)) == micro_batches(other_seed.epoch(1))
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    lengths, capacity = long_tailed(400), 40_000
+    packer = EpochPacker(lengths, capacity, seed=5)
+    in_other_order = [packer.epoch(number) for number in (3, 0, 2, 1)]
+
+    again = EpochPacker(lengths.copy(), capacity, seed=5)
+    for number, epoch in zip((3, 0, 2, 1), in_other_order, strict=True):
+        assert micro_batches(again.epoch(number)) == micro_batches(epoch)
+    other = EpochPacker(lengths, capacity, seed=6)
+    assert micro_batches(other.epoch(0)) != micro_batches(again.epoch(0))
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 1), (1, 2**32 + 1), (0, -1), (7, 2**40 + 7)])
+def test_different_seeds_give_different_orders(left: int, right: int) -> None:
+    orders = [EpochPacker(lengths_of([1] * 200), 10, seed=seed).epoch(0).documents.tolist() for seed in (left, right)]
+
+    assert orders[0] != orders[1]
+
+
+def test_order_is_the_same_for_ever() -> None:
+    """A saved position of a run means these documents: this order must never change."""
+    packer = EpochPacker(lengths_of([1] * 12), 4, seed=42)
+
+    assert micro_batches(packer.epoch(0)) == [[6, 9, 7, 8], [10, 0, 4, 3], [5, 1, 11, 2]]
+    assert micro_batches(packer.epoch(1)) == [[0, 7, 9, 3], [10, 5, 2, 4], [6, 1, 11, 8]]
+
+
+def test_global_random_state_is_neither_used_nor_changed() -> None:
+    np.random.seed(1)
+    before = np.random.get_state()[1].copy()
+    first = EpochPacker(lengths_of([1] * 50), 10, seed=3).epoch(1).documents.tolist()
+    assert (np.random.get_state()[1] == before).all()
+    np.random.seed(2)
+
+    assert EpochPacker(lengths_of([1] * 50), 10, seed=3).epoch(1).documents.tolist() == first
+
+
+def test_empty_dataset_is_refused() -> None:
+    with pytest.raises(PackingError, match="no document"):
+        EpochPacker(lengths_of([]), 10)
+
+
+@pytest.mark.parametrize(("lengths", "document"), [([11], 0), ([3, 10, 11, 4], 2), ([3, 12, 11], 1)])
+def test_document_longer_than_the_capacity_is_refused_by_number_and_lengths(lengths: list[int], document: int) -> None:
+    longest = max(lengths)
+    with pytest.raises(PackingError, match=f"document {document} has {longest} tokens, a micro-batch holds 10"):
+        EpochPacker(lengths_of(lengths), 10)

@@ -1,0 +1,116 @@
+"""Optimizer steps whose long documents train together: every step keeps its documents, every position its place."""
+
+import json
+import random
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distca_hf
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.errors import ConfigError
+from distca_hf.topology import Topology
+from support.data import random_dataset
+
+
+DATASET = random_dataset(200)
+
+
+def loader_of(micro_steps: int, tokens: int = 200) -> PlacedLoader:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, pad_to_multiple_of=1)
+    return plugin.dataloader(DATASET, seed=3, device="cpu", micro_steps=micro_steps)
+
+
+def tokens_of(batches: Any) -> Counter[int]:
+    return Counter(token for batch in batches for token in batch["input_ids"][0].tolist())
+
+
+def saved(loader: PlacedLoader) -> dict[str, Any]:
+    """The state as it comes back from a file."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), micro_steps=st.integers(2, 5), steps_from=st.integers(0, 7))
+def test_every_step_has_the_documents_that_it_was_packed_with(seed: int, micro_steps: int, steps_from: int) -> None:
+    rng = random.Random(seed)
+    tokens = np.array([rng.choice([1, 5, 30, 90, 200]) for _ in range(rng.randint(1, 120))])
+    epoch = EpochPacker(tokens, 400, seed).epoch(0)
+    regrouped = RegroupedEpoch(epoch, tokens, micro_steps, 400, Topology(4, 2), 1, steps_from)
+    borders = [0, *range(steps_from % micro_steps or micro_steps, epoch.num_micro_batches, micro_steps)]
+
+    assert regrouped.num_micro_batches == epoch.num_micro_batches
+    batches = [regrouped.micro_batch(index) for index in range(epoch.num_micro_batches)]
+    assert all(0 < tokens[batch].sum() <= 400 for batch in batches)
+    for first, last in zip(borders, [*borders[1:], epoch.num_micro_batches], strict=True):
+        packed = [epoch.micro_batch(index) for index in range(first, last)]
+        assert sorted(np.concatenate(batches[first:last])) == sorted(np.concatenate(packed))
+    again = RegroupedEpoch(epoch, tokens, micro_steps, 400, Topology(4, 2), 1, steps_from)
+    for index in rng.sample(range(epoch.num_micro_batches), epoch.num_micro_batches):
+        assert again.micro_batch(index).tolist() == batches[index].tolist()
+
+
+def test_long_documents_of_a_step_train_together() -> None:
+    longest = [batch["distca_plan"].facts.longest_document_tokens for batch in loader_of(4)]
+    plain = [batch["distca_plan"].facts.longest_document_tokens for batch in loader_of(1)]
+
+    assert longest != plain
+    assert sum(longest) < sum(plain)
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 6])
+def test_position_in_the_midst_of_a_step_goes_on_bit_equal(taken: int) -> None:
+    whole = list(loader_of(4))
+    first = loader_of(4)
+    list(islice(iter(first), taken))
+    second = loader_of(4)
+    second.load_state_dict(saved(first))
+    rest = list(second)
+
+    assert len(rest) == len(whole) - taken
+    for batch, expected in zip(rest, whole[taken:], strict=True):
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
+        assert torch.equal(batch["shift_labels"], expected["shift_labels"])
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 1), (1, 4), (2, 5)])
+@pytest.mark.parametrize("tokens", [200, 300])
+def test_steps_of_another_size_go_on_with_what_is_left(before: int, after: int, tokens: int) -> None:
+    first = loader_of(before)
+    seen = tokens_of(islice(iter(first), 2 * before))
+    second = loader_of(after, tokens)
+    second.load_state_dict(saved(first))
+    third = loader_of(after, tokens)
+    batches = iter(second)
+    seen += tokens_of(islice(batches, after + 1))  # and once more, in the midst of a step
+    third.load_state_dict(saved(second))
+    seen += tokens_of(third)
+
+    assert seen == tokens_of(loader_of(1))
+
+
+def test_position_in_the_midst_of_a_step_of_another_size_is_refused() -> None:
+    first = loader_of(4)
+    list(islice(iter(first), 6))
+
+    with pytest.raises(ConfigError, match=r"after 2 of 4 micro-batches of an optimizer step.*'micro_steps': 3"):
+        loader_of(3).load_state_dict(saved(first))
+
+
+def test_the_end_of_an_epoch_is_no_midst_of_a_step() -> None:
+    """The last step of an epoch may be shorter; with other sizes the next epoch begins."""
+    first = loader_of(4)
+    assert len(first) % 4
+    list(first)
+    second = loader_of(3, 300)
+    second.load_state_dict(saved(first))
+
+    assert tokens_of(second) == tokens_of(loader_of(1))

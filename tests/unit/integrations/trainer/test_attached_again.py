@@ -1,0 +1,425 @@
+"""Attaching to one Trainer again, changing it afterwards, and Trainers whose own data would be left out."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+import distca_hf
+from distca_hf.errors import ConfigError, PackingError
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.trainer.callback import DistCACallback
+from distca_hf.integrations.trainer.resuming import LOADER_STATE
+from support.data import random_dataset
+from support.models import tiny_model
+from support.training import quiet_arguments
+
+
+TOKENS = 192
+END = 1  # of every document, and the pad token
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({str(number): number for number in range(128)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=str(END), pad_token=str(END))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Trainer]:
+    def make(
+        dataset: Any = None, kind: type[Trainer] = Trainer, given: dict[str, Any] | None = None, **arguments: Any
+    ) -> Trainer:
+        quiet = quiet_arguments(tmp_path / "run", **{"max_steps": 4, "use_cpu": True} | arguments)
+        return kind(
+            model=tiny_model(num_hidden_layers=1),
+            args=TrainingArguments(**quiet),
+            train_dataset=random_dataset(40) if dataset is None else dataset,
+            **given or {},
+        )
+
+    return make
+
+
+def attach(trainer: Trainer, **settings: Any) -> distca_hf.DistCAPlugin:
+    plugin = distca_hf.DistCAPlugin(**{"tokens_per_rank": TOKENS} | settings)
+    plugin.attach(trainer)
+    return plugin
+
+
+def positions(trainer: Trainer) -> list[int]:
+    """Micro-batches of the epoch that were taken, as saved after each step."""
+    seen: list[int] = []
+
+    class Record(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            seen.append(state.stateful_callbacks[LOADER_STATE]["micro_batch"])
+
+    trainer.add_callback(Record())
+    return seen
+
+
+# --- attaching again
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_saved_position_is_that_of_the_batches_that_train(make: Callable[..., Trainer], times: int) -> None:
+    trainer = make()
+    for _ in range(times):
+        attach(trainer)
+    seen = positions(trainer)
+    trainer.train()
+
+    assert seen == [1, 2, 3, 4]
+    assert sum(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks) == 1
+
+
+def test_the_last_plugin_counts(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    attach(trainer)
+    last = attach(trainer, tokens_per_rank=300)
+
+    assert len(trainer.get_train_dataloader()) == len(last.dataloader(random_dataset(40)))
+    assert watch_of(trainer.model).plugin is last
+    trainer.train()
+
+
+def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> None:
+    trainer = make(given={"data_collator": DataCollatorWithFlattening()})
+    before = set(vars(trainer)), list(trainer.callback_handler.callbacks)
+    trainer.data_collator = default_data_collator
+    attach(trainer)
+    trainer.data_collator = DataCollatorWithFlattening()
+    attach(trainer)
+
+    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "train"}, "packs keep Trainer's own loader"
+    assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
+
+
+def test_attaching_that_fails_leaves_the_trainer_as_it_was(make: Callable[..., Trainer]) -> None:
+    trainer = make(Dataset.from_dict({"input_ids": [[3] * (TOKENS + 1)]}))
+    before = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
+    with pytest.raises(PackingError, match="has 193 tokens"):
+        attach(trainer)
+
+    assert (dict(vars(trainer)), trainer.callback_handler.callbacks) == before
+
+
+# --- changes after attaching
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda trainer: setattr(trainer, "train_dataset", random_dataset(10)),
+            "train_dataset of this Trainer changed",
+        ),
+        (lambda trainer: setattr(trainer, "data_collator", DataCollatorWithFlattening()), "data_collator of this"),
+        (lambda trainer: setattr(trainer, "compute_loss_func", lambda *given: None), "compute_loss_func of this"),
+        (lambda trainer: setattr(trainer.args, "gradient_accumulation_steps", 3), r"steps \(from 1 to 3\)"),
+        (lambda trainer: setattr(trainer.args, "seed", 9), r"args.seed \(from 42 to 9\)"),
+        (lambda trainer: setattr(trainer.args, "label_smoothing_factor", 0.1), "args.label_smoothing_factor"),
+    ],
+)
+def test_trainer_that_changed_since_does_not_train(
+    change: Callable[[Trainer], None], named: str, make: Callable[..., Trainer]
+) -> None:
+    trainer = make()
+    attach(trainer)
+    change(trainer)
+    with pytest.raises(ConfigError, match=f"{named}.*attach.* again"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "distca"])
+def test_model_that_changed_since_does_not_train(implementation: str, make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    attach(trainer)
+    trainer.model = tiny_model(implementation=implementation, num_hidden_layers=1)
+
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not enabled.*plugin\.attach\(trainer\) again"):
+        trainer.train()
+
+
+def test_adapters_that_come_after_attaching_train(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    attach(trainer)
+    trainer.model = get_peft_model(trainer.model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    trainer.train()
+
+    assert watch_of(trainer.model.get_base_model()) is not None
+    assert trainer.state.global_step == 4
+
+
+def test_dataset_that_changed_trains_once_it_is_attached_again(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    attach(trainer)
+    trainer.train_dataset = random_dataset(10)
+    attach(trainer)
+
+    assert trainer.get_train_dataloader().num_documents == 10
+
+
+# --- data of the Trainer's own that would be left out
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, collate_fn=default_data_collator)
+
+
+class OwnSampler(Trainer):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+class SuperLoader(Trainer):
+    """What a subclass does to Trainer's loader would not be done to ours."""
+
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (OwnLoader, "OwnLoader.get_train_dataloader replaces"),
+        (OwnSampler, "OwnSampler._get_train_sampler replaces"),
+        (SuperLoader, "SuperLoader.get_train_dataloader replaces"),
+    ],
+)
+def test_trainer_that_chooses_its_own_data_is_refused(
+    kind: type[Trainer], named: str, make: Callable[..., Trainer]
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        attach(make(kind=kind))
+
+
+def test_loader_of_the_instance_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    trainer.get_train_dataloader = lambda: DataLoader(trainer.train_dataset)
+    with pytest.raises(ConfigError, match="get_train_dataloader replaces"):
+        attach(trainer)
+
+
+def test_packs_keep_a_loader_and_a_sampler_of_the_trainer_s_own(make: Callable[..., Trainer]) -> None:
+    packs = {"data_collator": DataCollatorWithFlattening()}
+    for kind in (OwnLoader, OwnSampler):
+        attach(make(kind=kind, given=packs))
+    with pytest.raises(ConfigError, match="_get_train_sampler replaces Trainer's: sort_packs"):
+        attach(make(kind=OwnSampler, given=packs), sort_packs=True)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("dataset", [[{"input_ids": [1, 2, 3]}] * 3, Rows()], ids=["list", "torch Dataset"])
+def test_dataset_of_another_kind_is_refused_with_what_to_do(dataset: Any, make: Callable[..., Trainer]) -> None:
+    with pytest.raises(PackingError, match=r"not (list|Rows); datasets.Dataset.from_list"):
+        attach(make(dataset))
+
+
+# --- labels
+
+
+def documents_that_end(count: int = 12) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_dict(
+        {"input_ids": [[*torch.randint(3, 128, (5,), generator=generator).tolist(), END] for _ in range(count)]}
+    )
+
+
+def loss_of_everything(
+    make: Callable[..., Trainer], collator: Any, distca: bool, dataset: Dataset
+) -> tuple[float, float]:
+    trainer = make(dataset, given={"data_collator": collator}, max_steps=1, per_device_train_batch_size=len(dataset))
+    if distca:
+        attach(trainer, tokens_per_rank=1024)
+    else:
+        trainer.model.set_attn_implementation("sdpa")
+    trainer.train()
+    log = trainer.state.log_history[0]
+    return log["loss"], float(log["grad_norm"])
+
+
+@pytest.mark.parametrize("collator", ["language modeling", "seq2seq"])
+def test_labels_are_those_of_the_collator(collator: str, make: Callable[..., Trainer]) -> None:
+    """A pad token that ends documents is not learnt with the one, and is with the other."""
+    dataset = documents_that_end()
+    if collator == "seq2seq":
+        dataset = dataset.add_column("labels", dataset["input_ids"])
+    of = {
+        "language modeling": DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        "seq2seq": DataCollatorForSeq2Seq(tokenizer()),
+    }[collator]
+    ours = loss_of_everything(make, of, True, dataset)
+
+    assert ours == pytest.approx(loss_of_everything(make, of, False, dataset), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("collator", "columns", "named"),
+    [
+        (lambda: DataCollatorForTokenClassification(tokenizer()), {}, "would not be called"),
+        (lambda: lambda rows: default_data_collator(rows), {}, "<lambda> would not be called"),
+        (
+            lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+            {"labels": [[3, 4]] * 4},
+            "makes labels of input_ids and ignores the column 'labels'",
+        ),
+        (lambda: default_data_collator, {"label_ids": [[3, 4]] * 4}, "column 'label_ids' would be its labels"),
+    ],
+)
+def test_collator_that_makes_other_labels_is_refused(
+    collator: Callable[[], Any], columns: dict[str, Any], named: str, make: Callable[..., Trainer]
+) -> None:
+    dataset = Dataset.from_dict({"input_ids": [[3, 4]] * 4, **columns})
+    with pytest.raises(ConfigError, match=named):
+        attach(make(dataset, given={"data_collator": collator()}))
+
+
+def test_subclass_of_a_known_collator_is_refused(make: Callable[..., Trainer]) -> None:
+    class Mine(DataCollatorForLanguageModeling):
+        """Makes something of labels that nobody knows."""
+
+    with pytest.raises(ConfigError, match="Mine would not be called"):
+        attach(make(given={"data_collator": Mine(tokenizer(), mlm=False)}))
+
+
+# --- evaluation
+
+
+def test_evaluation_that_would_fail_is_refused_before_training(make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3] * 41, [3] * 7], "labels": [[3] * 41, [3] * 7]})
+    with pytest.raises(ConfigError, match="cannot put rows of 7 and 41 tokens into one batch"):
+        attach(make(given={"eval_dataset": rows}, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2))
+
+
+def test_evaluation_without_labels_is_refused(make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3] * 7]})
+    with pytest.raises(ConfigError, match=r"dataset 'short' cannot be evaluated: .* makes no 'labels'"):
+        attach(make(given={"eval_dataset": {"short": rows}}, eval_strategy="epoch"))
+
+
+def test_evaluation_that_is_not_due_is_a_warning(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(make(given={"eval_dataset": Dataset.from_dict({"input_ids": [[3] * 7]})}))
+    assert "the evaluation dataset cannot be evaluated" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["collator", "one by one", "distca"])
+def test_evaluation_that_works_is_accepted(how: str, make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3] * 41, [3] * 7], "labels": [[3] * 41, [3] * 7]})
+    trainer = make(
+        given={"eval_dataset": rows}
+        | ({"data_collator": DataCollatorForSeq2Seq(tokenizer())} if how == "collator" else {}),
+        dataset=rows,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=1,
+        per_device_eval_batch_size=1 if how == "one by one" else 2,
+    )
+    attach(trainer, **({"evaluate": "distca"} if how == "distca" else {}))
+    trainer.train()
+
+    assert any("eval_loss" in log for log in trainer.state.log_history)
+
+
+# --- forgetting, and settings without effect
+
+
+def test_arguments_without_effect_are_told(make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
+    attach(make(dataloader_num_workers=2, dataloader_drop_last=True))
+    assert "dataloader_num_workers, dataloader_drop_last: no effect on placed batches" in caplog.text
+
+
+def test_callback_and_attach_together_are_refused(make: Callable[..., Trainer]) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)
+    with pytest.raises(ConfigError, match="it has a DistCACallback, and attach brings one"):
+        plugin.attach(make(given={"callbacks": [DistCACallback(plugin)]}))
+
+
+def test_callback_that_comes_late_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make(given={"data_collator": DataCollatorWithFlattening()})
+    trainer.add_callback(DistCACallback(distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)))
+    with pytest.raises(ConfigError, match="came too late to enable the model"):
+        trainer.train()
+
+
+def test_model_that_follows_another_plugin_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make(given={"data_collator": DataCollatorWithFlattening()})
+    attach(trainer)
+    distca_hf.enable(trainer.model, distca_hf.DistCAPlugin(tokens_per_rank=TOKENS))
+    with pytest.raises(ConfigError, match="was enabled with another plugin"):
+        trainer.train()
+
+
+class Tracker(TrainerCallback):
+    """Stands for callbacks that report logs."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs or {}))
+
+
+@pytest.fixture
+def trackers(monkeypatch: pytest.MonkeyPatch) -> list[Tracker]:
+    """What Trainer puts before the callbacks of the user."""
+    made: list[Tracker] = []
+
+    def integrations(report_to: Any) -> list[Any]:
+        made.append(Tracker())
+        return [made[-1]]
+
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", integrations)
+    return made
+
+
+def test_callback_alone_comes_before_trackers_and_leaves_last(
+    make: Callable[..., Trainer], trackers: list[Tracker]
+) -> None:
+    callback = DistCACallback(distca_hf.DistCAPlugin(tokens_per_rank=TOKENS))
+    trainer = make(given={"callbacks": [callback], "data_collator": DataCollatorWithFlattening()})
+    names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
+
+    assert (names[0], names[-1]) == ("DistCACallback", "LeaveOnSignal")
+    assert names.count("DistCACallback") == names.count("LeaveOnSignal") == 1
+    assert trackers[0] in trainer.callback_handler.callbacks
+
+
+def test_batch_without_labels_is_told(make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "distca_hf")
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5]] * 4, "labels": [[-100] * 3] * 4})
+    trainer = make(rows, max_steps=2)
+    attach(trainer)
+    trainer.train()
+
+    assert caplog.text.count("holds no label to learn") == 1

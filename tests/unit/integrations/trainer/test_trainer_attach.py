@@ -1,0 +1,761 @@
+"""Attaching to an unmodified Trainer: what is refused, changed and logged, where training ends and resumes."""
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+import distca_hf
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionError
+from distca_hf.patches.attention import attention
+from support.data import random_dataset
+from support.models import VOCABULARY, tiny_model
+from support.training import quiet_arguments
+
+
+BASIC_METRICS = {"distca/imbalance", "distca/tokens_per_second_per_rank"}  # on CPUs
+ALL_METRICS = BASIC_METRICS | {
+    "distca/imbalance_before",
+    "distca/mbytes_sent_max",
+    "distca/plan_ms",
+    "distca/loader_wait_ms",
+    "distca/wait_ms_max",
+    "distca/slowest_rank",
+    "distca/tokens_per_second",
+    "distca/documents_truncated",
+}
+SMALL = {"num_hidden_layers": 1}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Trainer]:
+    """Makes a Trainer of a tiny model; arguments of `TrainingArguments` by name, the rest in `trainer`."""
+
+    def make(
+        dataset: Any = "random",
+        model: Any = None,
+        trainer: dict[str, Any] | None = None,
+        kind: type[Trainer] = Trainer,
+        **arguments: Any,
+    ) -> Trainer:
+        quiet = quiet_arguments(tmp_path / "run", **{"max_steps": 4, "use_cpu": True} | arguments)
+        return kind(
+            model=tiny_model(**SMALL) if model is None and "model_init" not in (trainer or {}) else model,
+            args=TrainingArguments(**quiet),
+            train_dataset=random_dataset(40) if isinstance(dataset, str) else dataset,
+            **trainer or {},
+        )
+
+    return make
+
+
+def attach(trainer: Trainer, **settings: Any) -> PlacedLoader:
+    plugin = distca_hf.DistCAPlugin(**{"tokens_per_rank": 192} | settings)
+    plugin.attach(trainer)
+    return trainer.get_train_dataloader()
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def record_batches(trainer: Trainer) -> list[dict[str, Any]]:
+    """Arguments of every forward pass in training, as they reach the model."""
+    seen: list[dict[str, Any]] = []
+
+    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            seen.append(kwargs)
+
+    trainer.model.register_forward_pre_hook(record, with_kwargs=True)
+    return seen
+
+
+def record_arguments(trainer: Trainer) -> list[tuple[bool, int]]:
+    """Whether labels are counted over all ranks, and the batch size, as callbacks see them in training."""
+    seen: list[tuple[bool, int]] = []
+
+    class Record(TrainerCallback):
+        def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
+            seen.append((args.average_tokens_across_devices, args.per_device_train_batch_size))
+
+    trainer.add_callback(Record())
+    return seen
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[MASK]", "[UNK]"])}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]"
+    )
+
+
+def model_that_takes_no_count() -> torch.nn.Module:
+    """A model that Trainer does not give the number of labels."""
+    model = tiny_model(**SMALL)
+    model.accepts_loss_kwargs = False
+    return model
+
+
+class OwnLoss(Trainer):
+    """Shifts labels itself, as many subclasses do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        logits = model(**inputs).logits[..., :-1, :]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][..., 1:].flatten())
+
+
+class OwnLossInTheUsualWords(Trainer):
+    """The name of a variable is no use of the batch's shift_labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        shift_logits = model(**inputs).logits[..., :-1, :]
+        shift_labels = inputs["labels"][..., 1:]
+        return torch.nn.functional.cross_entropy(shift_logits.flatten(0, 1), shift_labels.flatten())
+
+
+class OwnStep(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = OwnLoss.compute_loss(self, model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class MoreLoss(Trainer):
+    """Adds to Trainer's loss and keeps count of its calls."""
+
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class MoreOfOwnLoss(OwnLoss):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class LossOfShiftedLabels(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        targets = inputs["shift_labels"].flatten()
+        return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), targets)
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "label smoothing": (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    "own loss": (
+        lambda: {"trainer": {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}},
+        "compute_loss_func",
+    ),
+    "batch size search": (lambda: {"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "grouping by length": (
+        lambda: {"train_sampling_strategy": "group_by_length"},
+        "train_sampling_strategy='group_by_length'",
+    ),
+    "masking collator": (
+        lambda: {"trainer": {"data_collator": DataCollatorForLanguageModeling(tokenizer(), mlm=True)}},
+        r"masks tokens \(mlm\)",
+    ),
+    "no dataset": (lambda: {"dataset": None}, "no train_dataset"),
+    "model that takes no count": (
+        lambda: {"model": model_that_takes_no_count()},
+        "LlamaForCausalLM takes no num_items_in_batch",
+    ),
+    "loss of a subclass": (lambda: {"kind": OwnLoss}, r"OwnLoss\.compute_loss replaces Trainer's: .*shift_labels"),
+    "loss of a subclass with a variable shift_labels": (
+        lambda: {"kind": OwnLossInTheUsualWords},
+        "compute_loss replaces Trainer's",
+    ),
+    "loss of a subclass that another one calls": (lambda: {"kind": MoreOfOwnLoss}, "compute_loss replaces Trainer's"),
+    "step of a subclass": (lambda: {"kind": OwnStep}, r"OwnStep\.training_step replaces Trainer's: .*shift_labels"),
+    "model made in train()": (
+        lambda: {"trainer": {"model_init": lambda: tiny_model(**SMALL)}},
+        "model_init makes another model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_setting_that_would_make_the_loss_wrong_is_refused_by_name(name: str, make: Callable[..., Trainer]) -> None:
+    arguments, told = REFUSED[name]
+    trainer = make(**arguments())
+    with pytest.raises(ConfigError, match=f"distca_hf cannot be attached to this Trainer: .*{told}"):
+        attach(trainer)
+
+    assert "get_train_dataloader" not in vars(trainer), "a refused Trainer must be left as it was"
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_data_parallelism_in_one_process_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match="DataParallel over 2 GPUs in one process"):
+        attach(trainer)
+
+
+@pytest.mark.parametrize("kind", ["cp", "sp", "tp"])
+def test_ranks_that_share_documents_already_are_refused(kind: str, make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    setattr(trainer, f"get_{kind}_size", lambda: 2)
+    with pytest.raises(ConfigError, match=f"{kind}_size=2"):
+        attach(trainer)
+
+
+def test_loss_put_onto_the_trainer_itself_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    trainer.compute_loss = OwnLoss.compute_loss.__get__(trainer)
+    with pytest.raises(ConfigError, match=r"Trainer\.compute_loss replaces Trainer's"):
+        attach(trainer)
+
+
+def test_subclass_that_calls_trainers_own_loss_is_accepted_and_called(make: Callable[..., Trainer]) -> None:
+    plain, more = make(), make(kind=MoreLoss)
+    for trainer in (plain, more):
+        attach(trainer)
+        trainer.train()
+
+    assert more.calls == 4
+    assert losses(more) == losses(plain)
+
+
+def test_subclass_that_uses_shifted_labels_is_accepted(make: Callable[..., Trainer]) -> None:
+    plain, own = make(max_steps=1), make(max_steps=1, kind=LossOfShiftedLabels)
+    for trainer in (plain, own):
+        attach(trainer)
+        trainer.train()
+
+    assert losses(own) == pytest.approx(losses(plain), rel=1e-6)
+
+
+def test_callback_alone_cannot_sort_packs(make: Callable[..., Trainer]) -> None:
+    plugin = distca_hf.DistCAPlugin(sort_packs=True)
+    with pytest.raises(ConfigError, match=r"sort_packs .* call plugin\.attach\(trainer\) instead"):
+        make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)]})
+
+
+def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.5.*auto_find_batch_size"):
+        attach(make(label_smoothing_factor=0.5, auto_find_batch_size=True))
+
+
+def test_model_and_dataset_are_checked_too(make: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigError, match="attn_implementation='sdpa'"):
+        attach(make(model=tiny_model(implementation="sdpa", **SMALL)))
+    with pytest.raises(UnsupportedAttentionError, match=r"attention dropout 0\.3"):
+        attach(make(model=tiny_model(attention_dropout=0.3, **SMALL)))
+    with pytest.raises(PackingError, match="193 tokens"):
+        attach(make(Dataset.from_dict({"input_ids": [[1] * 193]})))
+
+
+def test_dataset_that_was_padded_or_packed_for_another_loader_is_refused(make: Callable[..., Trainer]) -> None:
+    ids = [[5, 6, 7, 8], [9, 10, 11, 0]]
+    padded = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]]})
+    packed = Dataset.from_dict({"input_ids": ids, "position_ids": [[0, 1, 0, 1], [0, 1, 2, 0]]})
+
+    attach(trainer := make(padded))
+    with pytest.raises(PackingError, match="row 1: attention_mask is 0 at token 3: the dataset is padded"):
+        trainer.train()
+    with pytest.raises(PackingError, match=r"column 'position_ids', .* in a column 'seq_lengths'"):
+        attach(make(packed))
+
+
+def test_padding_collators_that_trainer_itself_chooses_are_accepted(make: Callable[..., Trainer]) -> None:
+    collators = [
+        default_data_collator,
+        DataCollatorWithPadding(tokenizer()),
+        DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    ]
+    for collator in collators:
+        attach(make(trainer={"data_collator": collator}))
+
+
+def test_collator_of_the_users_own_is_not_ignored_without_a_word(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would have chosen what is learnt."""
+
+    def learn_only_long_rows(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        raise AssertionError("not called")
+
+    trainer = make(trainer={"data_collator": learn_only_long_rows})
+    try:
+        attach(trainer)
+    except ConfigError as error:
+        caplog.handler.emit(logging.makeLogRecord({"msg": str(error)}))
+
+    assert "collator" in caplog.text
+
+
+def test_counting_labels_over_all_ranks_is_switched_on_with_a_warning(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(average_tokens_across_devices=False, max_steps=1)
+    attach(trainer)
+    during = record_arguments(trainer)
+    trainer.train()
+
+    assert during == [(True, 1)]
+    assert not trainer.args.average_tokens_across_devices
+    assert "average_tokens_across_devices is switched on" in caplog.text
+
+
+def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
+    attach(make())
+    assert "per_device_train_batch_size" not in caplog.text
+
+    trainer = make(per_device_train_batch_size=4, max_steps=1)
+    attach(trainer)
+    assert "per_device_train_batch_size=4 has no effect: a micro-batch is tokens_per_rank=192 tokens" in caplog.text
+    during = record_arguments(trainer)
+    trainer.train()
+
+    assert during == [(True, 1)]
+    assert trainer.args.per_device_train_batch_size == 4, "another Trainer may share the arguments"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "used", "told"),
+    [(True, None, False, 1), (True, True, True, 0), (True, False, False, 0), (False, None, False, 0)],
+)
+def test_cache_is_not_used_unless_asked_for_and_that_is_told_once(
+    config: bool, given: bool | None, used: bool, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "distca_hf")
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    model = distca_hf.enable(tiny_model(use_cache=config, **SMALL), plugin)
+    for _, batch in zip(range(2), plugin.dataloader(random_dataset(10)), strict=False):
+        output = model(**batch, **({} if given is None else {"use_cache": given}))
+        assert (output.past_key_values is not None) == used
+
+    assert caplog.text.count("config.use_cache=True is not followed for batches with a plan") == told
+
+
+def test_loader_is_the_trainers_and_goes_through_accelerate_untouched(make: Callable[..., Trainer]) -> None:
+    trainer = make(seed=11, data_seed=5)
+    loader = attach(trainer)
+
+    assert isinstance(loader, PlacedLoader)
+    assert trainer.get_train_dataloader() is loader
+    assert trainer.accelerator.prepare(loader) is loader
+    assert Accelerator(cpu=True).prepare(loader) is loader
+    assert loader.state_dict()["seed"] == 5
+    assert loader.dataset is trainer.train_dataset
+    assert Trainer.get_train_dataloader is type(trainer).get_train_dataloader
+
+
+class WhatReportersSee(TrainerCallback):
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def metrics_of(logs: list[dict[str, float]]) -> list[set[str]]:
+    return [{name for name in log if name.startswith("distca")} for log in logs]
+
+
+def test_basic_metrics_are_in_the_history_and_reach_the_reporters(make: Callable[..., Trainer]) -> None:
+    reporter = WhatReportersSee()
+    trainer = make(trainer={"callbacks": [reporter]}, logging_steps=2)
+    attach(trainer)
+    trainer.train()
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+
+    assert [log["step"] for log in steps] == [2, 4]
+    assert metrics_of(steps) == [BASIC_METRICS, BASIC_METRICS]
+    assert metrics_of(reporter.logs) == [BASIC_METRICS, BASIC_METRICS, set()]
+
+
+def test_all_metrics_are_logged_if_asked_for(make: Callable[..., Trainer]) -> None:
+    reporter = WhatReportersSee()
+    trainer = make(trainer={"callbacks": [reporter]}, logging_steps=2)
+    loader = attach(trainer, metrics="all")
+    trainer.train()
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+
+    assert metrics_of(steps) == [ALL_METRICS, ALL_METRICS]
+    assert metrics_of(reporter.logs) == [ALL_METRICS, ALL_METRICS, set()]
+    assert all(log["distca/imbalance"] == log["distca/imbalance_before"] == 1.0 for log in steps)
+    assert all(log["distca/plan_ms"] > 0 for log in steps)
+    assert sum(2 * log["distca/plan_ms"] for log in steps) == pytest.approx(1e3 * loader.times.plan_seconds)
+
+
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_tokens_that_are_not_padding_are_counted(multiple: int, make: Callable[..., Trainer]) -> None:
+    """The pad token ends documents, too; rows of three documents have padding only with the larger multiple."""
+    rows = Dataset.from_dict({"input_ids": [[*range(3, 22), tokenizer().pad_token_id]] * 3})
+    arguments = {"max_steps": 2, "include_num_input_tokens_seen": "non_padding"}
+    trainer = make(rows, trainer={"processing_class": tokenizer()}, **arguments)
+    attach(trainer, pad_to_multiple_of=multiple)
+    trainer.train()
+
+    assert trainer.state.num_input_tokens_seen == 2 * 60
+
+
+def test_packs_on_one_rank_say_that_there_is_nothing_to_balance(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    collator = DataCollatorWithFlattening(return_position_ids=True)
+    trainer = make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)], "data_collator": collator}, max_steps=2)
+    trainer.train()
+
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        f"{distca_hf.__version__}: one rank and packs of its own: there is nothing to balance"
+    ]
+    assert metrics_of(trainer.state.log_history) == [set()] * len(trainer.state.log_history)
+
+
+def test_metrics_report_truncated_documents(make: Callable[..., Trainer]) -> None:
+    trainer = make(Dataset.from_dict({"input_ids": [[1] * 300, [2] * 20, [3] * 200]}), max_steps=1)
+    attach(trainer, overlong="truncate", metrics="all")
+    trainer.train()
+
+    assert trainer.state.log_history[0]["distca/documents_truncated"] == 2.0
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("end", [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 2}])
+def test_training_ends_where_it_should(make: Callable[..., Trainer], accumulation: int, end: dict[str, int]) -> None:
+    trainer = make(gradient_accumulation_steps=accumulation, **end)
+    loader, seen = attach(trainer), record_batches(trainer)
+    per_epoch = -(-len(loader) // accumulation)
+    steps = end["max_steps"] if end["max_steps"] > 0 else 2 * per_epoch
+    trainer.train()
+
+    assert len(loader) % 3, "an epoch must end with a short window"
+    assert trainer.state.global_step == trainer.state.max_steps == steps == len(losses(trainer))
+    epochs, rest = divmod(steps, per_epoch)
+    assert len(seen) == epochs * len(loader) + rest * accumulation
+    assert trainer.state.epoch == pytest.approx(epochs + rest * accumulation / len(loader))
+
+
+def test_micro_batches_are_those_of_the_loader_epoch_after_epoch(make: Callable[..., Trainer]) -> None:
+    dataset = random_dataset(20)
+    trainer = make(dataset, max_steps=-1, num_train_epochs=3, seed=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    loader = distca_hf.DistCAPlugin(tokens_per_rank=192).dataloader(dataset, seed=3)
+    expected = [batch["input_ids"] for _ in range(3) for batch in loader]
+
+    assert all(torch.equal(kwargs["input_ids"], ids) for kwargs, ids in zip(seen, expected, strict=True))
+
+
+def test_training_again_begins_with_the_first_epoch(make: Callable[..., Trainer]) -> None:
+    trainer = make(max_steps=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    trainer.train()
+
+    assert [
+        torch.equal(left["input_ids"], right["input_ids"]) for left, right in zip(seen, seen[3:], strict=False)
+    ] == [True] * 3
+
+
+def test_progress_bar_counts_the_optimizer_steps(make: Callable[..., Trainer]) -> None:
+    totals = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (progress,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
+            totals.append(progress.training_bar.total)
+
+    trainer = make(
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        disable_tqdm=False,
+        trainer={"callbacks": [Look()]},
+    )
+    loader = attach(trainer)
+    trainer.train()
+
+    assert totals == [2 * -(-len(loader) // 2)] * len(totals)
+    assert len(totals) == totals[0]
+
+
+def uneven_labels() -> Dataset:
+    """Documents of which some are learnt wholly, some in part and some not at all."""
+    dataset = random_dataset(60)
+    masks = [[int(at % 5 >= row % 6) for at in range(len(ids))] for row, ids in enumerate(dataset["input_ids"])]
+    return dataset.add_column("completion_mask", masks)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_window_without_any_label_has_loss_zero_and_changes_nothing(
+    make: Callable[..., Trainer], accumulation: int
+) -> None:
+    dataset = random_dataset(40)
+    dataset = dataset.add_column("completion_mask", [[0] * len(ids) for ids in dataset["input_ids"]])
+    settings = {"gradient_accumulation_steps": accumulation, "logging_nan_inf_filter": False, "max_steps": 2}
+    trainer = make(dataset, weight_decay=0.0, **settings)
+    before = copy.deepcopy(trainer.model.state_dict())
+    attach(trainer)
+    trainer.train()
+
+    assert losses(trainer) == [0.0, 0.0]
+    assert [log["grad_norm"] for log in trainer.state.log_history if "loss" in log] == [0.0, 0.0]
+    for name, parameter in trainer.model.state_dict().items():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_label_of_a_window_counts_once(make: Callable[..., Trainer], accumulation: int) -> None:
+    trainer = make(uneven_labels(), gradient_accumulation_steps=accumulation, max_steps=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    labels = [int((kwargs["shift_labels"] != -100).sum()) for kwargs in seen]
+    windows = [labels[at : at + accumulation] for at in range(0, len(labels), accumulation)]
+
+    assert len(set(labels)) > 1
+    assert [int(kwargs["num_items_in_batch"]) for kwargs in seen] == [
+        sum(window) for window in windows for _ in range(accumulation)
+    ]
+
+
+def test_loss_of_a_window_is_the_mean_over_its_labels(make: Callable[..., Trainer]) -> None:
+    trainer = make(uneven_labels(), gradient_accumulation_steps=3, max_steps=1)
+    loader = attach(trainer)
+    model = copy.deepcopy(trainer.model).eval()
+    model.set_attn_implementation("sdpa")
+    total, labels = 0.0, 0
+    for at in range(3):
+        for document in loader.documents(0, at):
+            count = int((document.shift_labels != -100).sum())
+            ids, targets = (torch.from_numpy(x)[None] for x in (document.input_ids, document.labels))
+            if count:
+                total += model(input_ids=ids, labels=targets, num_items_in_batch=1, use_cache=False).loss.item()
+            labels += count
+    trainer.train()
+
+    assert losses(trainer) == pytest.approx([total / labels], rel=1e-5)
+
+
+def test_evaluation_during_training_is_the_trainers_own(make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]]})
+    rows = rows.add_column("labels", rows["input_ids"])
+    trainer = make(
+        trainer={"eval_dataset": rows}, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, max_steps=2
+    )
+    attach(trainer)
+    trainer.train()
+    (evaluated,) = (log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
+    plain = tiny_model(implementation="sdpa", **SMALL).eval()
+    plain.load_state_dict(trainer.model.state_dict())
+    ids = torch.tensor(rows["input_ids"])
+    batches = [plain(ids[:2], labels=ids[:2]).loss.item()] * 2 + [plain(ids[2:], labels=ids[2:]).loss.item()]
+
+    assert evaluated == pytest.approx(sum(batches) / 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_evaluation_has_the_loss_of_sdpa(make: Callable[..., Trainer], side: str) -> None:
+    rows = Dataset.from_dict({"input_ids": [list(range(3, 3 + tokens)) for tokens in (4, 9, 20, 7, 2, 11, 5)]})
+    padding = tokenizer()
+    padding.padding_side = side
+    collator = DataCollatorForLanguageModeling(padding, mlm=False)
+    arguments = {"trainer": {"eval_dataset": rows, "data_collator": collator}, "per_device_eval_batch_size": 3}
+    ours = make(**arguments)
+    theirs = make(model=tiny_model(implementation="sdpa", **SMALL), **arguments)
+    attach(ours)
+    ours.train()
+    theirs.model.load_state_dict(ours.model.state_dict())
+
+    assert collator(list(rows)[:3])["attention_mask"].sum(1).tolist() == [4, 9, 20]
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
+# Optimizer steps after the end of the first epoch.
+PLACES = {"in the first epoch": -1, "at the end of an epoch": 0, "in a later epoch": 1}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_resumed_run_has_the_losses_of_the_uninterrupted_one(
+    make: Callable[..., Trainer], tmp_path: Path, place: str, accumulation: int
+) -> None:
+    dataset = random_dataset(16, lengths=(60, 100, 150))
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": -1, "num_train_epochs": 3}
+    whole = make(dataset, save_strategy="steps", save_steps=1, **settings)
+    loader = attach(whole)
+    whole.train()
+    per_epoch = -(-len(loader) // accumulation)
+    step = per_epoch + PLACES[place]
+    assert per_epoch > 2
+
+    resumed = make(dataset, **settings)
+    attach(resumed)
+    seen = record_batches(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+
+    assert resumed.state.global_step == whole.state.global_step == 3 * per_epoch
+    assert seen, "the resumed run must have trained"
+    assert losses(resumed) == losses(whole)
+    for (name, left), right in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+class Windows(TrainerCallback):
+    """Counts the micro-batches of every optimizer step."""
+
+    def __init__(self, seen: list[dict[str, Any]]) -> None:
+        self.seen = seen
+        self.ends: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends.append(len(self.seen))
+
+    def windows(self) -> list[list[dict[str, Any]]]:
+        return [self.seen[begin:end] for begin, end in pairwise([0, *self.ends])]
+
+
+def several_documents_in_a_micro_batch() -> Dataset:
+    """No two micro-batches hold the same ones, over many epochs."""
+    return random_dataset(48, lengths=(30, 40, 50))
+
+
+def resume_with_another_accumulation(
+    make: Callable[..., Trainer], folder: Path, before: int, after: int, steps: int, more_steps: int
+) -> tuple[list[torch.Tensor], Windows, Trainer]:
+    """Micro-batches trained on before the checkpoint, what was trained on after it, and by which trainer."""
+    dataset = several_documents_in_a_micro_batch()
+    whole = make(dataset, gradient_accumulation_steps=before, max_steps=steps, save_strategy="steps", save_steps=steps)
+    loader, taken = attach(whole, regroup_steps=False), record_batches(whole)
+    whole.train()
+    resumed = make(dataset, gradient_accumulation_steps=after, max_steps=steps + more_steps)
+    attach(resumed, regroup_steps=False)
+    resumed.add_callback(windows := Windows(record_batches(resumed)))
+    resumed.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{steps}"))
+    assert len(loader) == 11
+    return [kwargs["input_ids"] for kwargs in taken], windows, resumed
+
+
+def numbers_in_the_stream(micro_batches: list[torch.Tensor], epochs: int = 5) -> list[int]:
+    """Number of each micro-batch, counted over all epochs of the loader."""
+    loader = distca_hf.DistCAPlugin(tokens_per_rank=192).dataloader(several_documents_in_a_micro_batch(), seed=42)
+    stream = [batch["input_ids"].tolist() for _ in range(epochs) for batch in loader]
+    assert all(stream.count(ids) == 1 for ids in stream)
+    return [stream.index(ids.tolist()) for ids in micro_batches]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1), (2, 3)])
+def test_resuming_with_another_accumulation_continues_at_the_next_micro_batch(
+    make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
+) -> None:
+    taken, windows, _ = resume_with_another_accumulation(make, tmp_path, before, after, steps=2, more_steps=2)
+    later = [kwargs["input_ids"] for kwargs in windows.seen]
+
+    assert len(taken) == 2 * before
+    assert len(later) > after
+    assert numbers_in_the_stream(taken + later) == list(range(len(taken) + len(later)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1), (2, 3)])
+def test_resuming_with_another_accumulation_goes_on_through_later_epochs(
+    make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
+) -> None:
+    """No micro-batch is left out or comes twice, every step is one window, and the last step is `max_steps`."""
+    taken, windows, resumed = resume_with_another_accumulation(make, tmp_path, before, after, steps=7, more_steps=13)
+    later = [kwargs["input_ids"] for kwargs in windows.seen]
+
+    assert resumed.state.global_step == 20
+    assert numbers_in_the_stream(taken + later) == list(range(len(taken) + len(later)))
+    for window in windows.windows():
+        labels = sum(int((kwargs["shift_labels"] != -100).sum()) for kwargs in window)
+        assert {int(kwargs["num_items_in_batch"]) for kwargs in window} == {labels}
+
+
+def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
+    make: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps are not what they were."""
+    whole = make(save_strategy="steps", save_steps=1, max_steps=3)
+    attach(whole)
+    whole.train()
+    resumed = make(max_steps=5)
+    attach(resumed, tokens_per_rank=400)
+    caplog.clear()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+
+    assert "micro-batches held 192 tokens when the position was saved and hold 400 now" in caplog.text
+
+
+READ_WITHOUT_DISTCA = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+assert "distca_hf" not in sys.modules
+torch.save(model(torch.arange(3, 40)[None]).logits.detach(), sys.argv[2])
+print(model.config._attn_implementation)
+"""
+
+
+def test_saved_model_opens_where_distca_is_not(make: Callable[..., Trainer], tmp_path: Path) -> None:
+    trainer = make(max_steps=2)
+    attach(trainer)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    done = subprocess.run(
+        [sys.executable, "-c", READ_WITHOUT_DISTCA, str(tmp_path / "model"), str(tmp_path / "logits.pt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["sdpa"]
+    assert "distca" not in (tmp_path / "model" / "config.json").read_text()
+    logits = trainer.model.eval()(torch.arange(3, 40)[None]).logits
+    assert (torch.load(tmp_path / "logits.pt") - logits).abs().max().item() <= 1e-5
+    assert logits.shape[-1] == VOCABULARY
+
+
+def test_attention_patch_registers_attention_and_mask_and_can_be_undone() -> None:
+    try:
+        attention.revert()
+        assert "distca" not in AttentionInterface()
+        assert "distca" not in AttentionMaskInterface()
+        with pytest.raises(ValueError, match="distca"):
+            tiny_model()
+        attention.revert()
+    finally:
+        attention.apply()
+    assert "distca" in AttentionInterface()
+    assert "distca" in AttentionMaskInterface()
+
+
+def test_patch_says_what_it_changes_and_why() -> None:
+    assert attention.upstream.startswith("transformers.")
+    assert attention.reason
+    versions = [[int(part) for part in version.split(".")] for version in attention.tested]
+    assert versions == sorted(versions)

@@ -1,0 +1,150 @@
+"""Moving tasks: figures on the study's mixes, nodes, capacities, limits of bytes, and bad input."""
+
+import numpy as np
+import pytest
+
+from distca_hf.analysis.baselines.published_greedy import published_greedy
+from distca_hf.cost import TokenBytes
+from distca_hf.errors import ConfigError, PlanError
+from distca_hf.layout import Layout
+from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.rebalance.byte_costs import Prices
+from distca_hf.planning.rebalance.donors import merge_slivers
+from distca_hf.planning.rebalance.strategies import Strategy
+from distca_hf.planning.rebalance.work_limits import Level, work_limits
+from distca_hf.planning.tasks import ALL_HEADS
+from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
+from support.study_lengths import study_layout
+
+
+def largest_bytes(plan: Plan) -> int:
+    between = bytes_between(plan, TokenBytes())
+    return int(max(between.sum(axis=0).max(), between.sum(axis=1).max()))
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+@pytest.mark.parametrize(("num_ranks", "seeds", "most"), [(8, 4, 0.5), (64, 1, 0.45)])
+def test_fewer_bytes_than_the_published_greedy(mix: str, num_ranks: int, seeds: int, most: float) -> None:
+    ratios = []
+    for seed in range(seeds):
+        layout = study_layout(mix, num_ranks, seed)
+        plan = plan_by_moving(layout, 8)
+        greedy = published_greedy(layout.document_tokens, num_ranks, TokenBytes(), 0.0).bytes_between
+        ratios.append(largest_bytes(plan) / max(greedy.sum(axis=0).max(), greedy.sum(axis=1).max()))
+        assert plan.imbalance <= 1.025
+
+    assert np.mean(ratios) <= most
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong", "giant"])
+def test_heads_that_stay_together_are_balanced_as_well(mix: str) -> None:
+    plan = plan_by_moving(study_layout(mix, 8, 0))
+
+    assert plan.imbalance <= 1.025
+    assert np.all(plan.tasks.head == ALL_HEADS)
+
+
+def test_divided_heads_move_fewer_bytes() -> None:
+    layout = study_layout("giant", 8, 0)
+
+    assert largest_bytes(plan_by_moving(layout, 8)) < 0.5 * largest_bytes(plan_by_moving(layout))
+
+
+def test_a_sliver_is_computed_where_its_keys_are() -> None:
+    """A document of 101K tokens, of which packing put 1K on the next rank."""
+    plan = plan_by_moving(fill_in_order([101_000, 99_000], 2), 8)
+    of_sliver = plan.tasks.server[(plan.tasks.document == 0) & (plan.tasks.stop == 101_000)]
+
+    assert set(of_sliver.tolist()) == {0}
+    assert largest_bytes(plan) < 0.2 * largest_bytes(plan_in_place(plan.layout))
+
+
+def test_a_sliver_may_be_merged_for_some_heads() -> None:
+    prices = Prices.opening([False, False], 1.0)
+    strategy = Strategy(merge_heads=0.25)
+    segments = [(0, 100_000, 0), (100_000, 101_000, 1)]
+
+    first, second = merge_slivers(7, segments, 8, TokenBytes(), prices, strategy)
+    assert (first.server, first.start, first.own_stop, first.stop) == (0, 0, 100_000, 101_000)
+    assert first.tops == [101_000] * 2 + [100_000] * 6
+    assert (second.server, second.start, second.stop) == (1, 100_000, 101_000)
+    assert second.tops == [100_000] * 2 + [101_000] * 6
+
+
+def test_a_document_that_goes_on_is_merged_for_all_heads() -> None:
+    prices = Prices.opening([False] * 3, 1.0)
+    segments = [(0, 100_000, 0), (100_000, 101_000, 1), (101_000, 201_000, 2)]
+
+    first, second = merge_slivers(7, segments, 8, TokenBytes(), prices, Strategy(merge_heads=0.25))
+    assert (first.stop, first.tops) == (101_000, [101_000] * 8)
+    assert (second.server, second.start, second.tops) == (2, 101_000, [201_000] * 8)
+
+
+def test_nodes_level_among_themselves_first() -> None:
+    """Two nodes, each with one long document: nothing has to travel between them."""
+    layout = Layout.from_packs([[60_000], [10], [10], [60_000], [10], [10]])
+    topology = Topology(6, 3)
+    between = bytes_between(plan_by_moving(layout, 8, topology=topology), TokenBytes())
+
+    assert between[:3, 3:].sum() == between[3:, :3].sum() == 0
+
+
+def test_a_node_gives_what_it_has_too_much() -> None:
+    level = Level.of([10, 2, 1, 1], [4.0, 4.0, 4.0, 4.0])
+    across = level.between_nodes(Topology(4, 2))
+
+    assert across == Level({0: 4.0}, {2: 3.0, 3: 3.0})
+
+
+def test_dedicated_servers_compute_everything() -> None:
+    layout = Layout.from_packs([[9000, 50, 1], [200] * 40, [], []])
+    plan = plan_by_moving(layout, 8, capacities=[0, 0, 1, 3])
+    plan.validate()
+
+    assert plan.work[:2].sum() == 0
+    assert plan.work[3] / plan.work[2] == pytest.approx(3, rel=0.1)
+
+
+def test_tolerance_is_on_the_largest_rank() -> None:
+    np.testing.assert_allclose(work_limits(1000, 4, None, 0.02), [255] * 4)
+    np.testing.assert_allclose(work_limits(1000, 3, [0, 1, 4], 0.0), [0, 200, 800])
+
+
+def test_a_limit_of_bytes_is_kept_at_the_price_of_balance() -> None:
+    layout = study_layout("prolong", 8, 1)
+    free = plan_by_moving(layout, 8)
+    limit = largest_bytes(free) * 2 // 3
+    tight = plan_by_moving(layout, 8, bytes_limit=limit)
+
+    assert largest_bytes(tight) <= limit
+    assert free.imbalance < tight.imbalance < plan_in_place(layout).imbalance
+    assert plan_by_moving(layout, 8, bytes_limit=largest_bytes(free)).fingerprint == free.fingerprint
+
+
+def test_a_limit_that_no_plan_meets_says_what_would_do() -> None:
+    layout = fill_in_order([100_000], 2)
+    with pytest.raises(PlanError, match=r"rank 0 has to send .* bytes_limit=1000;") as error:
+        plan_by_moving(layout, 8, bytes_limit=1000)
+    smallest = int(str(error.value).split("Set bytes_limit to at least ")[1].split(",")[0])
+
+    assert largest_bytes(plan_by_moving(layout, 8, bytes_limit=smallest)) <= smallest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacities": [1]}, "1 numbers for 2 ranks"),
+        ({"capacities": [1, -1]}, "rank 1 is -1.0"),
+        ({"capacities": [1, float("nan")]}, "rank 1 is nan"),
+        ({"capacities": [0, 0]}, "of all 2 ranks are 0"),
+        ({"topology": Topology(4, 2)}, "4 ranks, the layout 2"),
+        ({"head_groups": 0}, "head_groups=0"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_by_moving(Layout.from_packs([[10], [20]]), **arguments)

@@ -1,0 +1,219 @@
+"""What came from other ranks is kept until backward within a budget, on all ranks alike; the rest is fetched again."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+import distca_hf
+from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.placement.place import place
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.transfers import key_transfers
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.retention import Retention, kept_bytes, received_bytes
+from distca_hf.testing.loopback import run_ranks
+from support.checkpointing import checkpointing_arguments
+from support.data import random_dataset
+from support.models import tiny_model
+from support.parity import SPEC, live_plan
+from support.plans import NUM_RANKS, anywhere, divided, placed, striped
+
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
+KEY_BYTES = 4 * KV_HEADS * (DIM + VALUE_DIM)
+QUERY_BYTES = 4 * HEADS * (DIM + VALUE_DIM + 1)
+GIB = 2**30
+
+
+def tensors(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
+    return [torch.randn(tokens, *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def plan_of(facts: dict[str, Any], **settings: Any) -> LivePlan:
+    """A live plan of which nothing but facts and settings is looked at."""
+    live = live_plan(place([5], 1), LocalTransport(), DistCAConfig(**settings))
+    numbers: dict[str, Any] = {
+        "num_documents": 1,
+        "longest_document_tokens": 5,
+        "work": (),
+        "work_before": (),
+        "key_rows_sent": (),
+    }
+    live.facts = PlanFacts(**numbers | facts)
+    live.retention = Retention(live.config, live.facts)
+    return live
+
+
+RECEIVED = {"key_rows_received": (10, 700, 0), "remote_query_rows": (90, 20, 0)}
+MOST = max(10 * KEY_BYTES + 90 * QUERY_BYTES, 700 * KEY_BYTES + 20 * QUERY_BYTES)
+
+
+# --- the decision
+
+
+@pytest.mark.parametrize("layers", [1, 3, 32])
+@pytest.mark.parametrize(("spare", "keeps"), [(0, True), (1, True), (-1, False)])
+def test_auto_keeps_what_fits_the_budget_in_all_layers_that_hold_something(
+    layers: int, spare: int, keeps: bool
+) -> None:
+    live = plan_of(RECEIVED, kv_budget_gib=(layers * MOST + spare) / GIB)
+    live.retention.layers_kept = layers
+
+    assert kept_bytes(live.facts, *tensors(5)) == MOST
+    assert live.retention.keeps_received(*tensors(5)) == keeps
+
+
+@pytest.mark.parametrize(("setting", "keeps"), [("keep", True), ("refetch", False)])
+def test_other_settings_do_not_look_at_the_budget(setting: str, keeps: bool) -> None:
+    for budget in (0.0, 100.0):
+        live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=budget)
+        assert live.retention.keeps_received(*tensors(5)) == keeps
+
+
+def test_without_a_budget_only_nothing_is_kept() -> None:
+    assert not plan_of(RECEIVED, kv_budget_gib=0).retention.keeps_received(*tensors(5))
+    assert plan_of({"key_rows_received": (0,), "remote_query_rows": (0,)}, kv_budget_gib=0).retention.keeps_received(
+        *tensors(5)
+    )
+
+
+def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
+    """Backward of a layer must know what its forward did, whatever has changed."""
+    live = plan_of(RECEIVED, kv_budget_gib=MOST / GIB)
+    assert live.retention.keeps_received(*tensors(5))
+    live.retention.layers_kept = 100
+
+    assert live.retention.keeps_received(*tensors(5))
+
+
+def test_rows_of_one_group_of_heads_are_parts_of_tokens() -> None:
+    whole = kept_bytes(plan_of(RECEIVED).facts, *tensors(5))
+
+    assert kept_bytes(plan_of(RECEIVED | {"rows_per_token": 2}).facts, *tensors(5)) == whole // 2
+
+
+def test_half_precision_keeps_log_sum_exps_in_fp32() -> None:
+    facts = {"key_rows_received": (1,), "remote_query_rows": (1,)}
+    bytes_of_both = 2 * KV_HEADS * (DIM + VALUE_DIM) + HEADS * (2 * (DIM + VALUE_DIM) + 4)
+
+    assert kept_bytes(plan_of(facts).facts, *tensors(5, torch.bfloat16)) == bytes_of_both
+
+
+def test_a_plan_may_be_used_for_inference_before_training() -> None:
+    """Reference log-probabilities on the batch that is trained on next."""
+    live = plan_of({"key_rows_received": (0,), "remote_query_rows": (0,)}, kv_residency="refetch", kernel="reference")
+    inputs = tensors(5)
+    with torch.inference_mode():
+        expected, *_ = flash_attn(*inputs, SPEC, live.handle)
+    out, *_ = flash_attn(*inputs, SPEC, live.handle)
+    out.sum().backward()
+
+    assert torch.equal(out, expected)
+    assert inputs[0].grad is not None
+
+
+# --- what waits for recomputation
+
+
+def test_the_budget_counts_received_rows_of_all_calls() -> None:
+    most = 700 * KEY_BYTES + 20 * 4 * HEADS * DIM
+    for spare, waits in ((0, True), (-1, False)):
+        live = plan_of(RECEIVED, kv_budget_gib=(7 * most + spare) / GIB)
+        live.retention.attention_calls = 7
+
+        assert received_bytes(live.facts, *tensors(5)) == most
+        assert live.retention.waits_for_recomputation(*tensors(5)) == waits
+        live.retention.attention_calls = 1000
+        assert live.retention.waits_for_recomputation(*tensors(5)) == waits  # the first layer decides for all
+
+
+@pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
+def test_other_settings_decide_alone(setting: str, waits: bool) -> None:
+    live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=0)
+
+    assert live.retention.waits_for_recomputation(*tensors(5)) == waits
+
+
+# --- what is really kept
+
+
+def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[int, int, bool, int]]:
+    """Of each rank: bytes of a layer by the facts and in truth, what was decided, exchanges of backward."""
+
+    def run(transport: Transport) -> tuple[int, int, bool, int]:
+        live = live_plan(plan.layout, transport, DistCAConfig(kernel="reference", **settings), plan=plan)
+        live.retention.layers_kept = layers
+        held = tensors(int(plan.layout.rank_rows[transport.rank]))
+        out, _, *kept = flash_attn(*held, SPEC, live.handle)
+        before = transport.traffic.exchanges
+        out.sum().backward()
+        assert live.retention.keeps is not None
+        really = sum(x.nbytes for x in kept)
+        return kept_bytes(live.facts, *held), really, live.retention.keeps, transport.traffic.exchanges - before
+
+    return run_ranks(NUM_RANKS, run)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("make", [placed, anywhere, divided, striped])
+def test_facts_say_what_the_rank_that_receives_most_keeps(make: Callable[[int], Plan], seed: int) -> None:
+    told, kept, _, _ = zip(*run_one_layer(make(seed), kv_residency="keep"), strict=True)
+
+    assert set(told) == {max(kept)}
+
+
+@pytest.mark.parametrize("make", [placed, anywhere, divided, striped])
+def test_nothing_is_kept_that_is_fetched_again(make: Callable[[int], Plan]) -> None:
+    for _, kept, keeps, _ in run_one_layer(make(1), kv_residency="refetch"):
+        assert (kept, keeps) == (0, False)
+
+
+@pytest.mark.parametrize("layers", [1, 7])
+@pytest.mark.parametrize("make", [placed, anywhere, divided, striped])
+def test_ranks_decide_alike_and_exchange_alike(make: Callable[[int], Plan], layers: int) -> None:
+    """Also those that receive nothing: around the budget all fetch again, or none."""
+    plan = next(plan for plan in map(make, count()) if len(key_transfers(plan)))
+    most = run_one_layer(plan)[0][0]
+    moves = 2 * plan.moves_queries
+    for spare, keeps in ((0, True), (-1, False)):
+        ranks = run_one_layer(plan, layers, kv_budget_gib=(layers * most + spare) / GIB)
+        assert most > 0
+        assert [decided for _, _, decided, _ in ranks] == [keeps] * NUM_RANKS
+        assert [exchanges for *_, exchanges in ranks] == [(1 if keeps else 2) + moves] * NUM_RANKS
+        assert any(kept for _, kept, _, _ in ranks) == keeps
+
+
+# --- layers that count
+
+
+@pytest.mark.parametrize(
+    ("form", "setting", "layers_kept"),
+    [
+        ("", "save", 4),
+        ("", "recompute", 4),
+        ("non-reentrant", "save", 4),
+        ("non-reentrant", "offload", 4),
+        ("non-reentrant", "recompute", 1),
+        ("reentrant", "save", 1),
+        ("selective", "recompute", 4),
+    ],
+)
+def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any, layers_kept: int) -> None:
+    model = tiny_model(num_hidden_layers=4).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192, checkpointed_attention=setting)
+    distca_hf.enable(model, plugin)
+    arguments = checkpointing_arguments(form)
+    if arguments["gradient_checkpointing"]:
+        model.gradient_checkpointing_enable(arguments["gradient_checkpointing_kwargs"])
+    batch = next(iter(plugin.dataloader(random_dataset())))
+    model(**batch).loss.backward()
+
+    assert batch["distca_plan"].forward_calls == (8 if layers_kept == 1 else 4)
+    assert batch["distca_plan"].retention.layers_kept == layers_kept
