@@ -27,8 +27,8 @@ from distca_hf.version import __version__
 if TYPE_CHECKING:
     from distca_hf.batches.loader import PlacedLoader
     from distca_hf.integrations.models.enable import enable
-    from distca_hf.integrations.plugin import DistCAPlugin
     from distca_hf.integrations.trainer.callback import DistCACallback
+    from distca_hf.plugin import DistCAPlugin
 
 __all__ = [
     "ConfigError",
@@ -52,7 +52,7 @@ __all__ = [
 # Loaded when first used, so that planning needs no torch and the launcher runs before anything reads the environment.
 _LAZY = {
     "DistCACallback": "distca_hf.integrations.trainer.callback",
-    "DistCAPlugin": "distca_hf.integrations.plugin",
+    "DistCAPlugin": "distca_hf.plugin",
     "PlacedLoader": "distca_hf.batches.loader",
     "enable": "distca_hf.integrations.models.enable",
 }

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.analysis.bounds.placed import key_tokens_bound
 from distca_hf.analysis.plan_request import PlanRequest
-from distca_hf.planning.bounds import bytes_bound
 from distca_hf.planning.plan import Plan
 
 

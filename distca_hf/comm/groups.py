@@ -16,6 +16,11 @@ from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError, PeerLostError
 
 
+def world_size() -> int:
+    """Returns the number of ranks that train together: those of the initialised process group, or this one alone."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def open_transport(
     device: torch.device, timeout_seconds: float, agreement_timeout_seconds: float | None = None
 ) -> Transport:
@@ -30,14 +35,12 @@ def open_transport(
         ConfigError: several processes were launched, but no process group is initialised yet.
         PeerLostError: some ranks did not come; names them.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        if launched_world_size() > 1:
-            raise ConfigError(
-                f"{launched_world_size()} processes were launched, but torch.distributed is not initialised; create "
-                "the Accelerator, TrainingArguments or process group before the data loader"
-            )
-        return LocalTransport()
-    if dist.get_world_size() == 1:
+    if launched_world_size() > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{launched_world_size()} processes were launched, but torch.distributed is not initialised; create "
+            "the Accelerator, TrainingArguments or process group before the data loader"
+        )
+    if world_size() == 1:
         return LocalTransport()
     # No public accessor; every backend's rendezvous goes through it.
     rollcall = RollCall(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())

@@ -2,9 +2,9 @@
 
 Gradients of the micro-steps of one optimizer step are summed, so within it documents may change places freely, and
 micro-steps need not have equal work: only the ranks of each one. Long documents are put together. Among documents like
-itself a long one is no more than a rank's work, so that it is cut less or not at all, and micro-steps of short documents
-move nothing. Sorting does it: the first micro-step takes the longest documents that fit, and so on. Where placements
-show that this does not move less, all micro-steps get the same mix, or documents stay where they came.
+itself a long one is no more than a rank's work, so that it is cut less or not at all, and micro-steps of short
+documents move nothing. Sorting does it: the first micro-step takes the longest documents that fit, and so on. Where
+placements show that this does not move less, all micro-steps get the same mix, or documents stay where they came.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class MicroBatches(Protocol):
 class RegroupedEpoch:
     """An epoch whose long documents train together, as far as optimizer steps allow.
 
-    Every `micro_steps` micro-batches are one optimizer step; those at the ends of the epoch may be shorter. A step holds
-    the same documents as before.
+    Every `micro_steps` micro-batches are one optimizer step; those at the ends of the epoch may be shorter. A step
+    holds the same documents as before.
 
     Args:
         epoch: micro-batches as they were packed.

@@ -8,10 +8,10 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distca_hf.batches.local_documents import Documents
+from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.layer_window import check_window, name_of, shortest_window
 from distca_hf.integrations.mask import RowMask
@@ -153,14 +153,12 @@ def _one_dtype(
 
 def _warn_of_forgetting(module: nn.Module, packed: bool) -> None:
     """Warns where a model trains that was never enabled, and it makes a difference. Python shows a warning once."""
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if world_size == 1 and not packed:
+    ranks = world_size()
+    if ranks == 1 and not packed:
         return
-    consequence = (
-        "each attends to its own batch alone, and nothing is balanced" if world_size > 1 else "nothing is checked"
-    )
+    consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"
     warnings.warn(
-        f"a model with {type(module).__name__} trains with distca on {world_size} rank(s), but was not enabled: "
+        f"a model with {type(module).__name__} trains with distca on {ranks} rank(s), but was not enabled: "
         f"{consequence}. Call plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a "
         "DistCACallback(plugin)",
         stacklevel=3,

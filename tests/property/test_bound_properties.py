@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.analysis.bounds.lines import keys_worth, slopes
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.bounds import bytes_bound
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving

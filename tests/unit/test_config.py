@@ -21,7 +21,7 @@ from distca_hf.config import (
     unknown_environment_settings,
 )
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.plugin import DistCAPlugin
+from distca_hf.plugin import DistCAPlugin
 
 
 NAMES = [field.name for field in dataclasses.fields(DistCAConfig)]

@@ -1,26 +1,21 @@
 """Enabling: a model is checked once, and from then on watched in every forward pass."""
 
-from typing import TYPE_CHECKING
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from distca_hf.comm.groups import default_device
+from distca_hf.comm.groups import default_device, world_size
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_watch import WATCH, ForwardWatch, watch_of
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
-
-if TYPE_CHECKING:
-    from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
 
 
-def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: int | None = None) -> nn.Module:
+def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: int | None = None) -> nn.Module:
     """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
     `accelerator.prepare`).
 
@@ -43,8 +38,7 @@ def enable(model: nn.Module, plugin: "DistCAPlugin", longest_document_tokens: in
         UnsupportedAttentionError: the model would compute something else than its own attention; says what.
         ConfigError: the model was not loaded for distca.
     """
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size
+    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size()
     check_model(model, longest, plugin.kernel, default_device())
     inner = transformers_model(model)
     earlier = watch_of(inner)

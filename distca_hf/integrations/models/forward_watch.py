@@ -5,16 +5,16 @@ right before its forward pass.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.mask_numbers import check_mask_numbers
 from distca_hf.batches.packed import PackPlanner, fill_empty, tokens_of
 from distca_hf.batches.run_report import RunReport
+from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.checkpointing.policies import (
@@ -34,12 +34,10 @@ from distca_hf.integrations.models.parts import (
     names_by_position,
     transformers_model,
 )
+from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
-
-if TYPE_CHECKING:
-    from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
 
@@ -65,7 +63,7 @@ class ForwardWatch:
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
-    def __init__(self, root: nn.Module, plugin: "DistCAPlugin") -> None:
+    def __init__(self, root: nn.Module, plugin: ParallelContext) -> None:
         self.root, self.plugin = root, plugin
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
@@ -161,8 +159,7 @@ class ForwardWatch:
         the model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca"."""
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.plugin.evaluate == "distca"
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return not several or not (trains or evaluates) or batch.get("past_key_values") is not None
+        return world_size() == 1 or not (trains or evaluates) or batch.get("past_key_values") is not None
 
     def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""

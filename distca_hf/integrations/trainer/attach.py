@@ -4,7 +4,7 @@ alone."""
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import Trainer
@@ -17,6 +17,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.integrations.placed_loader import placed_loader
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback
 from distca_hf.integrations.trainer.check import arguments_without_effect, packed_by, wrong_settings
@@ -26,16 +27,14 @@ from distca_hf.integrations.trainer.console import print_in_short
 from distca_hf.integrations.trainer.evaluation import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.trainer.resuming import Resuming
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
+from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
-
-if TYPE_CHECKING:
-    from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
 
 
-def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
+def attach(trainer: Trainer, plugin: ParallelContext) -> None:
     """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
     packs and Trainer's loader: then attention tasks move between ranks.
 
@@ -71,7 +70,7 @@ def attach(trainer: Trainer, plugin: "DistCAPlugin") -> None:
         raise
 
 
-def _keep_packs(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:
+def _keep_packs(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
     """Leaves batches to the Trainer."""
     if plugin.sort_packs:
         attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer))
@@ -81,7 +80,7 @@ def _keep_packs(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment
     _add_callbacks(plugin, attachment, callback)
 
 
-def _place(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:
+def _place(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
     """Gives the Trainer placed batches."""
     args = trainer.args
     _set_arguments(trainer, plugin, attachment)
@@ -141,7 +140,7 @@ def _train_from_whole_checkpoint(
     return train(resume_from_checkpoint, *args, **kwargs)
 
 
-def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachment) -> None:
+def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
     """Sets arguments that placed batches need, and names those that have no effect on them."""
     args = trainer.args
     if not args.average_tokens_across_devices:
@@ -164,10 +163,11 @@ def _set_arguments(trainer: Trainer, plugin: "DistCAPlugin", attachment: Attachm
         )
 
 
-def _training_loader(trainer: Trainer, plugin: "DistCAPlugin") -> PlacedLoader:
+def _training_loader(trainer: Trainer, plugin: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
     args = trainer.args
-    return plugin.dataloader(
+    return placed_loader(
+        plugin,
         _dataset(trainer),
         seed=args.seed if args.data_seed is None else args.data_seed,
         device=args.device,
@@ -191,11 +191,12 @@ def _report_loss_only(
     return evaluate(dataloader, description, True, *args, **kwargs)
 
 
-def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -> PlacedLoader:
+def _evaluation_loader(trainer: Trainer, plugin: ParallelContext, dataset: Any) -> PlacedLoader:
     """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
-    return plugin.dataloader(
+    return placed_loader(
+        plugin,
         dataset,
         shuffle=False,
         device=trainer.args.device,
@@ -204,7 +205,7 @@ def _evaluation_loader(trainer: Trainer, plugin: "DistCAPlugin", dataset: Any) -
     )
 
 
-def _add_callbacks(plugin: "DistCAPlugin", attachment: Attachment, callback: DistCACallback) -> None:
+def _add_callbacks(plugin: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:
     """Adds metrics before the callbacks that report them, and leaving behind all others."""
     if plugin.metrics == "basic":
         print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -18,12 +18,10 @@ from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
 from distca_hf.integrations.trainer.console import print_in_short
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.integrations.trainer.weights_check import WeightsCheck
+from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
-
-if TYPE_CHECKING:
-    from distca_hf.integrations.plugin import DistCAPlugin
 
 log = get_logger(__name__)
 
@@ -47,7 +45,7 @@ class DistCACallback(TrainerCallback):
         loader: the placed loader of this training; None if its batches come from elsewhere.
     """
 
-    def __init__(self, plugin: "DistCAPlugin", loader: PlacedLoader | None = None) -> None:
+    def __init__(self, plugin: ParallelContext, loader: PlacedLoader | None = None) -> None:
         self._plugin = plugin
         self._loader = loader
         self._model: Any = None

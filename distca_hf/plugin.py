@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.comm.checked import CheckedTransport
-from distca_hf.comm.groups import default_device, open_transport
-from distca_hf.comm.transport import Transport
 from distca_hf.comm.uncaught import show_errors_once
-from distca_hf.config import DistCAConfig, unknown_environment_settings
+from distca_hf.config import unknown_environment_settings
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.attention_shape import head_groups_of
+from distca_hf.integrations.placed_loader import placed_loader
+from distca_hf.parallel_context import ParallelContext
 from distca_hf.setting_help import describe_settings
 from distca_hf.telemetry import get_logger
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class DistCAPlugin(DistCAConfig):
+class DistCAPlugin(ParallelContext):
     """Core attention disaggregation for a training run.
 
     ```python
@@ -38,7 +36,6 @@ class DistCAPlugin(DistCAConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._transports: dict[torch.device, Transport] = {}
         for name, meant in unknown_environment_settings().items():
             hint = f" (did you mean {meant}?)" if meant else ""
             log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)
@@ -72,42 +69,7 @@ class DistCAPlugin(DistCAConfig):
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
-        target = default_device() if device is None else torch.device(device)
-        head_groups = 1 if model is None else head_groups_of(model)
-        transport = self.transport(target)
-        return PlacedLoader(
-            dataset,
-            self,
-            transport,
-            target,
-            seed,
-            shuffle,
-            prefetch,
-            head_groups,
-            micro_steps,
-            unlearnt_token,
-        )
-
-    def transport(self, device: torch.device) -> Transport:
-        """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        elif device.type == "cpu":
-            device = torch.device("cpu")  # "cpu:0" is the same
-        if device not in self._transports:
-            opened = open_transport(device, self.exchange_timeout_seconds, self.agreement_timeout_seconds)
-            _check_accelerate(opened)
-            self._transports[device] = opened if not self.check_exchanges else CheckedTransport(opened)
-        return self._transports[device]
-
-    def close(self) -> None:
-        """Ends the process groups that this plugin opened; models and loaders that follow it cannot run any more.
-
-        Not needed in a script: groups are ended with the process. Of use in a program that goes on afterwards.
-        """
-        for transport in self._transports.values():
-            transport.close()
-        self._transports.clear()
+        return placed_loader(self, dataset, seed, shuffle, device, prefetch, model, micro_steps, unlearnt_token)
 
     def attach(self, trainer: "Trainer") -> None:
         """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.
@@ -116,7 +78,7 @@ class DistCAPlugin(DistCAConfig):
             ConfigError: it is no Trainer, or is set up in a way that would make the loss wrong.
             UnsupportedAttentionError: the model cannot run on distca.
         """
-        from transformers import Trainer
+        from transformers import Trainer  # slow to import, and a loop of one's own does without
 
         from distca_hf.integrations.trainer.attach import attach
 
@@ -140,22 +102,3 @@ class DistCAPlugin(DistCAConfig):
 
 
 DistCAPlugin.__doc__ = describe_settings(DistCAPlugin)
-
-
-def _check_accelerate(transport: Transport) -> None:
-    """Refuses to share documents between ranks that Accelerate does not train together.
-
-    Raises:
-        ConfigError: Accelerate runs one process alone, though several were launched.
-    """
-    from accelerate import PartialState
-
-    if not PartialState._shared_state:  # without Accelerate, the maker of the process group synchronises gradients
-        return
-    processes = PartialState().num_processes
-    if processes != transport.world_size:
-        raise ConfigError(
-            f"{transport.world_size} processes are in the process group, but Accelerate trains {processes} together: "
-            "gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), Accelerator(cpu=True) "
-            "or ACCELERATE_USE_CPU=true"
-        )
