@@ -18,7 +18,7 @@ import torch
 
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.prefetch import Ahead
+from distca_hf.batches.prefetch import Prefetcher
 from distca_hf.batches.prepare import Cursor, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
 from distca_hf.batches.shared_facts import shared_facts
@@ -238,7 +238,7 @@ class PlacedLoader:
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
-        with closing(Ahead(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
+        with closing(Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
                     self.contents  # noqa: B018  read before the first micro-batch

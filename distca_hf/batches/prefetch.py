@@ -1,4 +1,4 @@
-"""Ahead: runs an iterator in a background thread and hands its items over in order."""
+"""Prefetch: runs an iterator in a background thread and hands its items over in order."""
 
 import queue
 import threading
@@ -25,7 +25,7 @@ class _End:
     """The last thing in the queue."""
 
 
-class Ahead(Generic[Item]):
+class Prefetcher(Generic[Item]):
     """Items of `make()`, up to `depth` of them made before they are asked for.
 
     The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main

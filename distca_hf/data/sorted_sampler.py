@@ -13,7 +13,7 @@ from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
 
 
-class SortedPacks:
+class SortedPackSampler:
     """A sampler: indices of a shuffled dataset, sorted within the packs of each optimizer step.
 
     Args:

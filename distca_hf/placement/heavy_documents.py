@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from distca_hf.cost import Work
 from distca_hf.placement.accordion import Goal, deal, largest
 from distca_hf.placement.longest_first import hand_out_whole
-from distca_hf.placement.piece_pool import Line, Piece, piece_of
+from distca_hf.placement.piece_pool import Piece, PiecePool, piece_of
 
 
 # A document of this part of a rank's work is heavy: what is nearly a rank's work leaves room for the lightest tokens
@@ -74,7 +74,7 @@ def _dealt(
     ]
     if any(goal.tokens < 0 or goal.work < 0 for goal in to_fill):
         return None
-    filled, excess = hand_out_whole(Line(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
+    filled, excess = hand_out_whole(PiecePool(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
     if max(map(abs, excess)) > off:
         return None
     shares: list[list[Piece]] = []
@@ -82,9 +82,9 @@ def _dealt(
         if len(of_group) == 1:
             shares.append([piece, *others])
             continue
-        line = Line([*_parted(piece, work, HEAD * of_group[0].load), *others], work)
+        pool = PiecePool([*_parted(piece, work, HEAD * of_group[0].load), *others], work)
         in_proportion = [replace(goal, work=goal.work + more * goal.load) for goal in of_group]
-        shares += deal(line, in_proportion, off=off - abs(more))
+        shares += deal(pool, in_proportion, off=off - abs(more))
     return shares
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
 from distca_hf.placement.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
-from distca_hf.placement.piece_pool import Line, Piece, joined, work_of
+from distca_hf.placement.piece_pool import Piece, PiecePool, joined, work_of
 
 
 # A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
@@ -25,12 +25,14 @@ CLOSE = 0.9
 FINISH = 1 / 2
 
 
-def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float) -> list[list[Piece]]:
-    """Deals a whole line out, long pieces whole wherever they fit.
+def deal_whole(
+    pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
+) -> list[list[Piece]]:
+    """Deals a whole pool out, long pieces whole wherever they fit.
 
     Args:
-        line: what there is to deal; it is empty afterwards.
-        goals: what each share is to get. Their tokens sum to those of the line, their work to its work.
+        pool: what there is to deal; it is empty afterwards.
+        goals: what each share is to get. Their tokens sum to those of the pool, their work to its work.
         short_tokens: documents up to this length are short.
         alike: shares are served one after the other if the mean costs of what they need of short documents differ by
             this part at most.
@@ -40,58 +42,58 @@ def deal_whole(line: Line, goals: Sequence[Goal], short_tokens: int, off: float,
         The pieces of each share.
     """
     if len(goals) == 1:
-        return [line.take_all()]
-    shares, excess = hand_out_whole(line, goals, short_tokens, off, alike)
+        return [pool.take_all()]
+    shares, excess = hand_out_whole(pool, goals, short_tokens, off, alike)
     if max(map(abs, excess)) > off:
-        return deal(Line(joined(list(chain.from_iterable(shares))), line.work), goals, off=min(off, OFF))
+        return deal(PiecePool(joined(list(chain.from_iterable(shares))), pool.work), goals, off=min(off, OFF))
     return shares
 
 
 def hand_out_whole(
-    line: Line, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
+    pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
 ) -> tuple[list[list[Piece]], list[float]]:
     """As `deal_whole`, but nothing is dealt anew if shares miss their work: the pieces of each, and the part of its
     work that it has too much."""
-    shares, left = _hand_out_long(line, goals, short_tokens)
+    shares, left = _hand_out_long(pool, goals, short_tokens)
     excess = [0.0] * len(goals)
-    for share, short in _finish(line, dict(enumerate(left)), off * FINISH, alike).items():
+    for share, short in _finish(pool, dict(enumerate(left)), off * FINISH, alike).items():
         shares[share] += short
         excess[share] = (work_of(short) - left[share].work) / max(1.0, left[share].load)
     return shares, excess
 
 
-def _hand_out_long(line: Line, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
-    """Takes the long pieces off a line: what each share gets of them, and what it is still to get."""
+def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
+    """Takes the long pieces off a pool: what each share gets of them, and what it is still to get."""
     shares: list[list[Piece]] = [[] for _ in goals]
     need = _Need(goals)
     tokens_left = sum(goal.tokens for goal in goals)
-    light_cost = _light_cost(line, goals)
-    while (piece := line.densest) is not None and piece[3] > short_tokens:
-        mean_cost = line.work_left / tokens_left
+    light_cost = _light_cost(pool, goals)
+    while (piece := pool.densest) is not None and piece[3] > short_tokens:
+        mean_cost = pool.work_left / tokens_left
         share = need.neediest(mean_cost)
         if share is None:
             break
         _, _, start, stop, work = piece
         if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost)):
-            shares[share].append(line.take_densest())
+            shares[share].append(pool.take_densest())
             need.reduce(share, stop - start, work)
             tokens_left -= stop - start
             continue
-        take = need.fitting_tail(share, line)
+        take = need.fitting_tail(share, pool)
         if take < min(stop - start, short_tokens):
             need.close(share)
             continue
-        shares[share].append(line.take_tail(line.indices[-1], take))
+        shares[share].append(pool.take_tail(pool.indices[-1], take))
         need.reduce(share, take, shares[share][-1][4])
         tokens_left -= take
     return shares, need.goals()
 
 
-def _light_cost(line: Line, goals: Sequence[Goal]) -> float:
-    """Mean cost of the lightest tokens of a line, as many as any share is to get: of fewer it is no more, and it does
+def _light_cost(pool: PiecePool, goals: Sequence[Goal]) -> float:
+    """Mean cost of the lightest tokens of a pool, as many as any share is to get: of fewer it is no more, and it does
     not rise while tails are taken."""
     most = max(goal.tokens for goal in goals)
-    return line.light_work(most) / max(1, most)
+    return pool.light_work(most) / max(1, most)
 
 
 class _Need:
@@ -133,23 +135,23 @@ class _Need:
         rest_tokens = self._tokens[share] - (stop - start)
         return rest_tokens >= 0 and self._work[share] - work >= cost * rest_tokens
 
-    def fitting_tail(self, share: int, line: Line) -> int:
-        """Tokens of the densest piece, or of its largest tail, that fit a share: after that the line still has tokens
+    def fitting_tail(self, share: int, pool: PiecePool) -> int:
+        """Tokens of the densest piece, or of its largest tail, that fit a share: after that the pool still has tokens
         light enough for it, also together with all shares that need tokens as light, and with all that need lighter
         ones than the mean."""
-        _, document, start, stop, _ = line.piece(line.indices[-1])
+        _, document, start, stop, _ = pool.piece(pool.indices[-1])
         whole, tokens, work = stop - start, self._tokens[share], self._work[share]
-        mean_cost = line.work_left / sum(self._tokens)
+        mean_cost = pool.work_left / sum(self._tokens)
         lighter = _Lighter([(self._tokens[s], self._work[s]) for s in range(len(self._tokens)) if s != share])
 
         def fits(tiles: int) -> bool:
             cut = max(start, stop - tiles * TILE_TOKENS)
-            rest_tokens, rest_work = tokens - (stop - cut), work - line.work(document, cut, stop)
+            rest_tokens, rest_work = tokens - (stop - cut), work - pool.work(document, cut, stop)
             return (
                 rest_tokens >= 0
-                and rest_work >= line.light_work(rest_tokens)
-                and lighter.leave_light_tokens(rest_work / max(1, rest_tokens), rest_tokens, rest_work, line)
-                and lighter.leave_light_tokens(mean_cost, rest_tokens, rest_work, line)
+                and rest_work >= pool.light_work(rest_tokens)
+                and lighter.leave_light_tokens(rest_work / max(1, rest_tokens), rest_tokens, rest_work, pool)
+                and lighter.leave_light_tokens(mean_cost, rest_tokens, rest_work, pool)
             )
 
         tiles = -(-whole // TILE_TOKENS)
@@ -165,25 +167,25 @@ class _Lighter:
         self._tokens = list(accumulate((tokens for tokens, _ in needs), initial=0))
         self._work = list(accumulate((work for _, work in needs), initial=0.0))
 
-    def leave_light_tokens(self, cost: float, tokens: int, work: float, line: Line) -> bool:
-        """Whether a line has tokens light enough for so many more tokens with so much work, and for all shares whose
+    def leave_light_tokens(self, cost: float, tokens: int, work: float, pool: PiecePool) -> bool:
+        """Whether a pool has tokens light enough for so many more tokens with so much work, and for all shares whose
         need is no denser than a cost."""
         shares = bisect_right(self._costs, cost)
-        return work + self._work[shares] >= line.light_work(tokens + self._tokens[shares])
+        return work + self._work[shares] >= pool.light_work(tokens + self._tokens[shares])
 
 
-def _finish(line: Line, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
-    """Deals a whole line out to shares whose needs may differ: parts them at the largest step between their needs."""
+def _finish(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
+    """Deals a whole pool out to shares whose needs may differ: parts them at the largest step between their needs."""
     shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
     costs = [_mean_cost(goals[share]) for share in shares]
     if len(shares) < 3 or costs[-1] - costs[0] <= alike * costs[-1]:
-        dealt = deal(line, [goals[share] for share in shares], peel=False, off=off)
+        dealt = deal(pool, [goals[share] for share in shares], peel=False, off=off)
         return dict(zip(shares, dealt, strict=True))
     steps = [dense - light for light, dense in pairwise(costs)]
     parting = 1 + steps.index(max(steps))
     light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
-    pieces = fill(line, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
-    return _finish(Line(pieces, line.work), light, off, alike) | _finish(line, dense, off, alike)
+    pieces = fill(pool, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
+    return _finish(PiecePool(pieces, pool.work), light, off, alike) | _finish(pool, dense, off, alike)
 
 
 def _mean_cost(goal: Goal) -> float:

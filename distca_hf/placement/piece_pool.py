@@ -1,4 +1,4 @@
-"""The line: pieces of documents from the light end to the dense end, and the two ways to take tokens off it.
+"""The pool: pieces of documents from the light end to the dense end, and the two ways to take tokens off it.
 
     light end                                                     dense end
     | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
@@ -27,7 +27,7 @@ Piece = tuple[float, int, int, int, int]  # mean cost of a token, document, star
 LIGHT_REST_TOKENS = 8192
 
 
-class Line:
+class PiecePool:
     """Pieces, sorted by mean cost; indices grow towards the dense end.
 
     Args:
@@ -50,7 +50,7 @@ class Line:
         self._misplaced: list[Piece] = []
 
     @classmethod
-    def of_documents(cls, document_tokens: IntArray, cost: DocumentCost) -> "Line":
+    def of_documents(cls, document_tokens: IntArray, cost: DocumentCost) -> "PiecePool":
         """Whole documents."""
         work = cost.work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
         lengths = document_tokens.tolist()
@@ -104,8 +104,8 @@ class Line:
                 return
 
     def take_tail(self, index: int, tokens: int, stay: bool = False) -> Piece:
-        """Takes the last tokens of the piece at an index; its head goes where it belongs in the line, or stays where
-        it is until the line is sorted."""
+        """Takes the last tokens of the piece at an index; its head goes where it belongs in the pool, or stays where
+        it is until the pool is sorted."""
         piece = tail = self._remove(index)
         _, document, start, stop, work = piece
         cut, at = stop - tokens, None
@@ -165,7 +165,7 @@ class Line:
         return taken
 
     def take_all(self) -> list[Piece]:
-        """Takes everything that is left; the line is not used afterwards."""
+        """Takes everything that is left; the pool is not used afterwards."""
         taken = self._pieces[self._first :]
         self._first, self.work_left = len(self._pieces), 0
         return taken

@@ -20,9 +20,9 @@ from distca_hf.cost import CAUSAL, DocumentCost, IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal
-from distca_hf.placement.heuristics import deal_in_best_way, ways_to_try
+from distca_hf.placement.heuristics import deal_with_best, heuristics_to_try
 from distca_hf.placement.longest_first import deal_whole
-from distca_hf.placement.piece_pool import Line, Piece, Segment, joined, work_of
+from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.stripes import StripeRule, spread, stripes_of
 from distca_hf.topology import Topology
 
@@ -73,17 +73,17 @@ def place(
     shares = _checked_shares(rank_shares, num_ranks)
     order = np.argsort(lengths, kind="stable")
     sorted_tokens = lengths[order]
-    line = Line.of_documents(sorted_tokens, cost)
-    rule = StripeRule(head_groups, line.work_left / num_ranks, sorted_tokens.tolist(), line.work)
+    pool = PiecePool.of_documents(sorted_tokens, cost)
+    rule = StripeRule(head_groups, pool.work_left / num_ranks, sorted_tokens.tolist(), pool.work)
     rank_tokens = np.diff([int(lengths.sum()) * rank // num_ranks for rank in range(num_ranks + 1)]).tolist()
 
     nodes = [topology.ranks_of(node) for node in range(topology.num_nodes)]
     tokens_of = [rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
     shares_of = [shares[ranks.start : ranks.stop] for ranks in nodes]
-    goals = _goals(map(sum, tokens_of), map(sum, shares_of), line.work_left)
+    goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
     off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
     ranks_off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
-    held_by_node = deal_whole(line, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+    held_by_node = deal_whole(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
     segments: list[list[Segment]] = []
     stripes: list[Stripe] = []
     for node, held in enumerate(held_by_node):
@@ -143,8 +143,8 @@ def _place_on_node(
         )
         for goal, held in zip(_goals(tokens, shares, work_of(pieces)), on_ranks, strict=True)
     ]
-    dealt = deal_in_best_way(
-        lambda: Line(rest, rule.work), goals_of_rest, off, ways_to_try(len(rest), len(ranks), num_ranks)
+    dealt = deal_with_best(
+        lambda: PiecePool(rest, rule.work), goals_of_rest, off, heuristics_to_try(len(rest), len(ranks), num_ranks)
     )
     for held, more in zip(on_ranks, dealt, strict=True):
         held += [(document, start, stop) for _, document, start, stop, _ in more]

@@ -197,10 +197,10 @@ def test_a_thread_that_computes_is_seen_at_work(monkeypatch: pytest.MonkeyPatch)
 
 ABANDONED_LOOP = """
 import itertools, sys
-from distca_hf.batches.prefetch import Ahead
+from distca_hf.batches.prefetch import Prefetcher
 from distca_hf.telemetry import LoaderTimes
 
-items = iter(Ahead(itertools.count, 2, LoaderTimes()))
+items = iter(Prefetcher(itertools.count, 2, LoaderTimes()))
 assert next(items) == 0
 sys.modules["keeps the generator alive"] = items
 """

@@ -12,7 +12,7 @@ from transformers import Trainer
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import DocumentSource, check_map_style
-from distca_hf.data.sorted_sampler import SortedPacks
+from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable
 from distca_hf.integrations.models.forward_watch import watch_of
@@ -236,11 +236,11 @@ def _dataset(trainer: Trainer) -> Any:
     return dataset
 
 
-def _sorted_packs(trainer: Trainer) -> SortedPacks:
+def _sorted_packs(trainer: Trainer) -> SortedPackSampler:
     """Returns a sampler that lets equally heavy packs of an optimizer step run at the same time."""
     args = trainer.args
     source = DocumentSource(trainer.train_dataset, sys.maxsize)
     pairs = causal_pairs_of(np.zeros_like(source.document_tokens), source.document_tokens)
     work = np.bincount(source.rows, weights=pairs, minlength=len(trainer.train_dataset))
     seed = args.seed if args.data_seed is None else args.data_seed
-    return SortedPacks(work, args.world_size, args.train_batch_size, args.gradient_accumulation_steps, seed)
+    return SortedPackSampler(work, args.world_size, args.train_batch_size, args.gradient_accumulation_steps, seed)

@@ -27,7 +27,7 @@ from torch import nn
 
 from distca_hf.config import KernelName
 from distca_hf.cost import IntArray
-from distca_hf.data.sorted_sampler import SortedPacks
+from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
@@ -147,7 +147,7 @@ def _sorted(place: Place, window: Window) -> Mode:
     holding = whole_documents(_lengths(window), num_ranks)
     packs = [(segments, tokens) for tokens in window for segments in holding]
     work = np.array([attended_pairs([stop for _, _, stop in segments]) for segments, _ in packs])
-    order = list(SortedPacks(work, num_ranks, packs_per_rank=1, micro_steps=len(window), seed=0))
+    order = list(SortedPackSampler(work, num_ranks, packs_per_rank=1, micro_steps=len(window), seed=0))
     return _of_packs("sorted", place, [packs[pack] for pack in order[rank::num_ranks]])
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset, IterableDataset
 import distca_hf
 from distca_hf.batches import prefetch as ahead
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.prefetch import Ahead
+from distca_hf.batches.prefetch import Prefetcher
 from distca_hf.data import contents
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.runtime.live_plan import LivePlan
@@ -521,7 +521,7 @@ def test_ahead_makes_no_more_items_than_its_depth_before_they_are_wanted() -> No
                 enough.set()
             yield number
 
-    items = iter(Ahead(make, depth=3, times=LoaderTimes()))
+    items = iter(Prefetcher(make, depth=3, times=LoaderTimes()))
     assert made == []
     assert next(items) == 0
     assert enough.wait(HANG_SECONDS)
@@ -537,7 +537,7 @@ def test_ahead_raises_the_iterators_error_in_its_place(error: BaseException) -> 
         yield 1
         raise error
 
-    items = iter(Ahead(make, depth=2, times=LoaderTimes()))
+    items = iter(Prefetcher(make, depth=2, times=LoaderTimes()))
     assert next(items) == 1
     with pytest.raises(type(error)) as caught:
         next(items)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.data.sorted_sampler import SortedPacks
+from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.errors import PackingError
 
 
@@ -19,7 +19,7 @@ def test_every_row_once_and_every_step_holds_the_rows_of_the_shuffled_order(
     rows: int, sizes: tuple[int, int, int], seed: int, epoch: int
 ) -> None:
     work = np.random.RandomState(rows).randint(1, 1000, rows)
-    sampler, unsorted = (SortedPacks(values, *sizes, seed) for values in (work, np.ones(rows, dtype=np.int64)))
+    sampler, unsorted = (SortedPackSampler(values, *sizes, seed) for values in (work, np.ones(rows, dtype=np.int64)))
     sampler.set_epoch(epoch)
     unsorted.set_epoch(epoch)
     order, shuffled = list(sampler), list(unsorted)
@@ -32,20 +32,22 @@ def test_every_row_once_and_every_step_holds_the_rows_of_the_shuffled_order(
 
 def test_equally_heavy_packs_run_at_the_same_time() -> None:
     """Two ranks, three micro-steps: each micro-step takes neighbours of the sorted order."""
-    sampler = SortedPacks(np.array([10, 500, 12, 490, 100, 98]), num_ranks=2, packs_per_rank=1, micro_steps=3, seed=0)
+    sampler = SortedPackSampler(
+        np.array([10, 500, 12, 490, 100, 98]), num_ranks=2, packs_per_rank=1, micro_steps=3, seed=0
+    )
 
     assert list(sampler) == [1, 3, 4, 5, 2, 0]
 
 
 def test_ranks_that_take_several_packs_get_close_sums() -> None:
     work = np.array([8, 7, 6, 5, 4, 3, 2, 1])
-    order = list(SortedPacks(work, num_ranks=2, packs_per_rank=4, micro_steps=1, seed=3))
+    order = list(SortedPackSampler(work, num_ranks=2, packs_per_rank=4, micro_steps=1, seed=3))
 
     assert (work[order[:4]].sum(), work[order[4:]].sum()) == (18, 18)
 
 
 def test_epochs_differ_and_come_again() -> None:
-    sampler = SortedPacks(np.arange(50), 2, 1, 2, seed=1)
+    sampler = SortedPackSampler(np.arange(50), 2, 1, 2, seed=1)
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
@@ -59,4 +61,4 @@ def test_epochs_differ_and_come_again() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, -2)])
 def test_sizes_must_be_positive(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(PackingError, match="hold no pack"):
-        SortedPacks(np.arange(3), *sizes, seed=0)
+        SortedPackSampler(np.arange(3), *sizes, seed=0)
