@@ -89,6 +89,19 @@ class DistCAPlugin(ParallelContext):
             )
         attach(trainer, self)
 
+    def detach(self, trainer: "Trainer") -> None:
+        """Undoes `attach`: the Trainer makes its own batches again, and its model attends on each rank alone.
+
+        Methods, arguments, callbacks, and the model's hooks and settings are as they were before `attach`. Weights,
+        optimizer and state stay as training left them. The model keeps `attn_implementation="distca"`.
+
+        Raises:
+            ConfigError: nothing is attached; the Trainer is training; or a method was replaced after `attach`.
+        """
+        from distca_hf.integrations.trainer.attach import detach
+
+        detach(trainer)
+
     def on_init_end(self, *args: object, **kwargs: object) -> None:
         """Refuses to be a Trainer's callback, which is asked for this first.
 
