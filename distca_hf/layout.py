@@ -22,8 +22,12 @@ from distca_hf.cost import IntArray, causal_pairs_of
 from distca_hf.errors import PackingError, and_more
 
 
+# Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+# Largest number in int64 arrays.
 MAX_INTEGER = 2**63 - 1
+# Multiple of tokens that cuts of documents fall on where they are free to: attention kernels work in tiles of 128.
+TILE_TOKENS = 128
 
 
 def as_int_array(values: Any, what: str) -> IntArray:
