@@ -17,9 +17,8 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from distca_hf.errors import ConfigError, UnknownSettingError
+from distca_hf.errors import ConfigError, UnknownSettingError, did_you_mean, nearest
 from distca_hf.setting_help import describe_settings, signature_of_settings
-from distca_hf.spelling import did_you_mean, nearest
 from distca_hf.topology import Topology
 
 
