@@ -23,7 +23,7 @@ BASE = {
     "launcher",
     "layout",
     "recipe",
-    "setting_help",
+    "settings",
     "shipped",
     "telemetry",
     "topology",
