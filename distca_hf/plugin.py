@@ -10,7 +10,7 @@ from distca_hf.config import unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.placed_loader import placed_loader
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.setting_help import describe_settings
+from distca_hf.settings import describe_settings
 from distca_hf.telemetry import get_logger
 
 
@@ -88,6 +88,19 @@ class DistCAPlugin(ParallelContext):
                 "distca_hf.enable(model, plugin), and take batches of plugin.dataloader(dataset)"
             )
         attach(trainer, self)
+
+    def detach(self, trainer: "Trainer") -> None:
+        """Undoes `attach`: the Trainer makes its own batches again, and its model attends on each rank alone.
+
+        Methods, arguments, callbacks, and the model's hooks and settings are as they were before `attach`. Weights,
+        optimizer and state stay as training left them. The model keeps `attn_implementation="distca"`.
+
+        Raises:
+            ConfigError: nothing is attached; the Trainer is training; or a method was replaced after `attach`.
+        """
+        from distca_hf.integrations.trainer.attach import detach
+
+        detach(trainer)
 
     def on_init_end(self, *args: object, **kwargs: object) -> None:
         """Refuses to be a Trainer's callback, which is asked for this first.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Spans, outputs
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, outputs
 
 
 class CpuKernel:
@@ -25,6 +25,7 @@ class CpuKernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,20 +46,11 @@ class CpuKernel:
         return out_TNV, lse_NT
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
         derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
+        dq_TNH, dk_SGH, dv_SGV = gradients
         for rows, prefix, square in _tasks(spans, spec.causal):
             if rows.stop == rows.start:  # keys that nobody asks for
                 for keys in (prefix, square):
@@ -89,5 +81,5 @@ def _tasks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:
-    """`[T, N, D]` as `[1, N, T, D]`, without a copy."""
+    """Returns `[T, N, D]` as `[1, N, T, D]`, without a copy."""
     return x_TND.transpose(0, 1).unsqueeze(0)

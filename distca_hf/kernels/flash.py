@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Spans, put
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, put
 
 
 class Flash4Kernel:
@@ -30,6 +30,7 @@ class Flash4Kernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,19 +50,10 @@ class Flash4Kernel:
         return out, put(lse, lse_NT)
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
+        q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
+        dq_TNH, dk_SGH, dv_SGV = gradients
         self._backward(
             q_TNH,
             k_SGH,
@@ -96,6 +88,7 @@ class Flash3Kernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,36 +106,20 @@ class Flash3Kernel:
         return put(out, out_TNV), put(lse, lse_NT)
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
         used_q, used_k = None, None
         self._backward(
             dout_TNV,
-            q_TNH,
-            k_SGH,
-            v_SGV,
-            out_TNV,
-            lse_NT.contiguous(),
+            *saved[:4],
+            saved.lse_NT.contiguous(),
             spans.cu_seqlens_q,
             spans.cu_seqlens_k,
             used_q,
             used_k,
             spans.max_seqlen_q,
             spans.max_seqlen_k,
-            dq_TNH,
-            dk_SGH,
-            dv_SGV,
+            *gradients,
             spec.scale,
             spec.causal,
             deterministic=spec.deterministic,
@@ -163,6 +140,7 @@ class Flash2Kernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,29 +159,13 @@ class Flash2Kernel:
         return put(out, out_TNV), put(lse, lse_NT)
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
         self._backward(
             dout_TNV,
-            q_TNH,
-            k_SGH,
-            v_SGV,
-            out_TNV,
-            lse_NT.contiguous(),
-            dq_TNH,
-            dk_SGH,
-            dv_SGV,
+            *saved[:4],
+            saved.lse_NT.contiguous(),
+            *gradients,
             spans.cu_seqlens_q,
             spans.cu_seqlens_k,
             spans.max_seqlen_q,

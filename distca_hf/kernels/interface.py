@@ -77,6 +77,28 @@ class Spans:
         return self.cu_seqlens_k.tolist()
 
 
+class Saved(NamedTuple):
+    """Tensors of forward that backward reads.
+
+    Output and log-sum-exp may be those of more keys than k and v hold, and of sinks: gradients are then this call's
+    part of the whole.
+    """
+
+    q_TNH: torch.Tensor
+    k_SGH: torch.Tensor
+    v_SGV: torch.Tensor
+    out_TNV: torch.Tensor
+    lse_NT: torch.Tensor
+
+
+class Gradients(NamedTuple):
+    """Room for the gradients of q, k and v, in their own dtypes."""
+
+    dq_TNH: torch.Tensor
+    dk_SGH: torch.Tensor
+    dv_SGV: torch.Tensor
+
+
 class Kernel(Protocol):
     """Attention of all tasks of a call."""
 
@@ -87,120 +109,28 @@ class Kernel(Protocol):
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs), in the caller's
-        tensors where these are given, otherwise in contiguous ones."""
+        """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs).
+
+        Args:
+            sinks_N: a score for each head, without a key: one more term of every row's softmax, and of its
+                log-sum-exp. Backward needs nothing else of it.
+            out_TNV, lse_NT: where results are written; otherwise they are new and contiguous.
+        """
         ...
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
-        """Writes the gradients of q, k and v, in their own dtypes."""
+        """Writes the gradients of q, k and v."""
         ...
 
 
-# Options of attention that a kernel need not have: fields of `AttentionSpec`, and sinks.
-OPTIONS = ("window_tokens", "softcap", "sinks")
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """Limits of a kernel; `refusal` says why it cannot do a given job.
-
-    Attributes:
-        device_type: "cpu", "cuda", or None for any.
-        dtypes: input dtypes.
-        max_head_dim, head_dim_multiple: limits of both head dimensions (None: no limit).
-        equal_dims: value and key dimension must be the same.
-        compute_capability: GPU generations (major version), None for any.
-        options: names of the `OPTIONS` that are computed.
-    """
-
-    device_type: str | None
-    dtypes: tuple[torch.dtype, ...]
-    max_head_dim: int | None = None
-    head_dim_multiple: int = 1
-    equal_dims: bool = False
-    compute_capability: tuple[int, ...] | None = None
-    options: frozenset[str] = frozenset()
-
-    def refusal(self, job: "Job", spec: AttentionSpec) -> str | None:
-        """Returns why the kernel cannot do `job` as `spec` says, or None if it can."""
-        if self.device_type not in (None, job.device_type):
-            return f"runs on {self.device_type}, tensors are on {job.device_type}"
-        if self.compute_capability is not None and job.compute_capability not in self.compute_capability:
-            return f"needs compute capability {self.compute_capability}, the GPU has {job.compute_capability}"
-        if job.dtype not in self.dtypes:
-            return f"computes {', '.join(str(dtype) for dtype in self.dtypes)}, tensors are {job.dtype}"
-        largest = max(job.head_dim, job.value_dim)
-        if self.max_head_dim is not None and largest > self.max_head_dim:
-            return f"has head dimensions up to {self.max_head_dim}, the model has {largest}"
-        if job.head_dim % self.head_dim_multiple or job.value_dim % self.head_dim_multiple:
-            dims = f"{job.head_dim} and {job.value_dim}"
-            return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
-        if self.equal_dims and job.head_dim != job.value_dim:
-            return f"needs equal key and value dimensions, the model has {job.head_dim} and {job.value_dim}"
-        asked = {"window_tokens": spec.window_tokens, "softcap": spec.softcap, "sinks": job.sinks}
-        for option in OPTIONS:
-            if asked[option] and option not in self.options:
-                return f"does not compute {option}={asked[option]}"
-        return None
-
-
-@dataclass(frozen=True)
-class Job:
-    """Tensors that a kernel is to attend with.
-
-    Attributes:
-        sinks: whether every query head has a sink, a score without a key.
-    """
-
-    device_type: str
-    compute_capability: int | None
-    dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    sinks: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        sinks_N: torch.Tensor | None = None,
-    ) -> "Job":
-        """Returns the job that these tensors pose."""
-        capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
-        return cls(
-            device_type=q_TNH.device.type,
-            compute_capability=capability,
-            dtype=q_TNH.dtype,
-            num_heads=q_TNH.shape[1],
-            num_kv_heads=k_SGH.shape[1],
-            head_dim=q_TNH.shape[2],
-            value_dim=v_SGV.shape[2],
-            sinks=sinks_N is not None,
-        )
-
-
 def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `Kernel.forward` returns: `[T, N, V]` output and `[N, T]` log-sum-exp."""
+    """Returns room for the results of `Kernel.forward`: `[T, N, V]` output and `[N, T]` log-sum-exp."""
     rows, heads = q_TNH.shape[:2]
     lse_NT = q_TNH.new_empty((heads, rows), dtype=accumulation_dtype(q_TNH.dtype))
     return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
@@ -209,7 +139,7 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tenso
 def outputs(
     q_TNH: torch.Tensor, v_SGV: torch.Tensor, out_TNV: torch.Tensor | None, lse_NT: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel that writes its results part by part writes to: the caller's tensors, or new ones."""
+    """Returns the caller's tensors, or new ones, for a kernel that writes its results part by part."""
     if out_TNV is not None and lse_NT is not None:
         return out_TNV, lse_NT
     new_out, new_lse = empty_outputs(q_TNH, v_SGV)
@@ -217,25 +147,38 @@ def outputs(
 
 
 def put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """A kernel's result in the caller's tensor, or contiguous if there is none."""
+    """Returns a kernel's result in the caller's tensor, or contiguous if there is none."""
     return result.contiguous() if target is None else target.copy_(result)
 
 
 def empty_gradients(
     dout_TNV: torch.Tensor, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `Kernel.backward` writes: contiguous gradients, whatever else an operator takes."""
+    """Returns contiguous room for the gradients of q, k and v; takes all that an operator's backward takes."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_SGH, v_SGV))
     return dq, dk, dv
 
 
+def sink_gradients(
+    dout_TNV: torch.Tensor, out_TNV: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor
+) -> torch.Tensor:
+    """Returns `[N]` gradients of sinks, whichever kernels attended.
+
+    A sink has no value. Its share of a row, exp(sink - lse), only takes from the output: out * share for each unit of
+    its score. Output and log-sum-exp are those of whole rows, so each row counts once.
+    """
+    precise = lse_TN.dtype
+    share_TN = (sinks_N.to(precise) - lse_TN).exp()
+    taken_TN = (dout_TNV.to(precise) * out_TNV.to(precise)).sum(-1)
+    return -(share_TN * taken_TN).sum(0).to(sinks_N.dtype)
+
+
 def has_fused_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels of ours, in Triton, which comes with torch for GPUs, compute for such tensors; they sum in
-    fp32."""
+    """Returns whether our Triton kernels compute for such tensors: on GPUs, in dtypes whose sums fp32 holds."""
     return x.is_cuda and x.dtype.itemsize <= 4
 
 
 @cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """max(fp32, dtype): what log-sum-exps and gradient sums are kept in."""
+    """Returns max(fp32, dtype), in which log-sum-exps and sums of gradients are kept."""
     return torch.promote_types(torch.float32, dtype)

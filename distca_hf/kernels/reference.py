@@ -1,4 +1,5 @@
-"""Exact attention by its definition: any dtype, any head dimension, any device. Computes in max(fp32, input dtype).
+"""Exact attention by its definition: any dtype, any head dimension, any device, softcap and sinks. Computes in
+max(fp32, input dtype).
 
 Shape legend in `kernels.interface`.
 """
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Spans, accumulation_dtype, outputs
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, accumulation_dtype, outputs
 
 
 # Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
@@ -24,6 +25,7 @@ class ReferenceKernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,35 +33,31 @@ class ReferenceKernel:
         precise = accumulation_dtype(q_TNH.dtype)
         for rows, keys, visible in _blocks(spans, spec.causal):
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
-            scores = _scores(q, k, spec.scale, visible)
+            scores = _scores(q, k, spec, visible)
             lse = scores.logsumexp(-1)
+            if sinks_N is not None:
+                lse = torch.logaddexp(lse, sinks_N.to(precise).unsqueeze(-1))
             out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse
         return out_TNV, lse_NT
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
+        q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
+        dq_TNH, dk_SGH, dv_SGV = gradients
         precise = accumulation_dtype(q_TNH.dtype)
         dk_sum, dv_sum = torch.zeros_like(dk_SGH, dtype=precise), torch.zeros_like(dv_SGV, dtype=precise)
         groups = k_SGH.shape[1]
         for rows, keys, visible in _blocks(spans, spec.causal):
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
             dout, out = dout_TNV[rows].to(precise).transpose(0, 1), out_TNV[rows].to(precise).transpose(0, 1)
-            probabilities = (_scores(q, k, spec.scale, visible) - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
+            scores = _scores(q, k, spec, visible)
+            probabilities = (scores - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
             dprobabilities = torch.matmul(dout, v.transpose(-1, -2))
             dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * spec.scale
+            if spec.softcap:  # derivative of tanh; hidden scores are minus infinity and have none
+                dscores *= 1 - (scores.clamp(min=-spec.softcap) / spec.softcap).square()
             dq_TNH[rows] = torch.matmul(dscores, k).transpose(0, 1).to(dq_TNH.dtype)
             dk_sum[keys] += _sum_groups(torch.matmul(dscores.transpose(-1, -2), q), groups)
             dv_sum[keys] += _sum_groups(torch.matmul(probabilities.transpose(-1, -2), dout), groups)
@@ -85,15 +83,17 @@ def _blocks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, int]]:
 def _heads_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Heads in front, KV heads repeated for the query heads that share them."""
+    """Returns tensors with heads in front, KV heads repeated for the query heads that share them."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     return q.to(dtype).transpose(0, 1), k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: int) -> torch.Tensor:
-    """Scaled scores, minus infinity where a query must not look."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec, visible: int) -> torch.Tensor:
+    """Returns scaled and capped scores, minus infinity where a query must not look."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(visible - 1)
     return scores.masked_fill(~causal, float("-inf"))
 

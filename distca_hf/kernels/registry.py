@@ -10,9 +10,10 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.kernels.capabilities import Capabilities, Job
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
-from distca_hf.kernels.interface import AttentionSpec, Capabilities, Job, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -38,7 +39,7 @@ class Entry:
     install: str = ""
 
     def missing(self) -> str | None:
-        """Why the kernel cannot be imported, or None if it can, as far as is known before."""
+        """Returns why the kernel cannot be imported, or None if it can, as far as is known before."""
         if self.module is None:
             return None
         try:
@@ -92,7 +93,9 @@ KERNELS: dict[str, Entry] = {
         TorchVarlenKernel,
     ),
     "cpu": Entry(None, Capabilities("cpu", FLOATING, equal_dims=True), CpuKernel),
-    "reference": Entry(None, Capabilities(None, FLOATING), ReferenceKernel, automatic=False),
+    "reference": Entry(
+        None, Capabilities(None, FLOATING, options=frozenset({"softcap", "sinks"})), ReferenceKernel, automatic=False
+    ),
 }
 
 
@@ -166,7 +169,7 @@ def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
 
 
 def _made(entry: Entry, job: Job, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
-    """The kernel of an entry, or why there is none: it is not installed, or does not import, compile or run here."""
+    """Returns the kernel of an entry, or why there is none: not installed, or it does not import, compile or run."""
     missing = entry.missing()
     if missing is not None:
         return None, missing
@@ -204,6 +207,6 @@ def try_out(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:
     out, lse = tensor(tokens, job.num_heads, job.value_dim), tensor(job.num_heads, tokens, dtype=torch.float32)
     offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     spans = Spans(offsets, offsets, tokens, tokens)
-    kernel.forward(q, k, v, spans, spec, out, lse)
-    kernel.backward(out, q, k, v, out, lse, spans, spec, *(torch.empty_like(x) for x in (q, k, v)))
+    kernel.forward(q, k, v, spans, spec, tensor(job.num_heads) if job.sinks else None, out, lse)
+    kernel.backward(out, Saved(q, k, v, out, lse), Gradients(*(torch.empty_like(x) for x in (q, k, v))), spans, spec)
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Spans, put
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, put
 
 
 class TorchVarlenKernel:
@@ -26,6 +26,7 @@ class TorchVarlenKernel:
         v_SGV: torch.Tensor,
         spans: Spans,
         spec: AttentionSpec,
+        sinks_N: torch.Tensor | None = None,
         out_TNV: torch.Tensor | None = None,
         lse_NT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,30 +47,16 @@ class TorchVarlenKernel:
         return put(out, out_TNV), put(lse, lse_NT)
 
     def backward(
-        self,
-        dout_TNV: torch.Tensor,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        out_TNV: torch.Tensor,
-        lse_NT: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        dq_TNH: torch.Tensor,
-        dk_SGH: torch.Tensor,
-        dv_SGV: torch.Tensor,
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
         dropout = 0.0
-        rng_state = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)  # of dropout: there is none
+        rng_state = torch.empty(2, dtype=torch.uint64, device=dout_TNV.device)  # of dropout: there is none
         unused = rng_state.new_empty(0)
         with _deterministic_algorithms(spec.deterministic):
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 dout_TNV,
-                q_TNH,
-                k_SGH,
-                v_SGV,
-                out_TNV,
-                lse_NT.contiguous(),
+                *saved[:4],
+                saved.lse_NT.contiguous(),
                 spans.cu_seqlens_q,
                 spans.cu_seqlens_k,
                 spans.max_seqlen_q,
@@ -80,14 +67,13 @@ class TorchVarlenKernel:
                 unused,
                 scale=spec.scale,
             )
-        dq_TNH.copy_(dq)
-        dk_SGH.copy_(dk)
-        dv_SGV.copy_(dv)
+        for room, gradient in zip(gradients, (dq, dk, dv), strict=True):
+            room.copy_(gradient)
 
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Torch's kernel has no argument for determinism; it reads torch's own switch."""
+    """Sets torch's own switch within: torch's kernel has no argument for determinism, and reads that."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

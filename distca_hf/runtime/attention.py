@@ -17,6 +17,7 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 
 import torch
 
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, made_deterministic
 from distca_hf.runtime.checks import check_finite, check_room
 from distca_hf.runtime.device_routing import DeviceRouting
@@ -45,7 +46,7 @@ def attend(
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
-        lse: `[T, N]` log-sum-exp of the scaled scores in max(fp32, dtype), zero in padding rows.
+        lse: `[T, N]` log-sum-exp of the scaled scores and sinks in max(fp32, dtype), zero in padding rows.
         kept: rows of other ranks that are kept for backward.
 
     Raises:
@@ -68,6 +69,7 @@ def attend(
     keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=None if received is None else received.keys)
     remote_queries = None
     if routing.queries is not None:
+        _refuse_sinks(sinks_N, where)
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
         remote_queries = ForwardRemoteQueries(kernel, q, v, routing.queries, spec, kv_heads, came)
     for chunk in routing.chunks:
@@ -78,7 +80,7 @@ def attend(
     out, lse = empty_rows(q_TNH, v_TGV)
     _clear_padding(routing, out, lse)
     calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, sinks_N)
     local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, routing)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
@@ -168,6 +170,20 @@ def _empty_gradients(
         dv.zero_()
     _clear_padding(routing, dq, dk, dv)
     return dq, dk, dv
+
+
+def _refuse_sinks(sinks_N: torch.Tensor | None, where: str) -> None:
+    """Refuses sinks in plans that move queries. One kernel call then computes tasks of different heads, and takes one
+    score for each head.
+
+    Raises:
+        UnsupportedAttentionError: there are sinks.
+    """
+    if sinks_N is not None:
+        raise UnsupportedAttentionError(
+            f"{where}: sinks of {len(sinks_N)} heads are not computed where queries move to other ranks (packs, and "
+            "documents whose heads several ranks divide); load the model with another attn_implementation"
+        )
 
 
 def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:

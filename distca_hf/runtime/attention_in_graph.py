@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Spans, empty_outputs
+from distca_hf.kernels.interface import AttentionSpec, Spans, empty_outputs, sink_gradients
 from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.local_attention import attend, attend_backward
 
@@ -44,10 +44,12 @@ def _flash_attn_in_graph(
     sizes: torch.Tensor,
     spec: list[float],
     kernel: str,
+    sinks_N: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention output and log-sum-exp, zero in rows that are no tokens."""
     spans, rows_q, rows_k = _read(DocumentsInGraph(cu_seqlens_q, cu_seqlens_k, query_rows, key_rows, sizes))
-    out, lse = attend(_taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), spans, spec, kernel)
+    q, k, v = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k)
+    out, lse = attend(q, k, v, spans, spec, kernel, sinks_N)
     return _put_back(out, rows_q, len(q_TNH)), _put_back(lse, rows_q, len(q_TNH), dim=1)
 
 
@@ -109,17 +111,18 @@ def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, spec, kernel = inputs
+    *tensors, spec, kernel, sinks = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)
     ctx.how = spec, kernel
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout.contiguous()
-    return *_backward_op(dout, *saved, *ctx.how), *[None] * 7
+    q, k, v, out, lse, *documents, sinks = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    gradients = _backward_op(dout, q, k, v, out, lse, *documents, *ctx.how)
+    return *gradients, *[None] * 7, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
 
 
 _op = define_op(_flash_attn_in_graph, _shapes, _backward, _save)
@@ -133,6 +136,7 @@ def flash_attn_in_graph(
     documents: DocumentsInGraph,
     spec: AttentionSpec,
     kernel: str = "auto",
+    sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention output `[T, N, V]`, which is differentiable, and log-sum-exp `[N, T]`; both zero in rows that
     are no tokens.
@@ -141,9 +145,10 @@ def flash_attn_in_graph(
         q_TNH, k_SGH, v_SGV: all rows of the batch.
         spec: gradients are deterministic, too, if torch is told to be so.
         kernel: name of one, or "auto".
+        sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
 
     Raises:
-        UnsupportedAttentionError: no kernel can attend like this; names what it cannot do.
+        UnsupportedAttentionError: no kernel can attend like this; names the option.
     """
-    output: tuple[torch.Tensor, torch.Tensor] = _op(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel)
+    output: tuple[torch.Tensor, torch.Tensor] = _op(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)
     return output

@@ -43,6 +43,7 @@ def define_op(
     none of them, and its outputs share no memory with them.
 
     Args:
+        function: no argument has a default: the dispatcher leaves out last arguments that equal their defaults.
         fake: shapes and dtypes of what it returns.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
             operator cannot be differentiated.

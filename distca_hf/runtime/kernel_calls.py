@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Kernel, accumulation_dtype, without_mask
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, accumulation_dtype, without_mask
 from distca_hf.kernels.rows.merge import merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
@@ -27,13 +27,25 @@ LOCAL, PREFIX, REMOTE_QUERIES = CallKind.LOCAL, CallKind.PREFIX, CallKind.REMOTE
 
 
 class ForwardCalls:
-    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps."""
+    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
+
+    Args:
+        sinks: `[N]` scores of the heads' sinks, for local calls of all heads. Prefixes do not take them: they enter a
+            row's softmax once.
+    """
 
     def __init__(
-        self, kernel: Kernel, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, spec: AttentionSpec, kv_heads: int
+        self,
+        kernel: Kernel,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        spec: AttentionSpec,
+        kv_heads: int,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
-        self._spec, self._kv_heads = spec, kv_heads
+        self._spec, self._kv_heads, self._sinks = spec, kv_heads, sinks
         self._prefix_parts: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -41,7 +53,7 @@ class ForwardCalls:
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            self._kernel.forward(q, call_k, call_v, call.spans, self._spec, out, transposed(lse))
+            self._kernel.forward(q, call_k, call_v, call.spans, self._spec, self._sinks, out, transposed(lse))
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and adds that `at_once` if local calls have written their parts."""
@@ -124,7 +136,8 @@ class BackwardCalls:
         k, v, dk, dv = of_keys
         dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
         spec = without_mask(self._spec) if call.kind is PREFIX else self._spec
-        self._kernel.backward(dout, q, k, v, out, transposed(lse), call.spans, spec, dq, dk, dv)
+        saved, gradients = Saved(q, k, v, out, transposed(lse)), Gradients(dq, dk, dv)
+        self._kernel.backward(dout, saved, gradients, call.spans, spec)
 
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,12 +236,12 @@ def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Seq
 
 
 def _some_rows(tensors: Sequence[torch.Tensor], rows: slice) -> Sequence[torch.Tensor]:
-    """`x[rows]` of each; all have as many rows."""
+    """Returns `x[rows]` of each; all have as many rows."""
     return tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
 
 
 def _as_tokens(tensors_RHD: Sequence[torch.Tensor], rows_per_token: int) -> Sequence[torch.Tensor]:
-    """Each `[R, heads, D]` as `[tokens, rows per token * heads, D]`."""
+    """Returns each `[R, heads, D]` as `[tokens, rows per token * heads, D]`."""
     if rows_per_token == 1:
         return tensors_RHD
     return [x.view(x.shape[0] // rows_per_token, rows_per_token * x.shape[1], *x.shape[2:]) for x in tensors_RHD]

@@ -18,7 +18,8 @@ from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import AttentionSpec, Job, Kernel
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.kernels.registry import choose_kernel, kernel_name
 from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan

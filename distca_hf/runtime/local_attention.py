@@ -11,14 +11,17 @@ from typing import Any, cast
 import torch
 
 from distca_hf.config import KernelName
+from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import (
     AttentionSpec,
-    Job,
+    Gradients,
     Kernel,
+    Saved,
     Spans,
     empty_gradients,
     empty_outputs,
     made_deterministic,
+    sink_gradients,
     spec_of,
 )
 from distca_hf.kernels.registry import choose_kernel
@@ -43,7 +46,7 @@ def attend(
     if not len(q_TNH):  # a batch of padding alone has no work for a kernel
         return empty_outputs(q_TNH, v_SGV)
     how = spec_of(*spec)
-    return _kernel(kernel, q_TNH, k_SGH, v_SGV, how, sinks_N).forward(q_TNH, k_SGH, v_SGV, spans, how)
+    return _kernel(kernel, q_TNH, k_SGH, v_SGV, how, sinks_N).forward(q_TNH, k_SGH, v_SGV, spans, how, sinks_N)
 
 
 def attend_backward(
@@ -64,8 +67,8 @@ def attend_backward(
     how = spec_of(*spec)
     if torch.are_deterministic_algorithms_enabled():
         how = made_deterministic(how)
-    of_output = dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT
-    _kernel(kernel, q_TNH, k_SGH, v_SGV, how).backward(*of_output, spans, how, dq, dk, dv)
+    saved = Saved(q_TNH, k_SGH, v_SGV, out_TNV, lse_NT)
+    _kernel(kernel, q_TNH, k_SGH, v_SGV, how).backward(dout_TNV, saved, Gradients(dq, dk, dv), spans, how)
     return dq, dk, dv
 
 
@@ -90,7 +93,7 @@ def _flash_attn_local(
     max_seqlen_k: int,
     spec: list[float],
     kernel: str,
-    sinks_N: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention output and log-sum-exp of varlen attention."""
     spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -123,18 +126,18 @@ def _flash_attn_local_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec, kernel, *_ = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec, kernel, sinks = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks)
     ctx.how = max_seqlen_q, max_seqlen_k, spec, kernel
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     gradients = flash_attn_local_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.how)
-    return *gradients, *[None] * 7
+    return *gradients, *[None] * 6, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
 
 
 _local = define_op(_flash_attn_local, _shapes, _backward, _save)
@@ -159,10 +162,10 @@ def flash_attn_local(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: documents, see `Spans`.
         spec: gradients are deterministic, too, if torch is told to be so.
         kernel: name of one, or "auto".
-        sinks_N: scores of the heads' sinks; no kernel computes them yet.
+        sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
 
     Raises:
-        UnsupportedAttentionError: no kernel can attend like this; names what it cannot do.
+        UnsupportedAttentionError: no kernel can attend like this; names the option.
     """
     spans = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     output: tuple[torch.Tensor, torch.Tensor] = _local(q_TNH, k_SGH, v_SGV, *spans, [*spec], kernel, sinks_N)

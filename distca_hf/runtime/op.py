@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, spec_of
+from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, sink_gradients, spec_of
 from distca_hf.runtime.attention import attend, attend_backward
 from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
@@ -29,9 +29,9 @@ def _flash_attn(
     v_TGV: torch.Tensor,
     spec: list[float],
     plan: int,
-    layer: torch.Tensor | None = None,
-    needs_gradients: bool = False,
-    sinks_N: torch.Tensor | None = None,
+    layer: torch.Tensor | None,
+    needs_gradients: bool,
+    sinks_N: torch.Tensor | None,
 ) -> Outputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
@@ -88,19 +88,20 @@ def _flash_attn_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, spec, plan, *_ = inputs
+    q, k, v, spec, plan, _, _, sinks = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.plan = spec, plan
     # Kept alive until backward; a traced plan is a symbol.
     ctx.live = find_plan(plan) if isinstance(plan, int) else None
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, *others_saved = ctx.saved_tensors
+    q, k, v, out, lse, *kept, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    return *flash_attn_backward(dout, q, k, v, out, *others_saved, ctx.spec, ctx.plan), *[None] * 5
+    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.plan)
+    return *gradients, *[None] * 4, None if sinks is None else sink_gradients(dout, out, lse, sinks)
 
 
 _planned = define_op(_flash_attn, _shapes, _backward, _save)
@@ -121,12 +122,17 @@ def flash_attn(
     Args:
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
             an attribute that is a number, and one for all tensors.
-        sinks_N: scores of the heads' sinks; no kernel computes them yet.
+        sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
 
     Raises:
-        UnsupportedAttentionError: no kernel can attend like this; names what it cannot do.
+        UnsupportedAttentionError: no kernel can attend like this; names the option.
     """
-    needs_gradients = torch.is_grad_enabled() and (q_TNH.requires_grad or k_TGH.requires_grad or v_TGV.requires_grad)
+    needs_gradients = torch.is_grad_enabled() and (
+        q_TNH.requires_grad
+        or k_TGH.requires_grad
+        or v_TGV.requires_grad
+        or (sinks_N is not None and sinks_N.requires_grad)
+    )
     return _planned(q_TNH, k_TGH, v_TGV, [*spec], plan, layer, needs_gradients, sinks_N)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, Spans
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.runtime.remote_kv import apart
 
@@ -72,9 +73,9 @@ def _spans(tasks: list[tuple[int, int]]) -> Spans:
 
 def _run(kernel: Kernel, q, k, v, dout, spans: Spans, spec: AttentionSpec = SPEC) -> list[torch.Tensor]:
     out, lse = torch.empty_like(dout), torch.empty(q.shape[1], q.shape[0], device="cuda")
-    kernel.forward(q, k, v, spans, spec, out, lse)
+    kernel.forward(q, k, v, spans, spec, None, out, lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    kernel.backward(dout, q, k, v, out, lse, spans, spec, dq, dk, dv)
+    kernel.backward(dout, Saved(q, k, v, out, lse), Gradients(dq, dk, dv), spans, spec)
     return [out, lse, dq, dk, dv]
 
 
@@ -195,8 +196,8 @@ def test_views_are_read_and_written_in_place(
     else:
         of_keys = [_surrounded(x, around) for x in (k, v, torch.empty_like(k), torch.empty_like(v))]
         k, v, dk, dv = (view for _, view in of_keys)
-    kernel.forward(q, k, v, spans, spec, out, lse.T)
-    kernel.backward(dout, q, k, v, out, lse.T, spans, spec, dq, dk, dv)
+    kernel.forward(q, k, v, spans, spec, None, out, lse.T)
+    kernel.backward(dout, Saved(q, k, v, out, lse.T), Gradients(dq, dk, dv), spans, spec)
 
     for what, result, whole in zip(("out", "lse", "dq", "dk", "dv"), (out, lse.T, dq, dk, dv), expected, strict=True):
         assert torch.equal(result, whole), what

@@ -10,7 +10,8 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
-from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
 
 
 class CountingKernel:
@@ -21,10 +21,11 @@ class CountingKernel:
         self.forward_pairs += attended_pairs(spans, spec) * k.shape[1]
         return self.kernel.forward(q, k, v, spans, spec, *rest)
 
-    def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
-        _, _, spans, spec, *_ = rest
-        self.backward_pairs += attended_pairs(spans, spec) * k.shape[1]
-        self.kernel.backward(dout, q, k, v, *rest)
+    def backward(
+        self, dout: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        self.backward_pairs += attended_pairs(spans, spec) * saved.k_SGH.shape[1]
+        self.kernel.backward(dout, saved, gradients, spans, spec)
 
 
 def attended_pairs(spans: Spans, spec: AttentionSpec) -> int:

@@ -31,7 +31,8 @@ import distca_hf
 from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.trainer.callback import DistCACallback
-from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import KERNELS, choose_kernel
 from support.commands import REPOSITORY
 from support.data import random_dataset

@@ -28,6 +28,8 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+# Attribute of a checkpointed module: for each of these names our function, and the one that it replaced.
+REPLACED = "_distca_replaced"
 Checkpoint = functools.partial[Any]
 
 
@@ -118,8 +120,18 @@ def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoi
             if function.keywords.get("use_reentrant"):
                 able = able and not getattr(module, "gradient_checkpointing", True)
             else:
-                setattr(module, name, made(functools.partial(function, use_reentrant=False)))
+                replacement = made(functools.partial(function, use_reentrant=False))
+                vars(module).setdefault(REPLACED, {})[name] = replacement, function
+                setattr(module, name, replacement)
     return able
+
+
+def restore_functions(modules: Sequence[nn.Module]) -> None:
+    """Gives checkpointed modules back the functions that they had, unless others have replaced them since."""
+    for module in modules:
+        for name, (replacement, function) in vars(module).pop(REPLACED, {}).items():
+            if getattr(module, name, None) is replacement:
+                setattr(module, name, function)
 
 
 def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:

@@ -26,7 +26,8 @@ from distca_hf.integrations.models.attention_shape import heads_of
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
 from distca_hf.integrations.models.positions import longest_rotary_tokens, rotary_refusal
 from distca_hf.integrations.models.source_inspection import passes_keywords_on, source_of, takes_shift_labels
-from distca_hf.kernels.interface import AttentionSpec, Job
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel
 
 

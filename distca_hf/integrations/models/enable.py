@@ -1,12 +1,14 @@
 """Enabling: a model is checked once, and from then on watched in every forward pass."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from distca_hf.comm.groups import default_device, world_size
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.forward_watch import WATCH, ForwardWatch, watch_of
+from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
@@ -46,10 +48,33 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         if earlier is not None:
             log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
             earlier.leave({model, inner})
-        watch = ForwardWatch(model, plugin)
-        for part in {model, inner}:
-            setattr(part, WATCH, watch)
+        ForwardWatch(model, plugin).enter()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"))
         setattr(layer, LAYER_SETTINGS, settings)
     return model
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that leaves a model as it is now: not enabled, or enabled as before.
+
+    Raises:
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    inner = transformers_model(model)
+    earlier = watch_of(inner)
+    settings_of_layers = {layer: vars(layer).get(LAYER_SETTINGS) for layer in attention_layers(inner).values()}
+
+    def restore() -> None:
+        watch = watch_of(inner)
+        if watch is not None and watch is not earlier:
+            watch.leave({model, inner})
+            if earlier is not None:
+                earlier.enter()
+        for layer, settings in settings_of_layers.items():
+            if settings is not None:
+                setattr(layer, LAYER_SETTINGS, settings)
+            elif hasattr(layer, LAYER_SETTINGS):
+                delattr(layer, LAYER_SETTINGS)
+
+    return restore

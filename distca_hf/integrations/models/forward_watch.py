@@ -4,7 +4,7 @@ Batches of `plugin.dataloader` bring their plan along. Any other batch that an e
 right before its forward pass.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from distca_hf.integrations.checkpointing.policies import (
     keep_received,
     recomputes_attention,
     recomputes_layers,
+    restore_functions,
     save_attention,
 )
 from distca_hf.integrations.models.attention_shape import head_groups_of, token_bytes_of
@@ -80,23 +81,35 @@ class ForwardWatch:
         self._logged_cache = False
         self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
         self._checkpointed: list[nn.Module] | None = None
-        self._handles: list[RemovableHandle] = [
-            root.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
-            root.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True),
-        ]
+        self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWatch":
         """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
         return self
 
-    def leave(self, modules: Iterable[nn.Module]) -> None:
-        """Takes the hooks away from modules of the enabled model, or of a copy, whose hooks are copies, too."""
-        for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
-            for handle in self._handles:
-                hooks.pop(handle.id, None)
-        if transformers_model(self.root) in modules:
+    def enter(self) -> None:
+        """Begins to watch: adds the hooks."""
+        for part in {self.root, transformers_model(self.root)}:
+            setattr(part, WATCH, self)
+        self._handles = [
+            self.root.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
+            self.root.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True),
+        ]
+
+    def leave(self, modules: Collection[nn.Module]) -> None:
+        """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies, too. Checkpointed
+        modules get back the functions that they had."""
+        is_original = transformers_model(self.root) in modules
+        for module in {*modules, self.root} if is_original else modules:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for handle in self._handles:
+                    hooks.pop(handle.id, None)
+            if vars(module).get(WATCH) is self:
+                delattr(module, WATCH)
+        if is_original:
             for handle in self._handles:
                 handle.remove()
+            restore_functions(self._checkpointed or [])
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = dict(zip(self._names, args, strict=False)) | kwargs

@@ -1,5 +1,5 @@
-"""Attach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class is left
-alone."""
+"""Attach and detach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class
+is left alone."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.enable import enable
+from distca_hf.integrations.models.enable import enable, restorer
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.parts import transformers_model
 from distca_hf.integrations.placed_loader import placed_loader
@@ -58,7 +58,7 @@ def attach(trainer: Trainer, plugin: ParallelContext) -> None:
         raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
     attachment = Attachment(trainer)
     try:
-        attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, trainer, trainer.train))
+        attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
         packed = packed_by(trainer)
         if packed is not None:
             log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
@@ -70,13 +70,37 @@ def attach(trainer: Trainer, plugin: ParallelContext) -> None:
         raise
 
 
+def detach(trainer: Trainer) -> None:
+    """Restores a Trainer and its model as they were before `attach`.
+
+    Raises:
+        ConfigError: nothing is attached to the Trainer; it is training; or a method was replaced after `attach`.
+    """
+    attachment = Attachment.of(trainer)
+    if attachment is None:
+        raise ConfigError(
+            f"nothing is attached to this {type(trainer).__name__}: plugin.detach(trainer) undoes "
+            "plugin.attach(trainer)"
+        )
+    attachment.check_undoable()
+    attachment.undo()
+
+
+def _enable(attachment: Attachment, plugin: ParallelContext, longest_document_tokens: int | None = None) -> None:
+    """Enables the Trainer's model until it is detached."""
+    model = attachment.trainer.model
+    attachment.when_undone(restorer(model))
+    enable(model, plugin, longest_document_tokens)
+
+
 def _keep_packs(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
     """Leaves batches to the Trainer."""
     if plugin.sort_packs:
         attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer))
     check_evaluation(trainer)
+    _enable(attachment, plugin)
     callback = DistCACallback(plugin)
-    callback.watch(enable(trainer.model, plugin))
+    callback.watch(trainer.model)
     _add_callbacks(plugin, attachment, callback)
 
 
@@ -86,7 +110,7 @@ def _place(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) ->
     _set_arguments(trainer, plugin, attachment)
     loader = _training_loader(trainer, plugin)
     loader.writes_epochs = False  # the callback writes a line when training ends
-    enable(trainer.model, plugin, loader.longest_document_tokens)
+    _enable(attachment, plugin, loader.longest_document_tokens)
     watch = watch_of(trainer.model)
     assert watch is not None
     watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
@@ -133,11 +157,12 @@ def _check_model(trainer: Trainer) -> None:
 
 
 def _train_from_whole_checkpoint(
-    trainer: Trainer, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    attachment: Attachment, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Trains, unless the checkpoint to resume from was not written to its end."""
-    check_checkpoint(trainer.args.output_dir, resume_from_checkpoint)
-    return train(resume_from_checkpoint, *args, **kwargs)
+    check_checkpoint(attachment.trainer.args.output_dir, resume_from_checkpoint)
+    with attachment.training():
+        return train(resume_from_checkpoint, *args, **kwargs)
 
 
 def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:

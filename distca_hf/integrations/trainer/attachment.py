@@ -1,5 +1,7 @@
-"""Attachment: all that attaching has changed on a Trainer, so that it can be undone and done again."""
+"""Attachment: all that attaching changes on a Trainer and its model, so that it can be undone."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ ARGUMENTS = ("gradient_accumulation_steps", "seed", "data_seed", "label_smoothin
 
 
 class Attachment:
-    """Replaced attributes and added callbacks of one Trainer.
+    """Changes to one Trainer, and how each of them is undone.
 
     Attributes:
         trainer: the Trainer.
@@ -24,8 +26,9 @@ class Attachment:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._replaced: list[tuple[object, str, bool, Any]] = []
-        self._callbacks: list[TrainerCallback] = []
+        self._changes = ExitStack()
+        self._methods: dict[str, Callable[..., Any]] = {}
+        self._is_training = False
         self._parts = {name: getattr(trainer, name, None) for name in PARTS}
         self._arguments = {name: getattr(trainer.args, name, None) for name in ARGUMENTS}
         setattr(trainer, ATTACHED, self)
@@ -38,8 +41,17 @@ class Attachment:
 
     def replace(self, owner: object, name: str, value: Any) -> None:
         """Sets an attribute of the Trainer or of a part of it."""
-        self._replaced.append((owner, name, name in vars(owner), vars(owner).get(name)))
+        if name in vars(owner):
+            self.when_undone(partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self.when_undone(partial(delattr, owner, name))
         setattr(owner, name, value)
+        if owner is self.trainer and callable(value):
+            self._methods[name] = value
+
+    def when_undone(self, change_back: Callable[[], object]) -> None:
+        """Calls a function when the attachment is undone; the latest one is called first."""
+        self._changes.callback(change_back)
 
     def set_while(self, method: str, **arguments: Any) -> None:
         """Sets training arguments for the time that a method of the Trainer runs: other Trainers may share them."""
@@ -60,20 +72,45 @@ class Attachment:
         """Adds a callback before or behind all others."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0 if first else len(callbacks), callback)
-        self._callbacks.append(callback)
+        self.when_undone(partial(self._remove_callback, callback))
+
+    def _remove_callback(self, callback: TrainerCallback) -> None:
+        """Removes a callback, unless `trainer.remove_callback` has."""
+        callbacks = self.trainer.callback_handler.callbacks
+        if callback in callbacks:
+            callbacks.remove(callback)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Notes for the time of a `with` block that the Trainer is training."""
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._is_training = False
 
     def undo(self) -> None:
-        """Gives the Trainer back what it had, the latest change first."""
-        for owner, name, was_there, earlier in reversed(self._replaced):
-            if was_there:
-                setattr(owner, name, earlier)
-            else:
-                delattr(owner, name)
-        for callback in self._callbacks:
-            self.trainer.callback_handler.callbacks.remove(callback)
-        self._replaced.clear()
-        self._callbacks.clear()
+        """Restores Trainer, callbacks and model, the latest change first."""
+        self._changes.close()
         delattr(self.trainer, ATTACHED)
+
+    def check_undoable(self) -> None:
+        """Checks that undoing would neither disturb a training nor drop a later change.
+
+        Raises:
+            ConfigError: the Trainer is training, or one of its methods was replaced after `attach`; names it.
+        """
+        if self._is_training:
+            raise ConfigError(
+                f"this Trainer is at step {self.trainer.state.global_step} of a training: call "
+                "plugin.detach(trainer) after trainer.train() has returned"
+            )
+        replaced = [name for name, method in self._methods.items() if vars(self.trainer).get(name) is not method]
+        if replaced:
+            raise ConfigError(
+                f"{', '.join(replaced)} of this Trainer was replaced after plugin.attach(trainer), and detaching "
+                "would drop the replacement: take it off the Trainer before plugin.detach(trainer)"
+            )
 
     def check_unchanged(self) -> None:
         """Checks that the Trainer is still the one that was attached to.

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
-from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, accumulation_dtype
 from distca_hf.kernels.registry import choose_kernel
 from lib.baselines.calls import OwnKeys, make_call
 from lib.model import Shape
@@ -61,8 +62,9 @@ def measure_rates(
     lse = torch.empty(shape.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
     spans = make_call(0, [tokens], [tokens], OwnKeys(slice(0, tokens)), device).spans
     spec = AttentionSpec(shape.scale)
-    forward = _seconds(lambda: kernel.forward(q, k, v, spans, spec, out, lse), device)
-    backward = _seconds(lambda: kernel.backward(dout, q, k, v, out, lse, spans, spec, dq, dk, dv), device)
+    forward = _seconds(lambda: kernel.forward(q, k, v, spans, spec, None, out, lse), device)
+    saved, gradients = Saved(q, k, v, out, lse), Gradients(dq, dk, dv)
+    backward = _seconds(lambda: kernel.backward(dout, saved, gradients, spans, spec), device)
     pairs = causal_pairs(0, tokens)
     rates = torch.tensor([2 * size**3 / matrix_seconds, pairs / forward, pairs / backward], device=device)
     dist.all_reduce(rates, op=dist.ReduceOp.MAX)

@@ -251,7 +251,7 @@ def test_attention_without_a_plan_follows_the_settings(
             self.kernel, self.forward = kernel, kernel.forward
 
         def backward(self, *given: Any) -> None:
-            seen.append((type(self.kernel).__name__, given[7].deterministic))
+            seen.append((type(self.kernel).__name__, given[4].deterministic))
             self.kernel.backward(*given)
 
     monkeypatch.setattr(local_attention, "choose_kernel", lambda *given: Looks(choose_kernel(*given)))

@@ -13,15 +13,16 @@ import torch
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels import reference, registry
+from distca_hf.kernels.capabilities import OPTIONS, Capabilities, Job
 from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.interface import (
-    OPTIONS,
     AttentionSpec,
-    Capabilities,
-    Job,
+    Gradients,
     Kernel,
+    Saved,
     Spans,
     accumulation_dtype,
+    sink_gradients,
     spec_of,
 )
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
@@ -73,6 +74,8 @@ class Case:
     v: torch.Tensor
     dout: torch.Tensor
     causal: bool = True
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def draw(
@@ -97,7 +100,7 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(SCALE, self.causal, deterministic=True)
+        return AttentionSpec(SCALE, self.causal, softcap=self.softcap, deterministic=True)
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def exact(case: Case, alignment: str = "bottom-right") -> Results:
         scores = torch.einsum("tnh,snh->nts", q[rows], k[columns].repeat_interleave(shared, 1)) * SCALE
         first = keys - queries if alignment == "bottom-right" else 0
         seen = torch.arange(keys)[None] <= first + torch.arange(queries)[:, None]
+        if case.softcap:
+            scores = case.softcap * (scores / case.softcap).tanh()
         scores = scores.masked_fill(~seen, float("-inf")) if case.causal else scores
         outs.append(torch.einsum("nts,snv->tnv", scores.softmax(-1), v[columns].repeat_interleave(shared, 1)))
         lses.append(scores.logsumexp(-1))
@@ -135,9 +140,9 @@ def computed(kernel: Kernel, case: Case) -> Results:
     nan = float("nan")
     out = torch.full_like(case.dout, nan)
     lse = torch.full((case.q.shape[1], case.q.shape[0]), nan, dtype=precise)
-    kernel.forward(case.q, case.k, case.v, spans, case.spec, out, lse)
+    kernel.forward(case.q, case.k, case.v, spans, case.spec, case.sinks, out, lse)
     dq, dk, dv = (torch.full_like(x, nan) for x in (case.q, case.k, case.v))
-    kernel.backward(case.dout, case.q, case.k, case.v, out, lse, spans, case.spec, dq, dk, dv)
+    kernel.backward(case.dout, Saved(case.q, case.k, case.v, out, lse), Gradients(dq, dk, dv), spans, case.spec)
     return Results(out, lse, dq, dk, dv)
 
 
@@ -166,6 +171,41 @@ def test_outputs_and_gradients_are_exact(kernel: Kernel, heads: tuple[int, int],
     case = Case.draw(tasks, heads)
 
     assert_close(computed(kernel, case), exact(case))
+
+
+@pytest.mark.parametrize("block_rows", [2, BLOCK_ROWS])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_reference_computes_softcap(
+    monkeypatch: pytest.MonkeyPatch, softcap: float, causal: bool, block_rows: int
+) -> None:
+    monkeypatch.setattr(reference, "BLOCK_ROWS", block_rows)
+    case = dataclasses.replace(Case.draw(TASKS["prefixed"], causal=causal), softcap=softcap)
+
+    assert_close(computed(ReferenceKernel(), case), exact(case))
+    uncapped = exact(dataclasses.replace(case, softcap=0.0))
+    assert min(differences(uncapped, exact(case)).values()) > 1e-2 or not softcap
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_reference_computes_sinks(heads: tuple[int, int], softcap: float) -> None:
+    """As one more column of scores, which a plain softmax includes and no value belongs to."""
+    case = Case.draw([(9, 9)], heads)
+    case = dataclasses.replace(case, softcap=softcap, sinks=torch.linspace(-2, 3, heads[0], dtype=torch.float64))
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (case.q, case.k, case.v, case.sinks))
+    shared = heads[0] // heads[1]
+    scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(shared, 1)) * SCALE
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), float("-inf"))
+    scores = torch.cat([scores, sinks[:, None, None].expand(-1, 9, 1)], dim=2)
+    out = torch.einsum("nts,snv->tnv", scores.softmax(-1)[:, :, :-1], v.repeat_interleave(shared, 1))
+    *gradients, of_sinks = torch.autograd.grad(out, (q, k, v, sinks), case.dout)
+
+    got = computed(ReferenceKernel(), case)
+    assert_close(got, Results(out.detach(), scores.logsumexp(-1).detach(), *gradients))
+    torch.testing.assert_close(sink_gradients(case.dout, got.out, got.lse.t(), case.sinks), of_sinks)
+    assert of_sinks.abs().min() > 1e-3
 
 
 @BOTH
@@ -366,8 +406,8 @@ def test_views_into_larger_tensors_are_read_and_written_in_place(
         of_keys = [surrounded(x, around) for x in (case.k, case.v, case.k * nan, case.v * nan)]
         wholes, views = (*wholes, *(whole for whole, _ in of_keys)), (*views, *(view for _, view in of_keys))
         k, v, dk, dv = (view for _, view in of_keys)
-    kernel.forward(q, k, v, case.spans, case.spec, out, lse.T)
-    kernel.backward(dout, q, k, v, out, lse.T, case.spans, case.spec, dq, dk, dv)
+    kernel.forward(q, k, v, case.spans, case.spec, None, out, lse.T)
+    kernel.backward(dout, Saved(q, k, v, out, lse.T), Gradients(dq, dk, dv), case.spans, case.spec)
 
     assert_close(Results(out, lse.T, dq, dk, dv), exact(case))
     assert all(is_untouched_around(whole, view, around) for whole, view in zip(wholes, views, strict=True))
@@ -454,9 +494,8 @@ def test_gradients_of_both_parts_are_parts_of_the_whole(kernel: Kernel, tasks: A
     gradients = []
     for part in parts:
         part_dq, dk, dv = (torch.full_like(x, float("nan")) for x in (part.q, part.k, part.v))
-        kernel.backward(
-            part.dout, part.q, part.k, part.v, whole.out, whole.lse, part.spans, part.spec, part_dq, dk, dv
-        )
+        saved = Saved(part.q, part.k, part.v, whole.out, whole.lse)
+        kernel.backward(part.dout, saved, Gradients(part_dq, dk, dv), part.spans, part.spec)
         dq += part_dq
         gradients.append((dk, dv))
 
@@ -784,15 +823,19 @@ def test_sums_are_kept_in_fp32_at_least(dtype: torch.dtype, expected: torch.dtyp
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("option", "value"), [("window_tokens", 128), ("softcap", 30.0)])
-def test_options_that_no_kernel_computes_are_refused_by_name(name: str, option: str, value: float) -> None:
-    entry, spec = KERNELS[name], SPEC._replace(**{option: value})
-    job = dataclasses.replace(GPU_JOB, device_type=entry.capabilities.device_type or "cpu")
-
-    assert entry.capabilities.refusal(job, SPEC) is None
-    assert entry.capabilities.refusal(job, spec) == f"does not compute {option}={value}"
+@pytest.mark.parametrize(("option", "value"), [("window_tokens", 128), ("softcap", 30.0), ("sinks", True)])
+def test_options_that_a_kernel_does_not_compute_are_refused_by_name(name: str, option: str, value: float) -> None:
+    entry = KERNELS[name]
+    plain = dataclasses.replace(GPU_JOB, device_type=entry.capabilities.device_type or "cpu")
+    job = dataclasses.replace(plain, sinks=option == "sinks")
+    spec = SPEC if job.sinks else SPEC._replace(**{option: value})
+    unable = dataclasses.replace(entry.capabilities, options=entry.capabilities.options - {option})
     able = dataclasses.replace(entry.capabilities, options=frozenset({option}))
+
+    assert entry.capabilities.refusal(plain, SPEC) is None
+    assert unable.refusal(job, spec) == f"does not compute {option}={value}"
     assert able.refusal(job, spec) is None
+    assert (option in entry.capabilities.options) == (name == "reference" and option != "window_tokens")
 
 
 def test_every_optional_field_of_a_spec_is_an_option() -> None:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig, Residency
+from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.layout import Layout
 from distca_hf.planning.in_place import plan_in_place
@@ -35,32 +35,42 @@ def tensors(*, requires_grad: bool = True) -> list[torch.Tensor]:
     ]
 
 
-def alone() -> LivePlan:
+def alone(kernel: KernelName = "reference") -> LivePlan:
     """A plan of one rank with two documents."""
     layout = Layout.from_segments([8, 4], [[(0, 0, 8), (1, 0, 4)]])
-    return live_plan(layout, LocalTransport(), DistCAConfig(kernel="reference"))
+    return live_plan(layout, LocalTransport(), DistCAConfig(kernel=kernel))
 
 
 def of_documents() -> tuple[Any, ...]:
     offsets = torch.tensor([0, 8, 12], dtype=torch.int32)
-    return offsets, offsets, 8, 8, SPEC, "auto"
+    return offsets, offsets, 8, 8, SPEC, "reference"
+
+
+def sinks(requires_grad: bool = True) -> torch.Tensor:
+    return torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_(requires_grad)
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_local_attention_passes_the_checks_of_torch(requires_grad: bool) -> None:
+@pytest.mark.parametrize("sinks_N", [None, sinks(), sinks(requires_grad=False)], ids=["none", "trained", "frozen"])
+def test_local_attention_passes_the_checks_of_torch(requires_grad: bool, sinks_N: torch.Tensor | None) -> None:
     held = tensors(requires_grad=requires_grad)
-    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *of_documents()))
+    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *of_documents(), sinks_N))
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("sinks_N", [None, sinks()], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("rows", [None, [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 0, 0]], ids=["all rows", "some rows"])
-def test_attention_in_a_graph_passes_the_checks_of_torch(requires_grad: bool, rows: list[int] | None) -> None:
+def test_attention_in_a_graph_passes_the_checks_of_torch(
+    requires_grad: bool, sinks_N: torch.Tensor | None, rows: list[int] | None
+) -> None:
     held = tensors(requires_grad=requires_grad)
     offsets = torch.tensor([0, 6, 12 if rows is None else 10, 0, 0], dtype=torch.int32)
     taken = None if rows is None else torch.tensor(rows)
     count = 12 if rows is None else 10
     documents = DocumentsInGraph(offsets, offsets, taken, taken, torch.tensor([2, 6, 6, count, count]))
-    torch.library.opcheck(torch.ops.distca.flash_attn_in_graph.default, (*held, *documents, [*SPEC], "reference"))
+    torch.library.opcheck(
+        torch.ops.distca.flash_attn_in_graph.default, (*held, *documents, [*SPEC], "reference", sinks_N)
+    )
 
 
 def test_attention_in_a_graph_is_local_attention_to_its_rows() -> None:
@@ -95,11 +105,13 @@ def test_plans_are_refused_in_cuda_graphs() -> None:
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_planned_attention_passes_the_checks_of_torch(requires_grad: bool) -> None:
+@pytest.mark.parametrize("sinks_N", [None, sinks()], ids=["no sinks", "sinks"])
+def test_planned_attention_passes_the_checks_of_torch(requires_grad: bool, sinks_N: torch.Tensor | None) -> None:
     live = alone()
     held = tensors(requires_grad=requires_grad)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.distca.flash_attn.default, (*held, [*SPEC], live.handle), test_utils=checks)
+    given = *held, [*SPEC], live.handle, None, requires_grad, sinks_N
+    torch.library.opcheck(torch.ops.distca.flash_attn.default, given, test_utils=checks)
 
 
 class Seen(TorchDispatchMode):
@@ -117,13 +129,17 @@ class Seen(TorchDispatchMode):
 
 def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
     """Values and gradients; and with a mode there is none that does not see it."""
-    for attention, given in ((flash_attn_local, of_documents()), (flash_attn, (SPEC, alone().handle))):
+    # The operator itself has no defaults.
+    for attention, given, others in (
+        (flash_attn_local, of_documents(), (None,)),
+        (flash_attn, (SPEC, alone().handle), (None, True, None)),
+    ):
         name = "flash_attn_local" if attention is flash_attn_local else "flash_attn"
         operator = getattr(torch.ops.distca, name).default
         results = []
-        for call in (attention, operator):
+        for call, more in ((attention, ()), (operator, others)):
             held = tensors()
-            out = call(*held, *given)[0]
+            out = call(*held, *given, *more)[0]
             results.append([out, *torch.autograd.grad(out.square().sum(), held)])
         with Seen() as seen:
             held = tensors()
@@ -311,12 +327,12 @@ def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refu
     ids=["window", "softcap", "sinks"],
 )
 @pytest.mark.parametrize("planned", [True, False])
-def test_what_no_kernel_computes_is_refused_by_name(planned: bool, how: dict[str, Any], told: str) -> None:
-    live, given = alone(), {"spec": SPEC, **how}
+def test_options_that_a_kernel_does_not_compute_are_refused(planned: bool, how: dict[str, Any], told: str) -> None:
+    live, given = alone("cpu"), {"spec": SPEC, **how}
     spans = of_documents()[:4]
-    with pytest.raises(UnsupportedAttentionError, match=f"kernel='reference' .*{told}"):
+    with pytest.raises(UnsupportedAttentionError, match=f"kernel='cpu' .*{told}"):
         _ = (
             flash_attn(*tensors(), plan=live.handle, **given)
             if planned
-            else flash_attn_local(*tensors(), *spans, kernel="reference", **given)
+            else flash_attn_local(*tensors(), *spans, kernel="cpu", **given)
         )

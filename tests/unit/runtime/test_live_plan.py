@@ -120,4 +120,4 @@ def test_wrong_number_of_rows_names_both_numbers() -> None:
     plan = _plan()
     q = torch.randn(7, 2, 8)
     with pytest.raises(PlanError, match=r"7 rows.*8"):
-        torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle)
+        torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle, None, False, None)

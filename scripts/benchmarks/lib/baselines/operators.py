@@ -15,7 +15,16 @@ import torch
 
 from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
-from distca_hf.kernels.interface import AttentionSpec, Job, Kernel, accumulation_dtype, empty_gradients, empty_outputs
+from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Gradients,
+    Kernel,
+    Saved,
+    accumulation_dtype,
+    empty_gradients,
+    empty_outputs,
+)
 from distca_hf.kernels.registry import choose_kernel
 from lib.baselines.calls import Call
 from lib.wires import Wires
@@ -53,7 +62,7 @@ def flash_attn(
     for call in _works[work].calls:
         rows = call.queries
         k, v = call.keys.take(k_SGH, v_SGV)
-        kernel.forward(q_TNH[rows], k, v, call.spans, AttentionSpec(scale), out[rows], lse[:, rows])
+        kernel.forward(q_TNH[rows], k, v, call.spans, AttentionSpec(scale), None, out[rows], lse[:, rows])
     return out, lse
 
 
@@ -76,10 +85,9 @@ def flash_attn_backward(
         rows, keys = call.queries, call.keys
         call_k, call_v = keys.take(k, v)
         call_dk, call_dv = keys.gradient(call_k, dk), keys.gradient(call_v, dv)
-        kernel.backward(
-            *(dout_TNV[rows], q[rows], call_k, call_v, out[rows], lse[:, rows]),
-            *(call.spans, AttentionSpec(scale), dq[rows], call_dk, call_dv),
-        )
+        of_rows = Saved(q[rows], call_k, call_v, out[rows], lse[:, rows])
+        gradients = Gradients(dq[rows], call_dk, call_dv)
+        kernel.backward(dout_TNV[rows], of_rows, gradients, call.spans, AttentionSpec(scale))
         keys.settle(call_dk, dk)
         keys.settle(call_dv, dv)
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,215 @@
+"""Detaching: Trainer and model are as they were before `attach`, and train with their own batches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+import distca_hf
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.attention import LAYER_SETTINGS
+from distca_hf.integrations.models.forward_watch import watch_of
+from support.models import tiny_model
+from support.training import quiet_arguments
+
+
+ROWS = Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 12, "labels": [[3, 4, 5, 6]] * 12})
+PACKS = {"data_collator": DataCollatorWithFlattening()}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Trainer]:
+    def make(model: Any = None, given: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
+        quiet = quiet_arguments(tmp_path, **{"max_steps": 2, "use_cpu": True, "disable_tqdm": False} | arguments)
+        return Trainer(
+            model=tiny_model(num_hidden_layers=2) if model is None else model,
+            args=TrainingArguments(**quiet),
+            train_dataset=ROWS,
+            eval_dataset=ROWS,
+            **given or {},
+        )
+
+    return make
+
+
+def attributes(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """All attributes of a Trainer, its arguments, callbacks and modules; hooks by their number."""
+    handler = trainer.callback_handler
+    of_modules = {
+        f"model.{name}": {
+            attribute: list(value) if attribute.endswith(("_hooks", "_with_kwargs")) else value
+            for attribute, value in vars(module).items()
+        }
+        for name, module in trainer.model.named_modules()
+    }
+    # A list of columns, which Trainer reads from its model when it first needs them.
+    of_trainer = {name: value for name, value in vars(trainer).items() if name != "_signature_columns"}
+    return {
+        "trainer": of_trainer,
+        "args": dict(vars(trainer.args)),
+        "callbacks": dict(enumerate(handler.callbacks)),
+        **{f"callback {number}": dict(vars(callback)) for number, callback in enumerate(handler.callbacks)},
+        **of_modules,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({}, {}),
+        ({}, {"evaluate": "distca", "save_on_signal": False}),
+        (PACKS, {}),
+        (PACKS, {"sort_packs": True, "metrics": "all"}),
+    ],
+    ids=["placed", "placed evaluation", "packs", "sorted packs"],
+)
+def test_attributes_are_those_from_before(
+    given: dict[str, Any], settings: dict[str, Any], make: Callable[..., Trainer]
+) -> None:
+    trainer = make(given=given)
+    before = attributes(trainer)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64, **settings)
+    plugin.attach(trainer)
+    attached = attributes(trainer)
+    plugin.detach(trainer)
+
+    assert attached["trainer"] != before["trainer"]
+    assert attached["model."] != before["model."]
+    assert attributes(trainer) == before
+
+
+@pytest.mark.parametrize("given", [{}, PACKS], ids=["placed", "packs"])
+def test_trains_again_with_its_own_batches(given: dict[str, Any], make: Callable[..., Trainer]) -> None:
+    """In a second training only the weights are left of the first."""
+    trainer, plugin = make(given=given), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    plugin.attach(trainer)
+    trainer.train()
+    balanced = trainer.state.log_history
+    plugin.detach(trainer)
+    other = make(tiny_model(num_hidden_layers=2), given)
+    other.model.load_state_dict(trainer.model.state_dict())
+    for one in (trainer, other):
+        one.optimizer = one.lr_scheduler = None
+        one.train()
+
+    has_metrics = any("distca" in name for log in balanced for name in log)
+    assert has_metrics == (given is not PACKS), "one rank runs packs alone"
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+    assert [name for log in trainer.state.log_history for name in log if "distca" in name] == []
+    assert [log["loss"] for log in steps] == [log["loss"] for log in other.state.log_history if "loss" in log]
+    assert vars(trainer).keys() == vars(other).keys()
+    assert type(trainer.get_train_dataloader()) is type(other.get_train_dataloader())
+
+
+def test_checkpointing_is_as_it_was(make: Callable[..., Trainer]) -> None:
+    model = tiny_model(num_hidden_layers=2)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.model.layers[0]
+    before = layer._gradient_checkpointing_func
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64)
+    trainer = make(model)
+    plugin.attach(trainer)
+    trainer.train()
+    saving = layer._gradient_checkpointing_func
+    plugin.detach(trainer)
+
+    assert "context_fn" in saving.keywords
+    assert layer._gradient_checkpointing_func is before
+    assert "_distca_replaced" not in vars(layer)
+
+
+def test_earlier_plugin_counts_again(make: Callable[..., Trainer]) -> None:
+    """A model that was enabled before `attach` is enabled as it was."""
+    model = tiny_model(num_hidden_layers=2)
+    first = distca_hf.DistCAPlugin(tokens_per_rank=32, deterministic=True)
+    distca_hf.enable(model, first)
+    watch, second = watch_of(model), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    trainer = make(model)
+    second.attach(trainer)
+    assert watch_of(model).plugin is second
+    second.detach(trainer)
+
+    assert watch_of(model) is watch
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    settings = getattr(model.model.layers[1].self_attn, LAYER_SETTINGS)
+    assert (settings.deterministic, int(settings.number)) == (True, 1)
+
+
+def test_adapters_around_the_model_stay(make: Callable[..., Trainer]) -> None:
+    model = get_peft_model(
+        tiny_model(num_hidden_layers=2), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    )
+    trainer, plugin = make(model), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    plugin.attach(trainer)
+    trainer.train()
+    plugin.detach(trainer)
+    trainer.train()
+
+    assert watch_of(model) is None
+    assert watch_of(model.get_base_model()) is None
+
+
+def test_attaching_once_more_trains_placed_batches(make: Callable[..., Trainer]) -> None:
+    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    for _ in range(2):
+        plugin.attach(trainer)
+        trainer.train()
+        plugin.detach(trainer)
+
+    assert any("distca/imbalance" in log for log in trainer.state.log_history)
+
+
+# --- refused
+
+
+def test_trainer_that_was_never_attached_is_refused(make: Callable[..., Trainer]) -> None:
+    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    with pytest.raises(ConfigError, match="nothing is attached to this Trainer"):
+        plugin.detach(trainer)
+    plugin.attach(trainer)
+    plugin.detach(trainer)
+    with pytest.raises(ConfigError, match="nothing is attached to this Trainer"):
+        plugin.detach(trainer)
+
+
+def test_method_that_was_replaced_since_is_not_dropped(make: Callable[..., Trainer]) -> None:
+    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    plugin.attach(trainer)
+    attached = trainer.train
+    trainer.train = lambda *given: attached(*given)
+    with pytest.raises(ConfigError, match="train of this Trainer was replaced after"):
+        plugin.detach(trainer)
+    assert watch_of(trainer.model) is not None, "nothing is undone by half"
+    trainer.train = attached
+    plugin.detach(trainer)
+
+
+def test_detaching_in_a_training_is_refused(make: Callable[..., Trainer]) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64)
+
+    class Detach(TrainerCallback):
+        def on_step_end(self, *given: Any, **others: Any) -> None:
+            plugin.detach(trainer)
+
+    trainer = make()
+    plugin.attach(trainer)
+    trainer.add_callback(Detach())
+    with pytest.raises(ConfigError, match="this Trainer is at step 1 of a training"):
+        trainer.train()
+    plugin.detach(trainer)
+
+
+def test_placed_batches_no_longer_run(make: Callable[..., Trainer]) -> None:
+    """As in a distca model that was never enabled."""
+    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    plugin.attach(trainer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    plugin.detach(trainer)
+
+    assert trainer.model.config._attn_implementation == "distca"
+    with pytest.raises(distca_hf.PlanError, match="model that was not enabled"):
+        trainer.model(**batch)

@@ -1,0 +1,115 @@
+"""Sinks and softcap through the operators: over ranks, head groups and chunks as in one plain softmax."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.layout import Layout
+from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import Plan
+from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
+from distca_hf.runtime.local_attention import flash_attn_local
+from distca_hf.runtime.op import flash_attn
+from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing.reference import rows_of_rank
+from support.layouts import random_layout, random_plan
+from support.parity import live_plan
+
+
+HEADS, KV_HEADS, DIM = 6, 3, 4
+SPEC = AttentionSpec(0.4, softcap=0.7)
+CONFIG = DistCAConfig(kernel="reference")
+
+
+def tensors(layout: Layout) -> list[torch.Tensor]:
+    """Queries, keys, values, sinks and output gradients of all documents, one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = int(layout.document_tokens.sum())
+    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM), (HEADS,), (tokens, HEADS, DIM)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def expected(layout: Layout) -> list[torch.Tensor]:
+    """Output, and gradients of queries, keys, values and sinks, from a softmax with one more column."""
+    *inputs, dout = tensors(layout)
+    q, k, v, sinks = (x.requires_grad_() for x in inputs)
+    outputs, start = [], 0
+    for tokens in layout.document_tokens.tolist():
+        rows, start = slice(start, start + tokens), start + tokens
+        keys, values = (x[rows].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        scores = SPEC.softcap * (torch.einsum("tnh,snh->nts", q[rows], keys) * SPEC.scale / SPEC.softcap).tanh()
+        scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), float("-inf"))
+        column = sinks[:, None, None].expand(-1, tokens, 1)
+        shares = torch.cat([scores, column], dim=2).softmax(-1)[:, :, :-1]
+        outputs.append(torch.einsum("nts,snv->tnv", shares, values))
+    out = torch.cat(outputs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
+
+
+def of_rank(transport: Transport, plan: Plan, num_chunks: int) -> list[torch.Tensor]:
+    layout, rank = plan.layout, transport.rank
+    live = live_plan(layout, transport, CONFIG, plan=plan, num_chunks=num_chunks)
+    *of_tokens, sinks, dout = tensors(layout)
+    rows, padding = rows_of_rank(layout, rank), int(layout.padding_rows[rank])
+    *held, dout = (torch.cat([x[rows], x.new_zeros(padding, *x.shape[1:])]) for x in (*of_tokens, dout))
+    inputs = [x.requires_grad_() for x in (*held, sinks)]
+    out, *_ = flash_attn(*inputs[:3], SPEC, live.handle, sinks_N=sinks)
+    *gradients, of_sinks = torch.autograd.grad(out, inputs, dout)
+    return [*(x.detach()[: len(rows)] for x in (out, *gradients)), of_sinks]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_sinks_count_once_on_all_ranks_together(num_ranks: int, num_chunks: int) -> None:
+    plan = plan_in_place(random_layout(random.Random(num_ranks), num_ranks))
+    of_ranks = run_ranks(num_ranks, partial(of_rank, plan=plan, num_chunks=num_chunks))
+
+    *whole, of_sinks = expected(plan.layout)
+    for rank, results in enumerate(of_ranks):
+        rows = rows_of_rank(plan.layout, rank)
+        torch.testing.assert_close(results[:-1], [x[rows] for x in whole], rtol=0, atol=1e-10)
+    torch.testing.assert_close(sum(results[-1] for results in of_ranks), of_sinks, rtol=0, atol=1e-10)
+
+
+def test_sinks_are_refused_where_queries_move() -> None:
+    rng = random.Random(3)
+    plan = random_plan(rng, random_layout(rng, 2))
+    assert plan.pieces.moved.any()
+
+    with pytest.raises(UnsupportedAttentionError, match="sinks of 6 heads are not computed where queries move"):
+        run_ranks(2, partial(of_rank, plan=plan, num_chunks=1))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_local_attention_takes_sinks(in_graph: bool, compiled: bool) -> None:
+    layout = Layout.from_packs([[5, 3]])
+    *inputs, dout = tensors(layout)
+    inputs = [x.requires_grad_() for x in inputs]
+    offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        if in_graph:
+            documents = DocumentsInGraph(offsets, offsets, None, None, torch.tensor([2, 5, 5, 8, 8]))
+            return flash_attn_in_graph(q, k, v, documents, SPEC, "reference", sinks)[0]
+        return flash_attn_local(q, k, v, offsets, offsets, 5, 5, SPEC, "reference", sinks)[0]
+
+    out = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(*inputs)
+    results = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    torch.testing.assert_close(results, expected(layout), rtol=0, atol=1e-10)
+
+
+def test_sinks_alone_may_need_gradients() -> None:
+    layout = Layout.from_packs([[5, 3]])
+    live = live_plan(layout, run_ranks(1, lambda transport: transport)[0], CONFIG)
+    *of_tokens, sinks, dout = tensors(layout)
+    out, *_ = flash_attn(*of_tokens, SPEC, live.handle, sinks_N=sinks.requires_grad_())
+
+    [of_sinks] = torch.autograd.grad(out, [sinks], dout)
+    torch.testing.assert_close(of_sinks, expected(layout)[-1], rtol=0, atol=1e-10)
