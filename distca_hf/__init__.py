@@ -19,9 +19,8 @@ from distca_hf.errors import (
     UnsupportedAttentionError,
     VersionError,
 )
-from distca_hf.lazy import when_imported
-from distca_hf.requirements import check_versions
-from distca_hf.version import __version__
+from distca_hf.import_hooks import name_moved_modules, when_imported
+from distca_hf.version import __version__, check_versions
 
 
 if TYPE_CHECKING:
@@ -75,4 +74,5 @@ def _register_attention() -> None:
 
 
 check_versions()
+name_moved_modules()
 when_imported("transformers.modeling_utils", _register_attention)

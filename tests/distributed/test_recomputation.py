@@ -26,7 +26,7 @@ def _train(kv_residency: str, form: str) -> Trained:
     torch._dynamo.reset()
     model = tiny_model(num_hidden_layers=LAYERS).train()
     plugin = distca_hf.DistCAPlugin(
-        tokens_per_rank=96, checkpointed_attention="recompute", kv_residency=kv_residency, exchange_legs=1
+        tokens_per_rank=96, checkpointed_attention="recompute", kv_residency=kv_residency, exchange_chunks=1
     )
     distca_hf.enable(model, plugin)
     if form not in ("", "wrapper"):

@@ -20,8 +20,9 @@ from distca_hf.config import (
     read_yaml,
     unknown_environment_settings,
 )
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, UnknownSettingError
 from distca_hf.plugin import DistCAPlugin
+from distca_hf.recipe import Recipe
 
 
 NAMES = [field.name for field in dataclasses.fields(DistCAConfig)]
@@ -32,7 +33,7 @@ DEFAULTS = {
     "kernel": "auto",
     "kv_residency": "auto",
     "kv_budget_gib": 4.0,
-    "exchange_legs": 0,
+    "exchange_chunks": 0,
     "checkpointed_attention": "save",
     "evaluate": "local",
     "sort_packs": False,
@@ -57,7 +58,7 @@ OTHERS = {
     "kernel": "reference",
     "kv_residency": "keep",
     "kv_budget_gib": 0.5,
-    "exchange_legs": 3,
+    "exchange_chunks": 3,
     "checkpointed_attention": "recompute",
     "evaluate": "distca",
     "sort_packs": True,
@@ -214,6 +215,48 @@ def test_a_subclass_may_take_arguments_of_its_own() -> None:
     assert Mine(2).tokens_per_rank == 2048
 
 
+@pytest.mark.parametrize("kind", [DistCAConfig, DistCAPlugin])
+def test_settings_are_fixed_once_they_are_made(kind: type[DistCAConfig]) -> None:
+    settings = kind(tokens_per_rank=4096)
+    words = f"tokens_per_rank=5: settings of a {kind.__name__} are fixed, and this one was made with 4096"
+    with pytest.raises(ConfigError, match=words) as refused:
+        settings.tokens_per_rank = 5
+    assert len(str(refused.value).splitlines()) == 1
+    other = dataclasses.replace(settings, tokens_per_rank=5)
+
+    assert (type(other), other.tokens_per_rank, settings.tokens_per_rank) == (kind, 5, 4096)
+
+
+def test_attribute_that_is_a_misspelt_setting_is_refused() -> None:
+    settings = DistCAConfig()
+    with pytest.raises(ConfigError, match=r"unknown setting 'token_per_rank'\. Did you mean 'tokens_per_rank'"):
+        settings.token_per_rank = 5  # type: ignore[attr-defined]
+    settings.note = "of a program"  # type: ignore[attr-defined]
+
+
+# --- former names
+
+
+@pytest.mark.parametrize(
+    ("former", "present"), [("exchange_legs", "exchange_chunks"), ("received_kv", "kv_residency")]
+)
+def test_former_name_is_refused_with_the_present_one(
+    former: str, present: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rf"the setting '{former}' is now called '{present}'$"
+    with pytest.raises(UnknownSettingError, match=f"^DistCAPlugin: {said}"):
+        DistCAPlugin(**{former: 1})
+    with pytest.raises(UnknownSettingError, match=said):
+        setattr(DistCAConfig(), former, 1)
+    recipe = written(tmp_path, f"plugin:\n  {former}: 1\n")
+    for read in (DistCAConfig.from_yaml, Recipe.read):
+        with pytest.raises(UnknownSettingError, match=f"settings.yaml: {said}"):
+            read(recipe)
+    monkeypatch.setenv(f"DISTCA_{former.upper()}", "1")
+    with pytest.raises(UnknownSettingError, match=f"DISTCA_{former.upper()}: .*; set DISTCA_{present.upper()}$"):
+        DistCAPlugin()
+
+
 def test_settings_can_be_copied() -> None:
     config = DistCAConfig(**OTHERS)
 
@@ -303,7 +346,7 @@ def test_deadline_is_positive(wrong: float) -> None:
     assert "positive" in message
 
 
-@pytest.mark.parametrize("name", ["ranks_per_node", "exchange_legs", "check_weights_every_steps"])
+@pytest.mark.parametrize("name", ["ranks_per_node", "exchange_chunks", "check_weights_every_steps"])
 def test_counts_that_may_be_zero_are_not_less(name: str) -> None:
     assert getattr(DistCAConfig(**{name: 0}), name) == 0
     message = refusal(**{name: -1})

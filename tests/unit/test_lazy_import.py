@@ -13,7 +13,7 @@ import pytest
 
 import distca_hf
 from distca_hf import errors
-from distca_hf.lazy import when_imported
+from distca_hf.import_hooks import MOVED, when_imported
 
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets")
@@ -35,7 +35,7 @@ def run_fresh(program: str) -> str:
         "import distca_hf.cli",
         "import distca_hf.placement.place, distca_hf.data.epochs, distca_hf.data.collate",
         "import distca_hf.planning.in_place, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
-        "import distca_hf.batches.placed, distca_hf.analysis.plan_command",
+        "import distca_hf.batches.placed, distca_hf.analysis.command",
     ],
 )
 def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(statement: str) -> None:
@@ -71,7 +71,7 @@ def test_lazy_names_are_public() -> None:
 
 
 def test_every_error_is_public() -> None:
-    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
 
     assert "NotFiniteError" in raised
     assert raised <= set(distca_hf.__all__)
@@ -163,3 +163,18 @@ def test_other_modules_are_found_as_ever(module: str) -> None:
 
     assert importlib.import_module(module).ready
     assert importlib.util.find_spec("no_such_module_anywhere") is None
+
+
+@pytest.mark.parametrize(("former", "present"), MOVED.items())
+def test_former_name_of_a_module_is_answered_with_the_present_one(former: str, present: str) -> None:
+    folder, _, name = former.rpartition(".")
+    for statement in (f"import {former}", f"import {former}.anything", f"from {folder} import {name}"):
+        with pytest.raises(ImportError) as refused:
+            exec(statement)
+        assert str(refused.value) == f"{former} is now {present}; public names are those of `import distca_hf`"
+    assert importlib.util.find_spec(present) is not None
+
+
+def test_module_that_never_was_is_missing_as_usual() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'distca_hf\.nothing'"):
+        importlib.import_module("distca_hf.nothing")

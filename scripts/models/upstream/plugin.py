@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from distca_hf.errors import DistCAError
-from distca_hf.lazy import when_imported
+from distca_hf.import_hooks import when_imported
 from upstream.outcomes import FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
 
 

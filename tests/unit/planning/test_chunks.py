@@ -144,8 +144,8 @@ def test_rows_of_a_chunk_lie_together_and_in_order() -> None:
         ({"ranks_per_node": 8}, 4, 1),
         ({"ranks_per_node": 4}, 8, 4),
         ({"ranks_per_node": 1}, 2, 4),
-        ({"exchange_legs": 1, "ranks_per_node": 4}, 8, 1),
-        ({"exchange_legs": 7}, 8, 7),
+        ({"exchange_chunks": 1, "ranks_per_node": 4}, 8, 1),
+        ({"exchange_chunks": 7}, 8, 7),
     ],
 )
 def test_chunks_by_setting_and_topology(

@@ -1,4 +1,4 @@
-"""Imports that wait: a function that runs when a module of another package has been imported.
+"""Import hooks: a function that runs once a module of another package is imported, and former names of modules.
 
 `import distca_hf` must make "distca" known to Transformers, but the launcher and the command line must run before
 torch and Transformers read the environment. So the registration waits for the module that it registers with.
@@ -11,12 +11,62 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
+# Modules that programs may have imported by these names, and their present names.
+MOVED = {
+    f"distca_hf.{former}": f"distca_hf.{present}"
+    for former, present in {
+        "insight": "analysis",
+        "integrations.callback": "integrations.trainer.callback",
+        "integrations.drift": "integrations.trainer.weights_check",
+        "integrations.enabling": "integrations.models.enable",
+        "integrations.launch": "recipe",
+        "integrations.loader": "batches.loader",
+        "integrations.model": "integrations.models.enable",
+        "integrations.model_check": "integrations.models.check",
+        "integrations.packs": "batches.packed",
+        "integrations.plugin": "plugin",
+        "integrations.preemption": "integrations.trainer.stop_on_signal",
+        "kernels.choose": "kernels.registry",
+        "lazy": "import_hooks",
+        "packing": "data",
+        "planning.baselines": "analysis.baselines",
+        "planning.bounds": "analysis.bounds",
+        "planning.moving": "planning.rebalance",
+        "planning.planner": "planning.in_place",
+        "planning.task": "planning.tasks",
+        "requirements": "version",
+        "runtime.plans": "runtime.live_plan",
+        "setting_help": "settings",
+        "spelling": "errors",
+    }.items()
+}
+
+
+def name_moved_modules() -> None:
+    """Answers imports of modules by a former name with an `ImportError` that has the present one."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())
+
+
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Calls `action` once the module `name` has been imported: now, if it was already."""
     if name in sys.modules:
         action()
     else:
         sys.meta_path.insert(0, _Watch(name, action))
+
+
+class _MovedModules(importlib.abc.MetaPathFinder):
+    """Finds nothing. It is asked last, for modules that all other finders have missed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in MOVED:
+            raise ImportError(  # a ModuleNotFoundError would be lost in `from distca_hf.integrations import plugin`
+                f"{fullname} is now {MOVED[fullname]}; public names are those of `import distca_hf`", name=fullname
+            )
+        return None
 
 
 class _Watch(importlib.abc.MetaPathFinder):
