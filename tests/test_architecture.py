@@ -15,6 +15,7 @@ LARGEST_FILE_LINES = 400
 
 # What each part may import, besides itself. docs/design.md draws the same layers.
 BASE = {
+    "arrays",
     "errors",
     "config",
     "cost",
