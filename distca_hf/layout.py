@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PackingError, and_more
 
 
@@ -74,17 +75,17 @@ def check_cu_seqlens(cu_seqlens: Any, num_tokens: int) -> IntArray:
     Raises:
         PackingError: names the first position that is wrong, and its values.
     """
-    offsets = as_int_array(cu_seqlens, "cu_seqlens")
-    if len(offsets) == 0 or offsets[0] != 0:
-        first = offsets[0] if len(offsets) else "nothing"
+    borders = as_int_array(cu_seqlens, "cu_seqlens")
+    if len(borders) == 0 or borders[0] != 0:
+        first = borders[0] if len(borders) else "nothing"
         raise PackingError(f"cu_seqlens must begin with 0, not {first}")
-    if offsets[-1] != num_tokens:
-        raise PackingError(f"cu_seqlens ends at {offsets[-1]}, but there are {num_tokens} tokens")
-    lengths = np.diff(offsets)
+    if borders[-1] != num_tokens:
+        raise PackingError(f"cu_seqlens ends at {borders[-1]}, but there are {num_tokens} tokens")
+    lengths = np.diff(borders)
     falling = np.flatnonzero(lengths < 0)
     if len(falling):
         at = int(falling[0])
-        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {offsets[at]} is followed by {offsets[at + 1]}")
+        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {borders[at]} is followed by {borders[at + 1]}")
     return lengths
 
 
@@ -94,11 +95,8 @@ def join_neighbours(
     """Sorts ranges by (rank, document, start), and joins ranges that follow each other on one rank."""
     order = np.lexsort((start, document, rank))
     document, start, stop, rank = document[order], start[order], stop[order], rank[order]
-    opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
-    closes = np.ones(len(order), dtype=bool)
-    closes[:-1] = opens[1:]
-    return document[opens], start[opens], stop[closes], rank[opens]
+    opens = run_starts(document, rank, chained(start, stop - start))
+    return document[opens], start[opens], stop[run_stops(opens)], rank[opens]
 
 
 @dataclass(frozen=True)
@@ -148,14 +146,13 @@ class Layout:
         numbers = [number for rank in segments for segment in rank for number in segment]
         flat = as_int_array(numbers, "segments").reshape(-1, 3)
         counts = np.array([len(rank) for rank in segments], dtype=np.int64)
-        rank_segments = np.concatenate([[0], np.cumsum(counts)])
         tokens = np.array([sum(stop - start for _, start, stop in rank) for rank in segments], dtype=np.int64)
         layout = cls(
             document_tokens=as_int_array(document_tokens, "document_tokens"),
             segment_document=flat[:, 0].copy(),
             segment_start=flat[:, 1].copy(),
             segment_stop=flat[:, 2].copy(),
-            rank_segments=rank_segments,
+            rank_segments=offsets(counts),
             rank_rows=tokens if rank_rows is None else as_int_array(rank_rows, "rank_rows"),
             stripes=tuple(stripes),
         )
@@ -206,13 +203,13 @@ class Layout:
     @cached_property
     def segment_row(self) -> IntArray:
         """`[segments]` first row of each segment on its rank."""
-        first = np.concatenate([[0], np.cumsum(self.segment_tokens)])
+        first = offsets(self.segment_tokens)
         return first[:-1] - first[self.rank_segments[:-1]][self.segment_rank]
 
     @cached_property
     def rank_tokens(self) -> IntArray:
         """`[ranks]` tokens each rank holds, without padding."""
-        first = np.concatenate([[0], np.cumsum(self.segment_tokens)])
+        first = offsets(self.segment_tokens)
         return first[self.rank_segments[1:]] - first[self.rank_segments[:-1]]
 
     @property
@@ -223,7 +220,7 @@ class Layout:
     @cached_property
     def rank_work(self) -> IntArray:
         """`[ranks]` attended pairs if every rank computed the rows it holds."""
-        pairs = np.concatenate([[0], np.cumsum(causal_pairs_of(self.segment_start, self.segment_stop))])
+        pairs = offsets(causal_pairs_of(self.segment_start, self.segment_stop))
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
 
     def segments_of(self, rank: int) -> slice:
@@ -261,8 +258,8 @@ class Layout:
         # 2. Each segment begins where the one before it ends, and the last ends with its document.
         order = np.lexsort((self.segment_start, self.segment_document))
         document, start, stop = self.segment_document[order], self.segment_start[order], self.segment_stop[order]
-        begins = np.concatenate([[True], document[1:] != document[:-1]])[: len(document)]
-        expected_start = np.where(begins, 0, np.concatenate([[0], stop[:-1]])[: len(stop)])
+        expected_start = np.concatenate([[0], stop[:-1]])[: len(stop)]
+        expected_start[run_starts(document)] = 0
         wrong = np.flatnonzero((start != expected_start) | (stop <= start))
         if len(wrong):
             at = wrong[0]

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.num_ranks // self.ranks_per_node)
+        return ceil_div(self.num_ranks, self.ranks_per_node)
 
     @cached_property
     def node_of(self) -> IntArray:

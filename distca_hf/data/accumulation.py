@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
@@ -128,7 +128,7 @@ def group_documents(
             "with more tokens per rank"
         )
     # Filled to the mean first, so that no micro-step is left nearly empty; to the brim only if that leaves a rest.
-    mean = max(-(-total // micro_steps), longest)
+    mean = max(ceil_div(total, micro_steps), longest)
     limits = (min(mean, capacity_tokens), capacity_tokens, 0)
     found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
     divisions = [division for division in (found[0] or found[1], found[2], as_they_came) if division is not None]

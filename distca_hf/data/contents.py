@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 

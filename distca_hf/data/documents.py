@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum, ranges
 from distca_hf.config import OverlongPolicy
-from distca_hf.cost import IntArray
 from distca_hf.data.token_columns import ATTENTION_MASK, MASK_COLUMNS, open_columns, read_column
 from distca_hf.errors import PackingError, and_more
 from distca_hf.layout import check_document_tokens
@@ -145,8 +145,7 @@ class DocumentSource:
             raise PackingError(
                 f"row {wrong[0]}: seq_lengths sum to {total[wrong[0]]}, but the row has {rows[wrong[0]]} tokens"
             )
-        before = np.cumsum(lengths) - lengths
-        return row, before - (np.cumsum(rows) - rows)[row], lengths
+        return row, exclusive_cumsum(lengths) - exclusive_cumsum(rows)[row], lengths
 
     def _apply(self, overlong: OverlongPolicy, capacity_tokens: int) -> None:
         tokens = self.document_tokens
@@ -189,9 +188,9 @@ def fit_documents(
 
 def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArray, IntArray, IntArray]:
     """Cuts documents into pieces of at most `most_tokens`: document, first token and length of every piece."""
-    pieces = -(-document_tokens // most_tokens)
+    pieces = ceil_div(document_tokens, most_tokens)
     document = np.repeat(np.arange(len(document_tokens)), pieces)
-    start = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most_tokens
+    start = ranges(0, pieces) * most_tokens
     return document, start, np.minimum(document_tokens[document] - start, most_tokens)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
 
 

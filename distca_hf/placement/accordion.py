@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distca_hf.arrays import ceil_div
 from distca_hf.layout import TILE_TOKENS
 from distca_hf.placement.piece_pool import Piece, PiecePool
 
@@ -182,7 +183,7 @@ def _tail(pool: PiecePool, index: int, tokens: int, missing: float, most_light_w
     if fits(most):
         return most
     if most > small and fits(small + 1):
-        cuts = range(-(-(stop - most) // TILE_TOKENS), stop // TILE_TOKENS + 1)
+        cuts = range(ceil_div(stop - most, TILE_TOKENS), stop // TILE_TOKENS + 1)
         return stop - TILE_TOKENS * cuts[bisect_left(cuts, True, key=lambda cut: fits(stop - cut * TILE_TOKENS))]
     return largest(min(most, small), fits)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.cost import IntArray, Work, causal_pairs, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.placement.piece_pool import Segment
@@ -212,8 +213,8 @@ def place_by_seconds(
     assert best is not None
 
     def seconds_of(segments: list[Segment]) -> float:
-        ranges = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
-        return float(times.of(ranges[:, 0], ranges[:, 1]).sum())
+        bounds = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
+        return float(times.of(bounds[:, 0], bounds[:, 1]).sum())
 
     return even_out(best, seconds_of, _stripe_seconds(best, times))
 

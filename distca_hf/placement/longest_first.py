@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
+from distca_hf.arrays import ceil_div
 from distca_hf.layout import TILE_TOKENS
 from distca_hf.placement.accordion import OFF, Goal, deal, fill, largest
 from distca_hf.placement.piece_pool import Piece, PiecePool, joined, work_of
@@ -159,7 +160,7 @@ class _Need:
                 and lighter.leave_light_tokens(mean_cost, rest_tokens, rest_work, pool)
             )
 
-        tiles = -(-whole // TILE_TOKENS)
+        tiles = ceil_div(whole, TILE_TOKENS)
         return whole if fits(tiles) else TILE_TOKENS * largest(tiles - 1, fits)
 
 

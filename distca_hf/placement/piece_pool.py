@@ -17,7 +17,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from distca_hf.cost import DocumentCost, IntArray, Work
+from distca_hf.arrays import IntArray
+from distca_hf.cost import DocumentCost, Work
 
 
 Segment = tuple[int, int, int]  # document, start, stop

@@ -16,7 +16,8 @@ from operator import not_
 
 import numpy as np
 
-from distca_hf.cost import CAUSAL, DocumentCost, IntArray
+from distca_hf.arrays import IntArray, offsets
+from distca_hf.cost import CAUSAL, DocumentCost
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal
@@ -186,7 +187,7 @@ def _layout(lengths: IntArray, order: IntArray, segments: list[list[Segment]], s
     rank = np.repeat(np.arange(len(segments)), [len(of_rank) for of_rank in segments])
     document, start, stop, rank = join_neighbours(order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
     in_order = np.argsort(2 * rank + (start > 0), kind="stable")
-    tokens_before = np.concatenate([[0], np.cumsum(stop - start)])
+    tokens_before = offsets(stop - start)
     rank_segments = np.searchsorted(rank, np.arange(len(segments) + 1))
     layout = Layout(
         document_tokens=lengths,

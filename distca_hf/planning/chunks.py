@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
 from distca_hf.planning.pieces import line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS
@@ -105,7 +105,7 @@ def _chunks_of_local_queries(
     move to the nearest border of prefixes, or of equal parts of one.
     """
     _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
-    before = np.cumsum(work) - work
+    before = exclusive_cumsum(work)
     begin, total = before - before[first_of][server], np.bincount(server, weights=work)
     chunks = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[server]
     chunks_of_work = chunks / np.maximum(total, 1)[server]
@@ -118,8 +118,7 @@ def _chunks_of_remote_queries(keys: IntArray, num_lines: int, head_groups: int, 
     """Returns the chunk of each (server, line). A server's lines are dealt to chunks in the order of its remote KV."""
     server, head = keys // num_lines, keys % num_lines % (head_groups + 1) + ALL_HEADS
     order = np.lexsort((keys, head != ALL_HEADS, server))
-    _, first, number = np.unique(server[order], return_index=True, return_counts=True)
-    place = np.arange(len(keys)) - np.repeat(first, number)
+    _, number = np.unique(server[order], return_counts=True)
     chunk = np.empty(len(keys), dtype=np.int64)
-    chunk[order] = place * count // np.repeat(number, number)
+    chunk[order] = ranges(0, number) * count // np.repeat(number, number)
     return chunk

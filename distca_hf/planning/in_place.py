@@ -11,7 +11,8 @@ from math import isqrt
 
 import numpy as np
 
-from distca_hf.cost import IntArray, causal_pairs
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import causal_pairs
 from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
@@ -79,7 +80,7 @@ def divide_stripe(stripe: Stripe, head_groups: int) -> list[tuple[int, int, int,
     borders = [rank * head_groups * of_group // ranks for rank in range(ranks + 1)]
     tasks = []
     for rank, (begin, end) in enumerate(pairwise(borders)):
-        for group in range(begin // of_group, -(-end // of_group)):
+        for group in range(begin // of_group, ceil_div(end, of_group)):
             first, last = max(0, begin - group * of_group), min(of_group, end - group * of_group)
             start, stop = _query_at(stripe, first), _query_at(stripe, last)
             if start < stop:

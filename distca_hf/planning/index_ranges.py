@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_stops
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +30,12 @@ class IndexRanges:
         return cls(starts, lengths, np.ones_like(lengths) if strides is None else strides)
 
     @classmethod
-    def join(cls, ranges: Sequence["IndexRanges"]) -> "IndexRanges":
+    def join(cls, parts: Sequence["IndexRanges"]) -> "IndexRanges":
         """Concatenates several into one."""
         return cls(
-            np.concatenate([part.starts for part in ranges]),
-            np.concatenate([part.lengths for part in ranges]),
-            np.concatenate([part.strides for part in ranges]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.strides for part in parts]),
         )
 
     @classmethod
@@ -51,12 +51,12 @@ class IndexRanges:
     @cached_property
     def before(self) -> IntArray:
         """`[ranges]` numbers before each range."""
-        return np.cumsum(self.lengths) - self.lengths
+        return exclusive_cumsum(self.lengths)
 
     @property
     def numbers(self) -> IntArray:
         """`[total]` all numbers, written out."""
-        within = np.arange(self.total) - np.repeat(self.before, self.lengths)
+        within = ranges(0, self.lengths)
         return np.repeat(self.starts, self.lengths) + within * np.repeat(self.strides, self.lengths)
 
     @property
@@ -73,8 +73,7 @@ class IndexRanges:
         starts, reach = starts[order], np.maximum.accumulate(stops[order])
         opens = np.ones(len(starts), dtype=bool)
         opens[1:] = starts[1:] > reach[:-1]
-        closes = np.append(opens[1:], True)[: len(starts)]
-        return IndexRanges.of(starts[opens], reach[closes] - starts[opens])
+        return IndexRanges.of(starts[opens], reach[run_stops(opens)] - starts[opens])
 
     def cut_at(self, borders: IntArray) -> "IndexRanges":
         """Cuts every range at the borders inside it. Borders are ascending, all strides are 1."""
@@ -82,7 +81,7 @@ class IndexRanges:
         first = np.searchsorted(borders, self.starts, side="right")
         parts = np.maximum(np.searchsorted(borders, stops, side="left") - first, 0) + 1
         range_of = np.repeat(np.arange(len(parts)), parts)
-        border = first[range_of] + np.arange(len(range_of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        border = ranges(first, parts)
         bounds = np.concatenate([[np.iinfo(np.int64).min], borders, [np.iinfo(np.int64).max]])
         starts = np.maximum(self.starts[range_of], bounds[border])
         return IndexRanges.of(starts, np.minimum(stops[range_of], bounds[border + 1]) - starts)

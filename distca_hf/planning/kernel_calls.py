@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
 from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
@@ -36,18 +36,12 @@ class LocalParts(Ranges):
         groups = pieces.head_groups
         line = line_keys(pieces.document, pieces.head, groups)
         token_row = pieces.row // groups
-        opens = np.ones(len(pieces), dtype=bool)
-        opens[1:] = (
-            (line[1:] != line[:-1])
-            | (pieces.start[1:] != pieces.stop[:-1])
-            | (token_row[1:] - token_row[:-1] != pieces.tokens[:-1])
-        )
-        closes = np.append(opens[1:], True)[: len(pieces)]
+        opens = run_starts(line, chained(pieces.start, pieces.tokens), chained(token_row, pieces.tokens))
         return cls(
             pieces.document[opens],
             pieces.head[opens],
             pieces.start[opens],
-            pieces.stop[closes],
+            pieces.stop[run_stops(opens)],
             groups,
             token_row[opens],
         )
@@ -131,14 +125,13 @@ def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
     row, tokens, first, last = row[order], tokens[order], first[order], last[order]
-    opens = np.ones(len(row), dtype=bool)
-    opens[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1]) | (row[1:] - row[:-1] != tokens[:-1])
+    opens = run_starts(first, last, chained(row, tokens))
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(row)]):
-        offsets, at = _offsets(tokens[begin:end]), int(row[begin])
-        stop = at + int(offsets[-1])
+        cu_seqlens, at = offsets(tokens[begin:end]), int(row[begin])
+        stop = at + int(cu_seqlens[-1])
         heads = int(first[begin]), int(last[begin])
-        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, offsets, offsets, heads))
+        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, cu_seqlens, cu_seqlens, heads))
     return tuple(calls)
 
 
@@ -161,11 +154,10 @@ def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tu
 
     # 2. Neighbours whose queries and keys follow each other share a call.
     per_token, first_key = rows_per_token(head, groups), remote_kv.offset[line, chunk]
-    opens = _opens(line, per_token, stop, remote_kv, chunk)
-    opens[1:] |= (row[1:] - row[:-1] != tokens[:-1]) | (head[1:] != head[:-1])
+    opens = _opens(line, per_token, stop, remote_kv, chunk) | run_starts(head, chained(row, tokens))
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
-        queries, keys = _offsets(tokens[begin:end]), _offsets((stop - first)[begin:end])
+        queries, keys = offsets(tokens[begin:end]), offsets((stop - first)[begin:end])
         query, key, rows, group = (int(x[begin]) for x in (row, first_key, per_token, head))
         calls.append(
             KernelCall(
@@ -201,7 +193,7 @@ def remote_query_calls(
     opens = _opens(line, per_token, stop, remote_kv, chunk)
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(remote_queries)]):
-        queries, keys = _offsets((stop - start)[begin:end]), _offsets(stop[begin:end])
+        queries, keys = offsets((stop - start)[begin:end]), offsets(stop[begin:end])
         query, key, rows = (int(x[begin]) for x in (first_query_row, first_key, per_token))
         query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
         bounds = query, query_stop, key, key_stop
@@ -214,12 +206,10 @@ def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
     groups = local.head_groups
     order = np.lexsort((local.head, local.token_row, local.tokens))
     row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]
-    opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (row[1:] != row[:-1]) | (tokens[1:] != tokens[:-1]) | (head[1:] != head[:-1] + 1)
-    closes = np.append(opens[1:], True)[: len(order)]
+    opens = run_starts(row, tokens, head - np.arange(len(head)))
     whole = head[opens] == ALL_HEADS
     first = np.where(whole, 0, head[opens])
-    last = np.where(whole, groups, head[closes] + 1)
+    last = np.where(whole, groups, head[run_stops(opens)] + 1)
     return row[opens], tokens[opens], first, last
 
 
@@ -232,13 +222,9 @@ def _opens(line: IntArray, per_token: IntArray, stop: IntArray, remote_kv: Remot
     reads_all = stop == remote_kv.stops[line, chunk]
     after = remote_kv.offset[line, chunk] + (remote_kv.stops - remote_kv.starts)[line, chunk] * per_token
     follows = remote_kv.offset[line, chunk][1:] == after[:-1]
-    opens = np.ones(len(line), dtype=bool)
-    opens[1:] = (per_token[1:] != per_token[:-1]) | ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
+    opens = run_starts(per_token)
+    opens[1:] |= ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
     return opens
-
-
-def _offsets(lengths: IntArray) -> IntArray:
-    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 Span = tuple[int, int]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum
 from distca_hf.planning.pieces import Pieces, line_keys, rows_per_token
 from distca_hf.planning.tasks import ALL_HEADS
 
@@ -54,7 +54,7 @@ class RemoteKVLayout:
         in_order = np.argsort(head != ALL_HEADS, kind="stable")
         chunk_major = rows[in_order].T.ravel()
         offset = np.empty_like(rows)
-        offset[in_order] = (np.cumsum(chunk_major) - chunk_major).reshape(rows.T.shape).T
+        offset[in_order] = exclusive_cumsum(chunk_major).reshape(rows.T.shape).T
         return cls(lines, starts, stops, offset, int(rows.sum()), head_groups)
 
     def row(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:

@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ranges
 from distca_hf.layout import Layout
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
@@ -142,5 +142,4 @@ def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, Int
     divided[tasks.document[tasks.head != ALL_HEADS]] = True
     copies = np.where(divided[layout.segment_document], tasks.head_groups, 1)
     segment = np.repeat(every, copies)
-    group = np.arange(len(segment)) - np.repeat(np.cumsum(copies) - copies, copies)
-    return segment, np.where(divided[layout.segment_document[segment]], group, ALL_HEADS)
+    return segment, np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)

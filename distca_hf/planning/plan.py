@@ -6,7 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray, imbalance
+from distca_hf.arrays import IntArray
+from distca_hf.cost import imbalance
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import Pieces
 from distca_hf.planning.tasks import Tasks

@@ -24,7 +24,7 @@ from itertools import chain
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.index_ranges import IndexRanges
@@ -203,7 +203,7 @@ def route(
     remote, chunk_of_task, remote_lines = remote[order], chunk_of_task[order], remote_lines[order]
     query_rows = (tasks.stop - tasks.start)[remote] * rows_per_token(tasks.head[remote], groups)
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
-    first_query_row[remote] = np.cumsum(query_rows) - query_rows
+    first_query_row[remote] = exclusive_cumsum(query_rows)
 
     # 3. The remote KV: prefixes of both kinds.
     lines = np.concatenate([local.prefix_lines, remote_lines])
@@ -275,7 +275,7 @@ class _Numbered:
         self._held = held
         self._by_row = np.argsort(held.row, kind="stable")
         rows = held.rows[self._by_row]
-        self._firsts: IntArray = np.cumsum(rows) - rows
+        self._firsts = exclusive_cumsum(rows)
         self.first = np.empty_like(self._firsts)
         self.first[self._by_row] = self._firsts
         self._keys = position_keys(held.document, held.head, held.start, held.head_groups)

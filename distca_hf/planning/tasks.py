@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray, run_starts
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
@@ -103,11 +104,8 @@ class Tasks:
         # 3. Each task begins where the one before it ends.
         order = np.lexsort((self.start, self.head, self.document))
         document, start, stop = self.document[order], self.start[order], self.stop[order]
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = (document[1:] != document[:-1]) | (self.head[order][1:] != self.head[order][:-1])
-        expected = np.zeros(len(order), dtype=np.int64)
-        expected[1:] = stop[:-1]
-        expected[first] = 0
+        expected = np.concatenate([[0], stop[:-1]])[: len(stop)]
+        expected[run_starts(document, self.head[order])] = 0
         wrong = np.flatnonzero((start != expected) | (stop <= start))
         if len(wrong):
             at = wrong[0]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.arrays import IntArray, ranges, run_starts, run_stops
+from distca_hf.cost import TokenBytes
 from distca_hf.planning.chunks import ExchangeChunks
-from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.pieces import Ranges, line_keys
 from distca_hf.planning.plan import Plan
 
@@ -50,8 +50,7 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     line = line_keys(tasks.document[reads], tasks.head[reads], groups)
     order = np.lexsort((prefix, line, server))
     server, line, prefix = server[order], line[order], prefix[order]
-    longest = np.ones(len(order), dtype=bool)
-    longest[:-1] = (server[1:] != server[:-1]) | (line[1:] != line[:-1])
+    longest = run_stops(run_starts(server, line))
     server, line, prefix = server[longest], line[longest], prefix[longest]
 
     # 2. Join each need (server, document, head, prefix) with all pieces of that document and head.
@@ -60,7 +59,7 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     first = np.searchsorted(lines, line, side="left")
     last = np.searchsorted(lines, line, side="right")
     need = np.repeat(np.arange(len(line)), last - first)
-    piece = IndexRanges.of(first, last - first).numbers
+    piece = ranges(first, last - first)
     source, destination = pieces.owner[piece], server[need]
     start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
 

@@ -11,7 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.arrays import IntArray, ranges, run_starts
+from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import POSITION_BITS
 from distca_hf.planning.rebalance.head_stacks import Stack
@@ -58,9 +59,7 @@ class MovedBytes:
         # 2. Keys: the longest prefix of each (document, head) that each server reads.
         order = np.lexsort((server, head, document))
         document, head, stop, server = document[order], head[order], stop[order], server[order]
-        opens = np.ones(len(order), dtype=bool)
-        opens[1:] = (document[1:] != document[:-1]) | (head[1:] != head[:-1]) | (server[1:] != server[:-1])
-        first = np.flatnonzero(opens)
+        first = np.flatnonzero(run_starts(document, head, server))
         prefix = np.maximum.reduceat(stop, first) if len(first) else stop
         holds, needs, keys = segments.overlaps(document[first], np.zeros_like(prefix), prefix, server[first])
 
@@ -111,7 +110,7 @@ class Segments:
         first = np.searchsorted(self.key, (document << POSITION_BITS) + start, side="right") - 1
         counts = np.searchsorted(self.key, (document << POSITION_BITS) + stop, side="left") - first
         part = np.repeat(np.arange(len(counts)), counts)
-        segment = np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts) + first[part]
+        segment = ranges(first, counts)
         tokens = np.minimum(self.stop[segment], stop[part]) - np.maximum(self.start[segment], start[part])
         return self.rank[segment], server[part], tokens
 

@@ -9,7 +9,8 @@ from bisect import insort
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, causal_pairs
 from distca_hf.layout import Layout
 from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.head_stacks import Holders, Stack

@@ -88,13 +88,13 @@ def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
     in_place = plan_in_place(layout).tasks
 
     # 1. Documents with stacks: ranges of each head, joined where neighbours have one server.
-    ranges: dict[int, list[list[Range]]] = {}
+    by_document: dict[int, list[list[Range]]] = {}
     for stack in stacks:
-        heads = ranges.setdefault(stack.document, [[] for _ in range(head_groups)])
+        heads = by_document.setdefault(stack.document, [[] for _ in range(head_groups)])
         for head, start, stop, server in stack.parts():
             heads[head].append((start, stop, server))
     rows: list[tuple[int, int, int, int, int]] = []
-    for document, heads in ranges.items():
+    for document, heads in by_document.items():
         joined = [_join(parts) for parts in heads]
         if all(parts == joined[0] for parts in joined):
             rows += [(document, *part, ALL_HEADS) for part in joined[0]]
@@ -103,7 +103,7 @@ def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
 
     # 2. All other documents, as they are in place.
     stays = np.ones(layout.num_documents, dtype=bool)
-    stays[list(ranges)] = False
+    stays[list(by_document)] = False
     kept = np.flatnonzero(stays[in_place.document])
     columns_in_place = (in_place.document, in_place.start, in_place.stop, in_place.server, in_place.head)
     untouched = np.stack(columns_in_place, axis=1)[kept]
