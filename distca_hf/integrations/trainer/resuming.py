@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import TRAINER_STATE_NAME
 
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.data.epochs import ResumedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.telemetry import get_logger
