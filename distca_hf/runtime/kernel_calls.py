@@ -142,8 +142,10 @@ class BackwardCalls:
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
-    shape = q.shape[:2]
-    return q.new_empty((*shape, v.shape[2])), q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+    rows, heads, _ = q.shape
+    dtype, device = q.dtype, q.device
+    out = torch.empty((rows, heads, v.shape[2]), dtype=dtype, device=device)
+    return out, torch.empty((rows, heads), dtype=accumulation_dtype(dtype), device=device)
 
 
 @dataclass(frozen=True)

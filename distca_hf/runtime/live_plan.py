@@ -33,7 +33,7 @@ class PlanUse:
 
     Attributes:
         begun: a forward pass has begun.
-        trained: one with gradients has ended.
+        trained: a pass of training has ended.
     """
 
     begun: bool = False
@@ -117,11 +117,12 @@ class LivePlan:
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
 
-    def end_forward_pass(self, backward_follows: bool) -> None:
+    def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
 
         Args:
             backward_follows: whether a backward pass may follow. If not, this rank waits for the others here.
+            trains: whether it is a pass of training.
 
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
@@ -129,6 +130,7 @@ class LivePlan:
         self.forward_pass.end(self.routing.exchanges)
         if not backward_follows:
             self.agree()
+        self.use.trained |= trains
 
     @property
     def forward_calls(self) -> int:

@@ -28,6 +28,8 @@ class RemoteKV:
     @classmethod
     def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
         """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
+        if not routing.remote_kv_rows:  # no call reads any; views cost the host
+            return cls(k, v, beside=received)
         if routing.come_in_order and _side_by_side(k, routing):
             return cls(*apart(received, k, v), beside=received)
         return cls._with_local_rows(k, v, routing)
@@ -35,6 +37,8 @@ class RemoteKV:
     @classmethod
     def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
         """Returns the whole remote KV from rows that were received before."""
+        if not routing.remote_kv_rows:
+            return cls(k, v, beside=kept)
         if routing.kept_in_order and _side_by_side(k, routing):
             return cls(*apart(kept, k, v), beside=kept)
         remote_kv = cls._with_local_rows(k, v, routing)
