@@ -151,8 +151,8 @@ def test_micro_steps_are_planned_together(some: Path) -> None:
     assert said["imbalance"] < said["baselines"]["sorted_packs"]["imbalance"] < said["imbalance_before"]
 
 
-def test_long_documents_of_a_window_train_together() -> None:
-    """Four micro-steps, each with a document of one and a half ranks, which has to be cut; grouped they need no cut."""
+def test_long_documents_of_an_optimizer_step_train_together() -> None:
+    """Four micro-steps, each with a document of one and a half ranks, which has to be cut; grouped, they need not."""
     batches = [np.array([1500, *[50] * 50]) for _ in range(4)]
     together = make_report(world(4, 1000, 4), OptimizerStep(batches)).planned.figures
     alone = [make_report(world(4, 1000, 1), OptimizerStep([batch])).planned.figures for batch in batches]
