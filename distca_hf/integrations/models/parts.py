@@ -1,4 +1,4 @@
-"""Model parts: the Transformers model inside others, its attention layers, their heads, and arguments of its forward."""
+"""Model parts: the Transformers model inside others, its attention layers and heads, and arguments of its forward."""
 
 import inspect
 from collections.abc import Hashable
