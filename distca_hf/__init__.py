@@ -20,8 +20,7 @@ from distca_hf.errors import (
     VersionError,
 )
 from distca_hf.import_hooks import name_moved_modules, when_imported
-from distca_hf.requirements import check_versions
-from distca_hf.version import __version__
+from distca_hf.version import __version__, check_versions
 
 
 if TYPE_CHECKING:

@@ -185,7 +185,7 @@ def plan(
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
     """
-    from distca_hf.analysis.plan_command import run_plan
+    from distca_hf.analysis.command import run_plan
 
     with _one_line_errors():
         run_plan(

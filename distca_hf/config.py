@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from distca_hf.errors import ConfigError, UnknownSettingError
+from distca_hf.errors import ConfigError, UnknownSettingError, nearest
 from distca_hf.settings import (
     check_names,
     check_value,
@@ -23,7 +23,6 @@ from distca_hf.settings import (
     renamed,
     signature_of_settings,
 )
-from distca_hf.spelling import nearest
 from distca_hf.topology import Topology
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from distca_hf.arrays import IntArray as IntArray
 from distca_hf.errors import ConfigError
 
 
-IntArray = NDArray[np.int64]
 Work = Callable[[int, int, int], int]  # (document, start, stop) -> work of these query tokens
 
 

@@ -4,6 +4,9 @@ A message says what happened, where (rank, step, layer, document), which two num
 class is also the builtin a caller would expect, so `except ValueError` keeps working.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class DistCAError(Exception):
     """Base of everything raised on purpose."""
@@ -52,3 +55,16 @@ class StepTimeoutError(DistCAError, TimeoutError):
 def and_more(others: int) -> str:
     """Returns how many others there are, to say behind the first of some things that are wrong; nothing if none."""
     return f" (and {others} more like it)" if others else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Returns the known name that a misspelt one resembles most, or None if it resembles none."""
+    by_lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns a sentence with the nearest known name, to go behind the one with the unknown name; or nothing."""
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""

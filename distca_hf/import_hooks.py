@@ -34,8 +34,10 @@ MOVED = {
         "planning.moving": "planning.rebalance",
         "planning.planner": "planning.in_place",
         "planning.task": "planning.tasks",
+        "requirements": "version",
         "runtime.plans": "runtime.live_plan",
         "setting_help": "settings",
+        "spelling": "errors",
     }.items()
 }
 

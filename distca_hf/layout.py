@@ -1,4 +1,4 @@
-"""Layout: which rank holds which tokens of one global micro-batch. Shared by packing (which makes it) and planning.
+"""Layout: the tokens of one global micro-batch that each rank holds. Placement makes it, planning reads it.
 
     documents   d0: 0 1 2 3 4 5 6 7      d1: 0 1 2      d2: 0
 
@@ -7,8 +7,8 @@
 
 Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
 
-A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node: there heads, not tokens,
-are to be divided among these ranks. Placement sets the mark, the planner acts on it.
+A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node, which divide its heads
+instead of its queries. Placement sets the mark, planning divides the heads.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PackingError, and_more
 
 
+# Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+# Largest number in int64 arrays.
 MAX_INTEGER = 2**63 - 1
+# Multiple of tokens that cuts of documents fall on where they are free to: attention kernels work in tiles of 128.
+TILE_TOKENS = 128
 
 
 def as_int_array(values: Any, what: str) -> IntArray:
-    """One-dimensional int64 array.
+    """Converts values to a one-dimensional int64 array.
 
     Raises:
         PackingError: not one-dimensional, not integers.
@@ -49,7 +54,7 @@ def as_int_array(values: Any, what: str) -> IntArray:
 
 
 def check_document_tokens(values: Any, what: str = "document lengths") -> IntArray:
-    """Lengths as int64, each at least 1 and below 2 ** 31.
+    """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31.
 
     Raises:
         PackingError: names the first document out of range.
@@ -65,42 +70,38 @@ def check_document_tokens(values: Any, what: str = "document lengths") -> IntArr
 
 
 def check_cu_seqlens(cu_seqlens: Any, num_tokens: int) -> IntArray:
-    """Document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
+    """Returns document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
 
     Raises:
         PackingError: names the first position that is wrong, and its values.
     """
-    offsets = as_int_array(cu_seqlens, "cu_seqlens")
-    if len(offsets) == 0 or offsets[0] != 0:
-        first = offsets[0] if len(offsets) else "nothing"
+    borders = as_int_array(cu_seqlens, "cu_seqlens")
+    if len(borders) == 0 or borders[0] != 0:
+        first = borders[0] if len(borders) else "nothing"
         raise PackingError(f"cu_seqlens must begin with 0, not {first}")
-    if offsets[-1] != num_tokens:
-        raise PackingError(f"cu_seqlens ends at {offsets[-1]}, but there are {num_tokens} tokens")
-    lengths = np.diff(offsets)
+    if borders[-1] != num_tokens:
+        raise PackingError(f"cu_seqlens ends at {borders[-1]}, but there are {num_tokens} tokens")
+    lengths = np.diff(borders)
     falling = np.flatnonzero(lengths < 0)
     if len(falling):
         at = int(falling[0])
-        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {offsets[at]} is followed by {offsets[at + 1]}")
+        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {borders[at]} is followed by {borders[at + 1]}")
     return lengths
 
 
 def join_neighbours(
     document: IntArray, start: IntArray, stop: IntArray, rank: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Ranges of documents on ranks, sorted by (rank, document, start); those that follow each other on one rank are
-    one."""
+    """Sorts ranges by (rank, document, start), and joins ranges that follow each other on one rank."""
     order = np.lexsort((start, document, rank))
     document, start, stop, rank = document[order], start[order], stop[order], rank[order]
-    opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
-    closes = np.ones(len(order), dtype=bool)
-    closes[:-1] = opens[1:]
-    return document[opens], start[opens], stop[closes], rank[opens]
+    opens = run_starts(document, rank, chained(start, stop - start))
+    return document[opens], start[opens], stop[run_stops(opens)], rank[opens]
 
 
 @dataclass(frozen=True)
 class Stripe:
-    """Tokens [start, stop) of a document, held by ranks [first_rank, stop_rank) and no others."""
+    """Tokens [start, stop) of a document, held by ranks [first_rank, stop_rank) alone."""
 
     document: int
     start: int
@@ -111,14 +112,14 @@ class Stripe:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Who holds which tokens. All arrays are int64 and never change.
+    """Segments of all ranks. All arrays are int64 and never change.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document of the global micro-batch.
-        segment_document, segment_start, segment_stop: `[segments]` the ranges, grouped by rank, in row order.
+        segment_document, segment_start, segment_stop: `[segments]` ranges of tokens, grouped by rank, in row order.
         rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
         rank_rows: `[ranks]` rows of each rank, padding included.
-        stripes: parts of documents whose heads are to be divided.
+        stripes: parts of documents whose heads are divided.
     """
 
     document_tokens: IntArray
@@ -137,7 +138,7 @@ class Layout:
         rank_rows: Sequence[int] | None = None,
         stripes: Sequence[Stripe] = (),
     ) -> "Layout":
-        """Layout from each rank's list of (document, start, stop); without `rank_rows` there is no padding.
+        """Makes a layout from each rank's list of (document, start, stop); without `rank_rows` there is no padding.
 
         Raises:
             PackingError: the segments do not cover every document exactly once, or a stripe is held elsewhere.
@@ -145,14 +146,13 @@ class Layout:
         numbers = [number for rank in segments for segment in rank for number in segment]
         flat = as_int_array(numbers, "segments").reshape(-1, 3)
         counts = np.array([len(rank) for rank in segments], dtype=np.int64)
-        rank_segments = np.concatenate([[0], np.cumsum(counts)])
         tokens = np.array([sum(stop - start for _, start, stop in rank) for rank in segments], dtype=np.int64)
         layout = cls(
             document_tokens=as_int_array(document_tokens, "document_tokens"),
             segment_document=flat[:, 0].copy(),
             segment_start=flat[:, 1].copy(),
             segment_stop=flat[:, 2].copy(),
-            rank_segments=rank_segments,
+            rank_segments=offsets(counts),
             rank_rows=tokens if rank_rows is None else as_int_array(rank_rows, "rank_rows"),
             stripes=tuple(stripes),
         )
@@ -161,8 +161,9 @@ class Layout:
 
     @classmethod
     def from_packs(cls, packs: Sequence[Sequence[int] | IntArray]) -> "Layout":
-        """Layout of whole documents: each rank's document lengths in row order, as they were packed. A rank
-        without tokens has one row of padding, because models cannot run on none.
+        """Makes a layout of whole documents from each rank's document lengths, in row order.
+
+        A rank without tokens has one row of padding, because models cannot run on none.
 
         Raises:
             PackingError: a length is out of range.
@@ -202,13 +203,13 @@ class Layout:
     @cached_property
     def segment_row(self) -> IntArray:
         """`[segments]` first row of each segment on its rank."""
-        first = np.concatenate([[0], np.cumsum(self.segment_tokens)])
+        first = offsets(self.segment_tokens)
         return first[:-1] - first[self.rank_segments[:-1]][self.segment_rank]
 
     @cached_property
     def rank_tokens(self) -> IntArray:
         """`[ranks]` tokens each rank holds, without padding."""
-        first = np.concatenate([[0], np.cumsum(self.segment_tokens)])
+        first = offsets(self.segment_tokens)
         return first[self.rank_segments[1:]] - first[self.rank_segments[:-1]]
 
     @property
@@ -219,15 +220,15 @@ class Layout:
     @cached_property
     def rank_work(self) -> IntArray:
         """`[ranks]` attended pairs if every rank computed the rows it holds."""
-        pairs = np.concatenate([[0], np.cumsum(causal_pairs_of(self.segment_start, self.segment_stop))])
+        pairs = offsets(causal_pairs_of(self.segment_start, self.segment_stop))
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
 
     def segments_of(self, rank: int) -> slice:
-        """Slice of the segment arrays that `rank` holds."""
+        """Returns the slice of the segment arrays that `rank` holds."""
         return slice(int(self.rank_segments[rank]), int(self.rank_segments[rank + 1]))
 
     def held_by(self, rank: int) -> list[tuple[int, int, int]]:
-        """(document, start, stop) of the segments that `rank` holds, in row order."""
+        """Lists (document, start, stop) of the segments that `rank` holds, in row order."""
         held = self.segments_of(rank)
         columns = (self.segment_document, self.segment_start, self.segment_stop)
         return list(zip(*(column[held].tolist() for column in columns), strict=True))
@@ -238,6 +239,7 @@ class Layout:
         Raises:
             PackingError: names the first document or rank that is wrong.
         """
+        # 1. Every rank has a slice of the segments, and every segment a document.
         borders, num_segments = self.rank_segments, len(self.segment_document)
         if (
             len(borders) != self.num_ranks + 1
@@ -252,10 +254,12 @@ class Layout:
         if len(outside):
             name = self.segment_document[outside[0]]
             raise PackingError(f"segment {outside[0]} belongs to document {name}; there are {self.num_documents}")
+
+        # 2. Each segment begins where the one before it ends, and the last ends with its document.
         order = np.lexsort((self.segment_start, self.segment_document))
         document, start, stop = self.segment_document[order], self.segment_start[order], self.segment_stop[order]
-        begins = np.concatenate([[True], document[1:] != document[:-1]])[: len(document)]
-        expected_start = np.where(begins, 0, np.concatenate([[0], stop[:-1]])[: len(stop)])
+        expected_start = np.concatenate([[0], stop[:-1]])[: len(stop)]
+        expected_start[run_starts(document)] = 0
         wrong = np.flatnonzero((start != expected_start) | (stop <= start))
         if len(wrong):
             at = wrong[0]
@@ -271,6 +275,8 @@ class Layout:
             raise PackingError(
                 f"document {at} has {self.document_tokens[at]} tokens, its segments cover {covered[at]}"
             )
+
+        # 3. Ranks have rows enough, and stripes lie on their ranks.
         full = np.flatnonzero(self.rank_rows < self.rank_tokens)
         if len(full):
             at = full[0]
@@ -279,7 +285,11 @@ class Layout:
             self._check_stripe(stripe)
 
     def _check_stripe(self, stripe: Stripe) -> None:
-        """Raises PackingError unless its ranks, and no others, hold what it marks, in segments that end with it."""
+        """Checks that its ranks alone hold its tokens, in segments that begin and end with it.
+
+        Raises:
+            PackingError: names the stripe, and the rank or the border that is wrong.
+        """
         if not 0 <= stripe.first_rank < stripe.stop_rank <= self.num_ranks:
             raise PackingError(f"{stripe} is on ranks that do not exist; there are {self.num_ranks}")
         if not 0 <= stripe.document < self.num_documents:

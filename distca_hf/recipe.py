@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.config import as_environment, check_settings, read_yaml
-from distca_hf.errors import ConfigError
-from distca_hf.spelling import did_you_mean
+from distca_hf.errors import ConfigError, did_you_mean
 
 
 SECTIONS = ("launch", "environment", "plugin", "script")

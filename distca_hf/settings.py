@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Literal
 
-from distca_hf.errors import ConfigError, UnknownSettingError
-from distca_hf.spelling import did_you_mean
+from distca_hf.errors import ConfigError, UnknownSettingError, did_you_mean
 
 
 LINE_WIDTH = 100

@@ -6,8 +6,7 @@ They are folders of the checkout that an installation puts inside the package (`
 from dataclasses import dataclass
 from pathlib import Path
 
-from distca_hf.errors import ConfigError
-from distca_hf.spelling import did_you_mean
+from distca_hf.errors import ConfigError, did_you_mean
 
 
 PACKAGE = Path(__file__).parent

@@ -1,11 +1,11 @@
-"""Topology: which ranks share a node, and with it fast links."""
+"""Topology: the node of every rank. Ranks of one node share fast links."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.num_ranks // self.ranks_per_node)
+        return ceil_div(self.num_ranks, self.ranks_per_node)
 
     @cached_property
     def node_of(self) -> IntArray:
@@ -35,5 +35,5 @@ class Topology:
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Ranks of a node."""
+        """Returns the ranks of a node."""
         return range(node * self.ranks_per_node, min(self.num_ranks, (node + 1) * self.ranks_per_node))

@@ -1,3 +1,46 @@
-"""Version of the package; part of what ranks agree on."""
+"""Version of the package, and the lowest versions of the packages that it builds on.
+
+`import distca_hf` refuses older packages. Otherwise they would fail later, at the first name that they lack. Newer
+packages than the tested ones are accepted.
+"""
+
+import importlib.metadata
+import re
+
+from distca_hf.errors import VersionError
+
 
 __version__ = "0.1.0"
+
+# Those of `dependencies` in pyproject.toml whose internals this package builds on.
+LOWEST = {"torch": "2.11", "transformers": "5.17", "accelerate": "1.15"}
+
+
+def check_versions() -> None:
+    """Compares installed versions with the lowest supported ones, without importing a package.
+
+    A package that is absent is left to the import that needs it: planning needs no torch.
+
+    Raises:
+        VersionError: packages are too old; names each with both versions, and the command that helps.
+    """
+    found = {name: _installed(name) for name in LOWEST}
+    old = {name: version for name, version in found.items() if version and _numbers(version) < _numbers(LOWEST[name])}
+    if old:
+        needs = ", ".join(f"{name} {LOWEST[name]} or newer (found {version})" for name, version in old.items())
+        wanted = " ".join(f'"{name}>={LOWEST[name]}"' for name in old)
+        raise VersionError(f"distca_hf {__version__} needs {needs}: pip install --upgrade {wanted}")
+
+
+def _installed(name: str) -> str | None:
+    """Returns the version that the package's metadata names, or None where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version: pre-releases and builds (2.11.0a0+git) count as their release."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from distca_hf.analysis.report import draw_balance
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.analysis.pictures import draw_balance
+from distca_hf.planning.rank_plan import PlanFacts
 
 
 class TrainingBar:

@@ -1,4 +1,4 @@
-"""Compare: all baselines on the documents of one window."""
+"""Compare: all baselines on the documents of one optimizer step, and a lower bound of the bytes of its plans."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,13 +7,14 @@ from functools import partial
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.context_parallel import context_parallel
-from distca_hf.analysis.baselines.lpt import whole_documents
+from distca_hf.analysis.baselines.packing import sorted_packs, whole_documents
 from distca_hf.analysis.baselines.published_greedy import PUBLISHED_TOLERANCE, published_greedy
-from distca_hf.analysis.baselines.sorted_packs import sorted_packs
-from distca_hf.analysis.baselines.ulysses import ulysses
-from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.baselines.sequence_parallel import context_parallel, ulysses
+from distca_hf.analysis.bounds import bytes_bound
+from distca_hf.analysis.bounds.placed import key_tokens_bound
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import IntArray
+from distca_hf.planning.plan import Plan
 
 
 # Tolerances of the published planner: that of its code, that of its paper's figures, and none.
@@ -56,3 +57,43 @@ def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Base
                 group_ranks=group,
             )
     yield partial(whole_documents, num_ranks=ranks, token_bytes=token_bytes)
+
+
+# The linear program takes a third of a second for so many ranks, and seconds for more.
+MOST_RANKS_OF_LINEAR_PROGRAM = 128
+
+
+def bound_bytes_total(request: PlanRequest, plans: Sequence[Plan]) -> int | None:
+    """Returns the bytes of all ranks and micro-steps, documents being grouped in micro-steps as they are.
+
+    Placed: the counting bound, on placements that do not divide heads (stripes can do with less). Fixed: the linear
+    program; None where that takes too long, or scipy is not installed.
+    """
+    if request.layout == "placed":
+        return sum(_placed(request, plan) for plan in plans)
+    if request.num_ranks > MOST_RANKS_OF_LINEAR_PROGRAM:
+        return None
+    try:
+        return sum(_fixed(request, plan) for plan in plans)
+    except ImportError:
+        return None
+
+
+def _placed(request: PlanRequest, plan: Plan) -> int:
+    """Returns the counting bound of one micro-step."""
+    tokens = key_tokens_bound(
+        plan.layout.document_tokens,
+        request.num_ranks,
+        most_work=-(-int(plan.work.max()) // plan.tasks.head_groups),
+        fewest_tokens=int(plan.layout.rank_tokens.min()),
+        most_tokens=int(plan.layout.rank_tokens.max()),
+    )
+    return tokens * request.model.token_bytes.key_value
+
+
+def _fixed(request: PlanRequest, plan: Plan) -> int:
+    """Returns the bound of the linear program of one micro-step."""
+    groups = request.model.heads.groups
+    largest_work = int(plan.work.max()) * groups // plan.tasks.head_groups
+    limits = np.full(request.num_ranks, largest_work)
+    return bytes_bound(plan.layout, limits, groups, request.model.token_bytes).total

@@ -1,4 +1,4 @@
-"""Environment: what `distca env` prints for bug reports: versions, devices, attention kernels that can run here."""
+"""Environment: the report of `distca env` for bug reports: versions, devices, and attention kernels that can run."""
 
 import importlib.metadata
 import platform

@@ -1,29 +1,34 @@
-"""Lengths: document lengths from whatever file has them.
+"""Lengths: document lengths from files and datasets.
 
-| what | how |
+| source | content |
 |---|---|
 | `.json` | a flat list of whole numbers |
-| `.jsonl` | objects, one a line, with a column of lengths |
+| `.jsonl` | objects, one per line, with a column of lengths |
 | `.csv` | a table with a column of lengths, or one column of whole numbers without a name |
-| `.txt` | whole numbers, one a line |
+| `.txt` | whole numbers, one per line |
 | `.parquet` | a column of lengths |
-| a folder | what `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
-| `pretrain`, `prolong` | samples that come with distca_hf, where there is no file of that name |
+| a folder | a dataset that `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
+| `pretrain`, `prolong` | samples that come with distca_hf, if there is no file of that name |
 
-All but the last two may be compressed (`.gz`). A column of lengths is called `length`, `lengths` or `num_tokens` and
-has whole numbers, or is called `input_ids` and has lists, whose lengths count. There must be one of them.
+The first four may be compressed (`.gz`). A column of lengths is called `length`, `lengths` or `num_tokens` and has
+whole numbers, or is called `input_ids` and has lists, whose lengths count. There must be exactly one such column.
 
-A folder with `input_ids` is what the loader takes, and is read as the loader reads it (`data.documents`): whatever
-else it has, and with several documents in a row if `seq_lengths` says so.
+A folder with `input_ids` is a dataset that the loader accepts. It is read as the loader reads it (`data.documents`),
+with any other columns, and with several documents in a row if there is a column `seq_lengths`.
 """
 
+import csv
+import gzip
+import json
 import sys
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from distca_hf.analysis.length_columns import SEQUENCES_COLUMN, TOKENS_COLUMN, choose_column
-from distca_hf.analysis.length_texts import read_csv, read_json, read_jsonl, read_txt
+import numpy as np
+
 from distca_hf.cost import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.errors import PackingError
@@ -31,7 +36,11 @@ from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.shipped import LENGTHS
 
 
-TEXTS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "txt": read_txt}
+NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
+TOKENS_COLUMN = "input_ids"
+# Lengths of the documents of each row, from TRL's packing.
+SEQUENCES_COLUMN = "seq_lengths"
+COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +74,12 @@ def _read(path: Path) -> DocumentLengths:
     if path.is_dir():
         return _read_dataset(path)
     ending = path.name.removesuffix(".gz").rpartition(".")[2].lower()
-    if ending in TEXTS:
-        numbers = TEXTS[ending](path)
+    if ending in TEXT_READERS:
+        numbers = TEXT_READERS[ending](path)
         return DocumentLengths(numbers.array(), numbers.source)
     if ending == "parquet" and path.suffix != ".gz":
         return _read_parquet(path)
-    endings = ", ".join(f".{ending}" for ending in (*TEXTS, "parquet"))
+    endings = ", ".join(f".{ending}" for ending in (*TEXT_READERS, "parquet"))
     raise PackingError(f"{path} must end in {endings} or be a folder of a saved dataset")
 
 
@@ -122,3 +131,163 @@ def _from_arrow(values: Any, source: str) -> DocumentLengths:
         wanted = "lists of tokens" if source.endswith(TOKENS_COLUMN) else "whole numbers"
         raise PackingError(f"{source} has {kind}, not {wanted}")
     return DocumentLengths(as_int_array(values.to_numpy(), source), source)
+
+
+def choose_column(names: Sequence[str], path: Path) -> str:
+    """Returns the one column that says lengths.
+
+    Raises:
+        PackingError: there is none, or more than one, or rows hold several documents; names the columns.
+    """
+    if SEQUENCES_COLUMN in names:
+        raise PackingError(
+            f"{path} has a column {SEQUENCES_COLUMN}: its rows hold several documents; give the folder of a dataset "
+            "saved with save_to_disk, which has input_ids, too"
+        )
+    found = [name for name in COLUMNS if name in names]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise PackingError(f"{path} has several columns of lengths, {', '.join(found)}; keep one of them")
+    there = ", ".join(names) if names else "none"
+    raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}")
+
+
+class Numbers:
+    """Whole numbers in the order in which they are read.
+
+    Args:
+        source: where they come from.
+        each: what one of them is called there.
+    """
+
+    def __init__(self, source: str, each: str) -> None:
+        self.source = source
+        self._each = each
+        self._numbers = array("q")
+
+    def add(self, value: Any) -> None:
+        """Takes what JSON calls an integer; refuses all others: 3.0, true."""
+        if type(value) is not int:
+            raise PackingError(f"{self._next} is {_kind(value)}, not a whole number")
+        if abs(value) >= 2**63:
+            raise PackingError(f"{self._next} is {_short(value)}, far more tokens than a document can have")
+        self._numbers.append(value)
+
+    def add_length(self, value: Any) -> None:
+        """Takes the length of a list."""
+        if not isinstance(value, list):
+            raise PackingError(f"{self._next} is {_kind(value)}, not a list of tokens")
+        self._numbers.append(len(value))
+
+    def add_text(self, text: str) -> None:
+        """Takes digits."""
+        digits = text.strip()
+        if not digits.removeprefix("-").isdecimal() or not digits.isascii():
+            raise PackingError(f"{self._next} is {_short(digits)}, not a whole number")
+        self.add(int(digits) if len(digits) < 32 else 10**32)
+
+    def array(self) -> IntArray:
+        """Returns `[documents]` numbers."""
+        return np.array(self._numbers, dtype=np.int64)
+
+    @property
+    def _next(self) -> str:
+        return f"{self.source}: {self._each} {len(self._numbers)}"
+
+
+def read_json(path: Path) -> Numbers:
+    """Reads a flat list."""
+    with _open(path) as file:
+        text = file.read()
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise PackingError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, list):
+        raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(values)}")
+    numbers = Numbers(str(path), "entry")
+    for value in values:
+        numbers.add(value)
+    return numbers
+
+
+def read_jsonl(path: Path) -> Numbers:
+    """Reads objects, one a line; all have the column that the first has."""
+    column, numbers = "", Numbers(str(path), "row")
+    with _open(path) as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row = _object(line, f"{path}, line {line_number}")
+            if not column:
+                column = choose_column(list(row), path)
+                numbers = Numbers(f"{path}, column {column}", "row")
+            if column == TOKENS_COLUMN:
+                numbers.add_length(row.get(column))
+            else:
+                numbers.add(row.get(column))
+    return numbers
+
+
+def read_csv(path: Path) -> Numbers:
+    """Reads a column of a table whose first line has names, or one column of numbers without a name."""
+    with _open(path) as file:
+        rows = (row for row in csv.reader(file) if row)
+        first = next(rows, [])
+        if len(first) <= 1 and "".join(first).strip().isdecimal():
+            at, numbers = 0, Numbers(str(path), "row")
+            numbers.add_text(first[0])
+        elif first:
+            names = [name.strip() for name in first]
+            column = choose_column([name for name in names if name != TOKENS_COLUMN], path)
+            at, numbers = names.index(column), Numbers(f"{path}, column {column}", "row")
+        else:
+            return Numbers(str(path), "row")
+        for row in rows:
+            numbers.add_text(row[at] if at < len(row) else "")
+    return numbers
+
+
+def read_txt(path: Path) -> Numbers:
+    """Reads one number a line."""
+    numbers = Numbers(str(path), "number")
+    with _open(path) as file:
+        for line in file:
+            if line.strip():
+                numbers.add_text(line)
+    return numbers
+
+
+# Formats by the ending of a file, compressed or not.
+TEXT_READERS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "txt": read_txt}
+
+
+def _open(path: Path) -> TextIO:
+    """Opens text that may be compressed, with or without a byte order mark."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise PackingError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise PackingError(f"{where} must be an object with a length, not {_kind(row)}")
+    return row
+
+
+def _kind(value: Any) -> str:
+    """Returns the name that JSON has for a value."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)
+
+
+def _short(value: Any) -> str:
+    """Returns a value as JSON writes it, in a few characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:20]}..."

@@ -1,22 +1,93 @@
-"""Models: what planning needs of one. Heads, bytes of a number, and numbers of weights: from a table or a config.json.
+"""Models: heads, bytes of a number, and numbers of weights; and a table of public models.
 
-`plan_model` finds models by other names, and counts the weights of those that are not in the table.
+`find_model` reads models that are not in the table.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from distca_hf.analysis.plan_size import ModelSize
 from distca_hf.cost import TokenBytes
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, did_you_mean
 from distca_hf.planning.heads import Heads
-from distca_hf.spelling import did_you_mean
 
 
-BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Gate, up and down: the matrices of an MLP as most models have it. One of two matrices counts as two thirds as wide.
+MLP_MATRICES = 3
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of weights.
+
+    Attributes:
+        layers: decoder layers.
+        hidden_size: numbers that represent a token between layers.
+        vocabulary: words.
+        parameters: all weights.
+        layer_parameters: weights of all layers that one token meets; of many experts only those that it is sent to.
+        embedding_parameters: weights of the embedding, and of the head where that has its own.
+    """
+
+    layers: int
+    hidden_size: int
+    vocabulary: int
+    parameters: int
+    layer_parameters: int
+    embedding_parameters: int
+
+    @classmethod
+    def of_gated_layers(
+        cls,
+        heads: Heads,
+        layers: int,
+        hidden_size: int,
+        mlp_size: int,
+        vocabulary: int,
+        tied: bool = False,
+        experts: int = 1,
+        experts_per_token: int = 1,
+    ) -> "ModelSize":
+        """Counts a decoder whose layers are attention and gated MLPs of that width, norms and biases left out.
+
+        Args:
+            heads: of attention.
+            layers, hidden_size, vocabulary: as the attributes.
+            mlp_size: width of an MLP, or of an expert.
+            tied: the head is the embedding.
+            experts, experts_per_token: MLPs of a layer, and how many a token is sent to.
+        """
+        mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
+        rest = attention_parameters(heads, hidden_size) + router
+        embedding = vocabulary * hidden_size * (1 if tied else 2)
+        return cls(
+            layers=layers,
+            hidden_size=hidden_size,
+            vocabulary=vocabulary,
+            parameters=layers * (rest + experts * mlp) + embedding,
+            layer_parameters=layers * (rest + experts_per_token * mlp),
+            embedding_parameters=embedding,
+        )
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the last matrix product."""
+        return self.vocabulary * self.hidden_size
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """Weights of one layer, all experts included."""
+        return (self.parameters - self.embedding_parameters) // self.layers
+
+    def mlp_size(self, heads: Heads) -> float:
+        """Returns the width of a gated MLP with as many weights as a token meets in a layer beside attention."""
+        beside = self.layer_parameters / self.layers - attention_parameters(heads, self.hidden_size)
+        return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
+
+
+def attention_parameters(heads: Heads, hidden_size: int) -> int:
+    """Returns weights of the projections of queries, keys, values and outputs of one layer."""
+    queries = heads.query * (heads.dim + heads.value_dim)
+    keys = heads.key_value * (heads.dim + heads.value_dim)
+    return hidden_size * (queries + keys)
 
 
 @dataclass(frozen=True)
@@ -97,102 +168,3 @@ def preset(name: str) -> ModelShape:
             f"(llama, Qwen3ForCausalLM), or the path of a config.json.{did_you_mean(name, PRESETS)}"
         )
     return PRESETS[name.lower()]
-
-
-def read_model_config(path: Path) -> ModelShape:
-    """Reads the shape in a Transformers config.json, that of its `text_config` if it has one.
-
-    Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
-    """
-    config = read_config(path)
-    text = _text_part(config)
-    dtypes: dict[str, Any] = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
-    return shape_of_config({**dtypes, **text}, str(text.get("model_type") or path.name), f"model config {path}")
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Reads a config.json.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no object.
-    """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model config {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"model config {path} must be a JSON object, as Transformers' config.json is")
-    return config
-
-
-def shape_of_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """Returns the shape that the values of a configuration say.
-
-    Args:
-        config: of the text model, by Transformers' names.
-        name: what to call it.
-        where: where the values come from, for errors.
-
-    Raises:
-        ConfigError: a value is missing or wrong; names it.
-    """
-    _check_heads(config, where)
-    return ModelShape(name=name, heads=Heads.of_config(config), number_bytes=_number_bytes(config, where))
-
-
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
-def _check_heads(config: Mapping[str, Any], where: str) -> None:
-    """Checks what `Heads.of_config` reads.
-
-    Raises:
-        ConfigError: a value is missing or wrong; names it.
-    """
-    heads = _positive(config, "num_attention_heads", where)
-    for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
-        if config.get(key) is not None:
-            _positive(config, key, where)
-    key_value_heads = config.get("num_key_value_heads") or heads
-    if heads % key_value_heads:
-        raise ConfigError(
-            f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}"
-        )
-    if config.get("kv_lora_rank") is not None:
-        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            _positive(config, key, where)
-    elif config.get("head_dim") is None and config.get("kv_channels") is None:
-        if config.get("hidden_size") is None:
-            raise ConfigError(f"{where} has neither head_dim nor hidden_size")
-        hidden_size = _positive(config, "hidden_size", where)
-        if hidden_size % heads:
-            raise ConfigError(
-                f"{where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; give head_dim"
-            )
-
-
-def _number_bytes(config: Mapping[str, Any], where: str) -> int:
-    """Returns bytes of `dtype`, which older configs call `torch_dtype`."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    if name is None:
-        raise ConfigError(f"{where} has neither dtype nor torch_dtype; add for example 'bfloat16'")
-    if not isinstance(name, str) or name not in BYTES_OF_DTYPE:
-        raise ConfigError(f"{where}: dtype {name!r} is not one of {', '.join(BYTES_OF_DTYPE)}")
-    return BYTES_OF_DTYPE[name]
-
-
-def _positive(config: Mapping[str, Any], key: str, where: str) -> int:
-    """Returns a whole number above zero.
-
-    Raises:
-        ConfigError: it is missing, or something else.
-    """
-    value = config.get(key)
-    if value is None:
-        raise ConfigError(f"{where} has no {key}")
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{where}: {key}={value!r} must be a whole number above zero")
-    return value

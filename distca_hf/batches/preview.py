@@ -13,7 +13,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cost import IntArray, causal_pairs_of, imbalance
 from distca_hf.data.accumulation import MicroBatches
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 
 

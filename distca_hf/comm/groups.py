@@ -14,6 +14,7 @@ from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport, TorchTransport, Transport
 from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError, PeerLostError
+from distca_hf.torch_private import default_store
 
 
 def world_size() -> int:
@@ -42,8 +43,7 @@ def open_transport(
         )
     if world_size() == 1:
         return LocalTransport()
-    # No public accessor; every backend's rendezvous goes through it.
-    rollcall = RollCall(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    rollcall = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
     timeout, patience = (timedelta(seconds=x) for x in (timeout_seconds, agreement_timeout_seconds or timeout_seconds))
     began = time.monotonic()
     try:

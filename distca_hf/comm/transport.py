@@ -10,8 +10,9 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from distca_hf.comm import gloo_threads
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
 from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import AllToAllFunction, all_to_all_of
 
 
 log = get_logger(__name__)
@@ -193,25 +195,20 @@ class TorchTransport:
         self.rank = dist.get_rank(data_group)
         self.world_size = dist.get_world_size(data_group)
         self.traffic = Traffic()
-        # What dist.all_to_all_single comes to in the end, for half of its host time: without c10d's operator, which is
-        # dispatched on autograd, too.
-        self._backend: Any = data_group._get_backend(device)
+        self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
         self._control_group: dist.ProcessGroup | None = control_group
         self._rollcall = rollcall
-        self._asynchronous = dist.AllToAllOptions()
-        self._asynchronous.asyncOp = True
         self._groups = [data_group, control_group]
         self._under_way: set[dist.Work] = set()
         atexit.register(self.at_exit)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         self._check_open(asked.where)
+        assert self._all_to_all is not None
         received = asked.room()
         self.traffic.count(asked, self.rank)
         try:
-            work = self._backend.alltoall_base(
-                received, asked.rows, asked.receive_counts, asked.send_counts, self._asynchronous
-            )
+            work = self._all_to_all(received, asked.rows, asked.receive_counts, asked.send_counts)
         except RuntimeError as error:
             raise self.failure(error, asked.where) from error
         self._note(work)
@@ -277,11 +274,11 @@ class TorchTransport:
     def _end(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""
         for group in groups:
-            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+            with suppress(ValueError):  # all groups were ended before
                 dist.destroy_process_group(group)
         self._groups = []
         if self._is_at_rest():
-            self._backend = self._control_group = None
+            self._all_to_all = self._control_group = None
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""

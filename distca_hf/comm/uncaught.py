@@ -18,6 +18,7 @@ from distca_hf.comm.rollcall import tells_of_a_lost_peer
 from distca_hf.errors import DistCAError, PeerLostError
 from distca_hf.launcher import leave_for_launcher
 from distca_hf.telemetry import NAME, this_rank
+from distca_hf.torch_private import default_store
 
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -70,7 +71,7 @@ def first_rank_with(words: str, rank: int) -> int:
     try:
         if not dist.is_initialized():
             return rank
-        store = PrefixStore(f"{NAME}/uncaught", dist.distributed_c10d._get_default_store())
+        store = PrefixStore(f"{NAME}/uncaught", default_store())
         return int(store.compare_set(key, "", str(rank)))
     except (RuntimeError, ValueError):  # the store went with the rank that kept it
         return rank

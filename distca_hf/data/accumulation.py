@@ -1,10 +1,14 @@
-"""Accumulation: which documents of one optimizer step train together in which of its micro-steps.
+"""Accumulation: the division of an optimizer step's documents among its micro-steps, long documents together.
 
-Gradients of the micro-steps of one optimizer step are summed, so within it documents may change places freely, and
-micro-steps need not have equal work: only the ranks of each one. Long documents are put together. Among documents like
-itself a long one is no more than a rank's work, so that it is cut less or not at all, and micro-steps of short
-documents move nothing. Sorting does it: the first micro-step takes the longest documents that fit, and so on. Where
-placements show that this does not move less, all micro-steps get the same mix, or documents stay where they came.
+    micro-step    0                        1                        2
+    as packed     | 64K 2K 2K 1K ...     | | 3K 64K 1K ...        | | 2K 1K 64K ...        |
+    regrouped     | 64K 64K 64K          | | 3K 2K 2K 2K ...      | | 1K 1K 1K ...         |
+
+Gradients of the micro-steps of one optimizer step are summed. So documents may change places within it, and only the
+ranks of one micro-step need equal work. Among its like a long document is no more than a rank's work, so it is cut
+less or not at all. Micro-steps of short documents move nothing. Sorting does it: the first micro-step takes the
+longest documents that fit, and so on. Where placements show that this does not move less, all micro-steps get the
+same mix, or documents keep their micro-steps.
 """
 
 from collections.abc import Sequence
@@ -12,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
@@ -22,20 +26,20 @@ from distca_hf.topology import Topology
 
 
 class MicroBatches(Protocol):
-    """Documents of every micro-batch of an epoch, or of what is left of one."""
+    """Documents of every micro-batch of an epoch, or of the rest of one."""
 
     @property
     def num_micro_batches(self) -> int: ...
 
     def micro_batch(self, index: int) -> IntArray:
-        """Documents of one micro-batch."""
+        """Returns the documents of one micro-batch."""
         ...
 
 
 class RegroupedEpoch:
     """An epoch whose long documents train together, as far as optimizer steps allow.
 
-    Every `micro_steps` micro-batches are one optimizer step; those at the ends of the epoch may be shorter. A step
+    Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer. A step
     holds the same documents as before.
 
     Args:
@@ -67,7 +71,7 @@ class RegroupedEpoch:
         return self._epoch.num_micro_batches
 
     def micro_batch(self, index: int) -> IntArray:
-        """Documents of one micro-batch; those of its optimizer step are regrouped once."""
+        """Returns the documents of one micro-batch. Its optimizer step is regrouped at the first call."""
         first = max(0, index - (index - self._steps_from) % self._micro_steps)
         if self._regrouped[0] != first:
             self._regrouped = (first, self._regroup(first))
@@ -124,12 +128,12 @@ def group_documents(
             "with more tokens per rank"
         )
     # Filled to the mean first, so that no micro-step is left nearly empty; to the brim only if that leaves a rest.
-    mean = max(-(-total // micro_steps), longest)
+    mean = max(ceil_div(total, micro_steps), longest)
     limits = (min(mean, capacity_tokens), capacity_tokens, 0)
     found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
-    ways = [way for way in (found[0] or found[1], found[2], as_they_came) if way is not None]
-    if ways:
-        return list(ways[0] if topology is None else _cheapest(lengths, ways, topology, head_groups))
+    divisions = [division for division in (found[0] or found[1], found[2], as_they_came) if division is not None]
+    if divisions:
+        return list(divisions[0] if topology is None else _cheapest(lengths, divisions, topology, head_groups))
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
         f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
@@ -137,8 +141,8 @@ def group_documents(
 
 
 def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_tokens: int) -> list[IntArray] | None:
-    """Longest documents first, each into the first micro-step that has room up to a limit; the rest, where there is
-    most room up to the capacity. None if that is not enough."""
+    """Divides documents, longest first, each into the first micro-step with room up to a limit. The rest go to the
+    micro-step with most room up to the capacity. None if that is not enough."""
     used = [0] * micro_steps
     step_of = np.empty(len(lengths), dtype=np.int64)
     rest: list[tuple[int, int]] = []
@@ -160,22 +164,25 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
 
 
 def _cheapest(
-    lengths: IntArray, ways: Sequence[Sequence[IntArray]], topology: Topology, head_groups: int
+    lengths: IntArray, divisions: Sequence[Sequence[IntArray]], topology: Topology, head_groups: int
 ) -> Sequence[IntArray]:
-    """The way in which least moves; the first of equals."""
+    """Returns the division whose placements move least; the first of equals."""
     moved = [
         sum(
             _moved(place(lengths[step], topology.num_ranks, topology=topology, head_groups=head_groups))
-            for step in way
+            for step in division
         )
-        for way in ways
+        for division in divisions
     ]
-    return ways[moved.index(min(moved))]
+    return divisions[moved.index(min(moved))]
 
 
 def _moved(layout: Layout) -> float:
-    """What moves, in keys and values of a token. Ranks need these of all tokens of a document before their last, less
-    their own; of a stripe queries and outputs move, too, and each head's keys to one rank."""
+    """Counts the rows that a layout moves, in keys and values of one token.
+
+    A rank needs those of all tokens of a document up to its last one, less its own. Stripes also move queries and
+    outputs, and the keys of each head to one rank.
+    """
     of_stripe = np.zeros(len(layout.segment_document), dtype=bool)
     moved = 0.0
     for stripe in layout.stripes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.data.documents import IGNORED_LABEL, DocumentSource
 from distca_hf.layout import Layout
 
@@ -66,5 +66,5 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
 def pad_rows(layout: Layout, multiple: int, most_rows: int) -> Layout:
     """Pads every rank to the same number of rows: a multiple, but no more than `most_rows`."""
     fullest = int(layout.rank_tokens.max(initial=0))
-    rows = max(min(-(-fullest // multiple) * multiple, most_rows), fullest, 1)
+    rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
     return replace(layout, rank_rows=np.full(layout.num_ranks, rows, dtype=np.int64))

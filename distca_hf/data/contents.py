@@ -1,8 +1,8 @@
-"""Contents: do all ranks hold the same tokens and labels?
+"""Contents: checksums by which ranks compare their tokens and labels.
 
-Every rank reads its own copy of the dataset. Documents of equal lengths give equal plans, whatever they hold: where
+Every rank reads its own copy of the dataset. Documents of equal lengths give equal plans, whatever their tokens: if
 one rank has shuffled otherwise, halves of two documents would meet. So a checksum of the dataset is compared before
-the first step, and in every micro-batch the tokens around each cut, which both of its ranks can read.
+the first step. In every micro-batch, so are the tokens around each cut, which both of its ranks can read.
 
     rank 0   … t t t t t t ┊                    rank 0 adds the checksum of the tokens around the cut,
     rank 1                 ┊ t t t t t t …      rank 1 subtracts it: their sum over all ranks is 0
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 
 
-# Of a dataset that is not larger, all tokens are read: a tenth of a second. Of a larger one, as many documents.
+# Largest dataset of which all tokens are read, in tokens and in documents: it takes a tenth of a second. Of a larger
+# one, this many documents are read.
 MOST_TOKENS = 1 << 22
 MOST_DOCUMENTS = 1024
-# Tokens on either side of a cut that its ranks compare.
+# Number of tokens on either side of a cut that its ranks compare: enough to tell texts apart, and few to read.
 AROUND_A_CUT_TOKENS = 8
-# Checksums are below this, so that their sum over any ranks and cuts is, too.
+# Modulus of checksums and of their sums, so that they fit in int64.
 MODULUS = 1 << 62
 
 

@@ -1,9 +1,7 @@
-"""Source: the documents of a tokenised `datasets.Dataset`. Lengths without reading tokens; tokens by slice, as they
-are needed.
+"""Documents of a tokenised `datasets.Dataset`: lengths without reading tokens, and tokens by slice on demand.
 
-A row is a document, unless the dataset was packed by TRL: then `seq_lengths` says which documents a row holds. A
-document longer than a global micro-batch is refused, split or truncated here, so that everything behind this file sees
-documents that fit.
+A row is a document, unless the dataset was packed by TRL: then `seq_lengths` has the documents of a row. A document
+longer than a global micro-batch is refused, split or truncated here, so that all later code gets documents that fit.
 """
 
 import hashlib
@@ -15,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum, ranges
 from distca_hf.config import OverlongPolicy
-from distca_hf.cost import IntArray
 from distca_hf.data.token_columns import ATTENTION_MASK, MASK_COLUMNS, open_columns, read_column
 from distca_hf.errors import PackingError, and_more
 from distca_hf.layout import check_document_tokens
@@ -47,12 +45,12 @@ class DocumentSource:
     Args:
         dataset: the tokenised dataset.
         capacity_tokens: tokens of a global micro-batch: no document may be longer.
-        overlong: what to do with a document that is.
+        overlong: policy for a longer document.
         unlearnt_token: a token that is never a label; None if all may be.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
-        documents_truncated, tokens_truncated: what the policy `truncate` left out.
+        documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
 
     Raises:
         PackingError: the dataset cannot be read as documents; names the row.
@@ -89,7 +87,7 @@ class DocumentSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for two datasets only if all document lengths are."""
+        """Digest of 64 bits that is equal for two datasets only if all document lengths are."""
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def read(self, document: int, start: int, stop: int) -> Tokens:
@@ -147,8 +145,7 @@ class DocumentSource:
             raise PackingError(
                 f"row {wrong[0]}: seq_lengths sum to {total[wrong[0]]}, but the row has {rows[wrong[0]]} tokens"
             )
-        before = np.cumsum(lengths) - lengths
-        return row, before - (np.cumsum(rows) - rows)[row], lengths
+        return row, exclusive_cumsum(lengths) - exclusive_cumsum(rows)[row], lengths
 
     def _apply(self, overlong: OverlongPolicy, capacity_tokens: int) -> None:
         tokens = self.document_tokens
@@ -191,17 +188,17 @@ def fit_documents(
 
 def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArray, IntArray, IntArray]:
     """Cuts documents into pieces of at most `most_tokens`: document, first token and length of every piece."""
-    pieces = -(-document_tokens // most_tokens)
+    pieces = ceil_div(document_tokens, most_tokens)
     document = np.repeat(np.arange(len(document_tokens)), pieces)
-    start = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most_tokens
+    start = ranges(0, pieces) * most_tokens
     return document, start, np.minimum(document_tokens[document] - start, most_tokens)
 
 
 def check_map_style(dataset: Any) -> None:
-    """Refuses what is no map-style `datasets.Dataset` with `input_ids`.
+    """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`.
 
     Raises:
-        PackingError: says what to do instead.
+        PackingError: it is not; the message names the way out.
     """
     import datasets
 

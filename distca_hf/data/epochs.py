@@ -3,25 +3,28 @@
 Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
 order; when the next one does not fit, smaller ones from a little further on fill the gap and the large one opens the
 next micro-batch.
+
+A training that goes on in an epoch may have other sizes of micro-batches and steps than before (`ResumedEpoch`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
-from distca_hf.cost import IntArray
-from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PackingError
 
 
-# Documents looked at to fill the gap that a too large one leaves.
+# Number of documents that are searched to fill the gap before one that does not fit: padding is below 0.2 % with it,
+# and documents stay close to their shuffled place.
 LOOKAHEAD_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Epoch:
-    """All documents in the order of delivery; micro-batch m is `documents[offsets[m] : offsets[m + 1]]`."""
+    """All documents of an epoch, in order; micro-batch m is `documents[offsets[m] : offsets[m + 1]]`."""
 
     documents: IntArray
     offsets: IntArray
@@ -36,8 +39,70 @@ class Epoch:
         return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
 
     def micro_batch(self, index: int) -> IntArray:
-        """Returns documents of one micro-batch."""
+        """Returns the documents of one micro-batch."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass(frozen=True)
+class ResumedEpoch:
+    """An epoch in which training goes on, counted in micro-batches and optimizer steps of the present size.
+
+    Trainer finds its place by the number of steps it has made. That is another place in the data once micro-batches or
+    steps have changed their size. Here all counts follow from the rest of the epoch. With the sizes of the run before,
+    every count is the one that Trainer itself makes in an uninterrupted run.
+
+    Attributes:
+        number: number of the epoch, from 0.
+        steps_done: steps that the trained part of the epoch amounts to, rounded down. Rounded up, a run of half an
+            epoch could end before its share was trained.
+        micro_batches_left: micro-batches to train in this epoch; at least one.
+        micro_batches_per_epoch: micro-batches of every later epoch.
+        accumulation_steps: micro-batches of an optimizer step; the last step of an epoch may have fewer.
+    """
+
+    number: int
+    steps_done: int
+    micro_batches_left: int
+    micro_batches_per_epoch: int
+    accumulation_steps: int
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps to make in this epoch."""
+        return ceil_div(self.micro_batches_left, self.accumulation_steps)
+
+    def epochs_after(self, steps: int) -> float:
+        """Returns the epochs of the data that are trained after so many steps in this epoch."""
+        done = self.steps_done * self.accumulation_steps
+        trained = min(steps * self.accumulation_steps, self.micro_batches_left)
+        return self.number + (done + trained) / (done + self.micro_batches_left)
+
+    def max_steps(self, step: int, num_train_epochs: float) -> int:
+        """Returns the step that training ends with.
+
+        Args:
+            step: steps made before, in all epochs and sizes.
+            num_train_epochs: epochs to train; of a fraction of an epoch as many steps as Trainer makes of it.
+        """
+        last = ceil(num_train_epochs) - 1
+        if self.number > last:
+            return step
+        if self.number < last:
+            per_epoch = ceil_div(self.micro_batches_per_epoch, self.accumulation_steps)
+            later = ceil(num_train_epochs * per_epoch) - (self.number + 1) * per_epoch
+            return step + self.steps_left + later
+        in_this_epoch = self.steps_done + self.steps_left
+        wanted = ceil(num_train_epochs * in_this_epoch) - last * in_this_epoch
+        return step + max(0, wanted - self.steps_done)
+
+    def num_train_epochs(self, step: int, max_steps: int) -> int:
+        """Returns the epochs that a run of `max_steps` begins, this one and those before it included; without this one
+        if no step is left."""
+        steps = max_steps - step
+        if steps <= 0:
+            return self.number
+        per_epoch = ceil_div(self.micro_batches_per_epoch, self.accumulation_steps)
+        return self.number + 1 + ceil_div(max(0, steps - self.steps_left), per_epoch)
 
 
 class EpochPacker:
@@ -141,8 +206,8 @@ class EpochPacker:
 
 
 def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int) -> Epoch:
-    """As few micro-batches as possible, of nearly equal tokens."""
-    wanted = -(-int(document_tokens[order].sum()) // capacity_tokens)
+    """Packs as few micro-batches as possible, of nearly equal tokens."""
+    wanted = ceil_div(int(document_tokens[order].sum()), capacity_tokens)
     while True:
         packed = _pack(document_tokens, order, capacity_tokens, wanted)
         if packed.num_micro_batches <= wanted:
@@ -161,7 +226,7 @@ def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, want
     micro_batches: list[IntArray] = []
     while documents_left:
         batches_left = max(1, wanted - len(micro_batches))
-        target = min(capacity_tokens, -(-tokens_left // batches_left))
+        target = min(capacity_tokens, ceil_div(tokens_left, batches_left))
         done = int(cumulative[at - 1]) if at else 0
         ahead = int(np.searchsorted(cumulative, done + target, side="right")) + LOOKAHEAD_DOCUMENTS
         queue = np.concatenate([carried, order[at:ahead]])
@@ -178,8 +243,7 @@ def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, want
 
 
 def _choose(queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int) -> IntArray:
-    """Returns the places in the queue of one micro-batch's documents: its beginning, then the largest that fit the
-    gap."""
+    """Chooses a micro-batch's documents, as places in the queue: its beginning, then the largest that fit the gap."""
     cumulative = np.cumsum(queue_tokens)
     reach = int(np.searchsorted(cumulative, target, side="left")) + 1
     count = min(reach, int(np.searchsorted(cumulative, capacity_tokens, side="right")), most_documents)

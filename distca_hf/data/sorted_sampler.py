@@ -1,15 +1,14 @@
-"""Sorted packs: which rank runs which pack when, so that packs of equal weight run at the same time.
+"""Sorted packs: an order of packs in which all ranks have packs of about equal work at the same time.
 
 Within one optimizer step the order of packs changes no gradient. All packs of a step are sorted by attention work and
-dealt out micro-step by micro-step: ranks then have equally heavy packs at the same time, though no token and no task
-moves.
+dealt out micro-step by micro-step. No token and no task moves for it.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
 
 
@@ -39,21 +38,21 @@ class SortedPackSampler:
         return len(self._work)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch."""
+        """Sets the epoch of the next iteration."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         order = np.random.RandomState([self._seed & 0xFFFFFFFF, self._epoch]).permutation(len(self._work))
         at_once = self._num_ranks * self._packs_per_rank
-        window = at_once * self._micro_steps
-        for first in range(0, len(order), window):
-            step = order[first : first + window]
+        step_packs = at_once * self._micro_steps
+        for first in range(0, len(order), step_packs):
+            step = order[first : first + step_packs]
             step = step[np.argsort(-self._work[step], kind="stable")]
             for begin in range(0, len(step), at_once):
                 yield from self._dealt(step[begin : begin + at_once]).tolist()
 
     def _dealt(self, packs: IntArray) -> IntArray:
-        """Packs of one micro-step, sorted, in the order of ranks: there and back again, so that sums are close."""
+        """Deals the sorted packs of a micro-step to ranks, forwards and backwards in turn, so that sums are close."""
         if len(packs) < self._num_ranks * self._packs_per_rank:
             return packs
         rounds = packs.reshape(self._packs_per_rank, self._num_ranks).copy()

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
 
 
@@ -23,7 +23,7 @@ class Column(Protocol):
     """One column of token lists."""
 
     def read(self, row: int, start: int, stop: int) -> IntArray:
-        """Values [start, stop) of a row, as int64."""
+        """Reads values [start, stop) of a row, as int64."""
         ...
 
 
@@ -86,7 +86,7 @@ class ItemColumn:
 
 
 def open_columns(dataset: Any) -> tuple[dict[str, Column], IntArray]:
-    """The token columns that a dataset has, by name, and the tokens of every row.
+    """Opens the token columns of a dataset, by name, and counts the tokens of every row.
 
     Raises:
         PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
@@ -116,7 +116,7 @@ def open_columns(dataset: Any) -> tuple[dict[str, Column], IntArray]:
 
 
 def read_column(dataset: Any, name: str) -> pa.ChunkedArray:
-    """A whole column, in the dataset's order; for small ones."""
+    """Reads a whole column, in the dataset's order; for small columns."""
     column = dataset.data.column(name)
     indices = _row_indices(dataset)
     return column if indices is None else column.take(pa.array(indices))
@@ -135,7 +135,7 @@ def _open_items(dataset: Any, announced: IntArray | None) -> tuple[dict[str, Col
 
 
 def _announced_lengths(dataset: Any) -> IntArray | None:
-    """The column `length`, if it holds an integer for every row."""
+    """Reads the column `length`, if it holds an integer for every row."""
     if "length" not in dataset.column_names:
         return None
     column = read_column(dataset, "length")
@@ -145,6 +145,6 @@ def _announced_lengths(dataset: Any) -> IntArray | None:
 
 
 def _row_indices(dataset: Any) -> IntArray | None:
-    """Stored row of each row, for a dataset that was shuffled or selected from."""
+    """Returns the stored row of each row, for a dataset that was shuffled or selected from."""
     indices = dataset._indices  # no public accessor; `flatten_indices` would copy all tokens
     return None if indices is None else indices.column(0).to_numpy().astype(np.int64)

@@ -16,6 +16,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
 from distca_hf.integrations.refusals import name_of
 from distca_hf.runtime.attention_in_graph import DocumentsInGraph
+from distca_hf.torch_private import without_torch_functions
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -67,7 +68,7 @@ class RowMask:
         Compiled checkpointing calls it, too, but only passes the mask on to the layer.
         """
         if function is torch.ops.higher_order.tag_activation_checkpoint:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_functions():
                 return function(*args, **(kwargs or {}))
         raise UnsupportedAttentionError(
             f"a layer computed {getattr(function, '__name__', function)} with the mask of a packed or padded batch "

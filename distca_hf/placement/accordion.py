@@ -1,6 +1,6 @@
-"""The accordion: deals a pool of pieces out so that every share has its tokens *and* its work.
+"""The accordion: a two-ended fill that deals a pool of pieces out so that every share has its tokens *and* its work.
 
-A share is what one rank gets, or one node. It takes a few dense pieces, tail first, and fills up with light ones:
+A share is the part of one rank, or of one node. It takes a few dense pieces, tail first, and fills up with light ones:
 
     light end                                                     dense end
     | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
@@ -8,35 +8,35 @@ A share is what one rank gets, or one node. It takes a few dense pieces, tail fi
       fill up to the share's tokens                           take up to the share's work
 
 Why it always works: read from the dense end, the first n tokens of the pool weigh at least n times the mean, the last
-n at most that, because the cost of a token never falls along a document. Exchanging one token at a time moves the work
-of (dense prefix + light suffix) across the goal in steps of at most one token's cost, so some mixture has exactly
-the share's tokens and its work to within one token. Removing a set of mean cost leaves a pool with the same mean:
-repeat for the next share. A tail needs the keys of its whole document, the head that is left needs nothing, so tails
-are taken as large as they fit: at most three cuts per share, mostly one or two, and few bytes.
+n at most that, because the cost of a token never falls along a document. Swapping one token at a time moves the work
+of (dense prefix + light suffix) across the goal in steps of at most one token's cost. So some mixture has exactly the
+share's tokens, and its work to within one token. Removing a set of mean cost leaves a pool with the same mean: repeat
+for the next share. A tail needs the keys of its whole document, and the head that is left needs none. So tails are
+taken as large as they fit: at most three cuts per share, mostly one or two, and few bytes.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distca_hf.arrays import ceil_div
+from distca_hf.layout import TILE_TOKENS
 from distca_hf.placement.piece_pool import Piece, PiecePool
 
 
-# Cuts fall on multiples of this many tokens where they are free to: kernels work in tiles.
-TILE_TOKENS = 128
-# If a share's work, or what is left for each of the others, misses the goal by this part, the guaranteed mixture is
-# used instead. Until it misses by less than half of that, more cuts are made.
+# Maximum miss of a share's work, or of the others' mean, as a fraction of the work. Cuts are made until half of it is
+# reached; if it is exceeded, the guaranteed mixture is used. It keeps the placement's promise of 0.5 %.
 OFF = 4e-3
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a share, or several together, are still to get.
+    """Tokens and work that a share, or several together, still need.
 
     Attributes:
-        tokens: met exactly.
-        work: met to within `OFF` of `load`, and one token.
-        load: work of the whole share, with what it has already.
+        tokens: tokens, met exactly.
+        work: work, met to within `OFF` of `load` and one token's cost.
+        load: work of the whole share, its present pieces included.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class Goal:
 
     @classmethod
     def sum(cls, goals: Sequence["Goal"]) -> "Goal":
-        """What several shares are to get together."""
+        """Sums the goals of several shares."""
         return cls(sum(g.tokens for g in goals), sum(g.work for g in goals), sum(g.load for g in goals))
 
 
@@ -56,9 +56,10 @@ def deal(pool: PiecePool, goals: Sequence[Goal], peel: bool = True, off: float =
     """Deals the whole pool out; goals are met if their work is in proportion to their tokens, or nearly so.
 
     Args:
-        pool: what there is to deal; it is empty afterwards.
-        goals: what each share is to get. Their tokens sum to those of the pool, their work to its work.
+        pool: pieces to deal; it is empty afterwards.
+        goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
         peel: whether every share begins with the densest piece, or with its tail if that is too much.
+        off: maximum miss of a share's work, see `OFF`.
 
     Returns:
         The pieces of each share.
@@ -76,10 +77,11 @@ def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: floa
     """Takes one share off a pool.
 
     Args:
-        pool: what there is; if it has more or less work than all are to get, all give way in proportion.
-        goal: what the share is to get.
-        others: what all others are to get of the rest.
+        pool: pieces to take from; if its work is not that of all goals, all goals change in proportion.
+        goal: goal of the share.
+        others: goals of all later shares, together.
         peel: whether the share begins with the densest piece, or with its tail if that is too much.
+        off: maximum miss of the share's work, see `OFF`.
     """
     work = _share_of_work(pool, goal, others)
     work_left, tails = pool.work_left, _take_dense(pool, goal.tokens, work, off / 2 * goal.load, peel)
@@ -92,8 +94,7 @@ def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: floa
 
 
 def _share_of_work(pool: PiecePool, goal: Goal, others: Goal) -> float:
-    """What a goal is to get of the work that there is: in proportion to what it asks for, or to its tokens if nobody
-    asks for any."""
+    """Returns a goal's part of the pool's work, in proportion to the goals' work, or to tokens if that is 0."""
     asked = goal.work + others.work
     if asked:
         return goal.work * (pool.work_left / asked)
@@ -101,7 +102,7 @@ def _share_of_work(pool: PiecePool, goal: Goal, others: Goal) -> float:
 
 
 def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:
-    """Dense pieces and tails, so that with the lightest tokens beside them no more than `near` work is missing."""
+    """Takes dense pieces and tails, until with the lightest tokens beside them at most `near` work is missing."""
     taken: list[Piece] = []
     last_cut = False
     while tokens and (indices := pool.indices) and not last_cut:
@@ -128,7 +129,7 @@ def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel:
 
 
 def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
-    """The guaranteed mixture: a prefix of the pool's dense end and a suffix of its light end."""
+    """Takes the guaranteed mixture: a prefix of the pool's dense end and a suffix of its light end."""
     pool.settle()
     taken: list[Piece] = []
     most_light_work = pool.light_work(tokens)  # fewer tokens have no more
@@ -146,8 +147,8 @@ def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
 
 
 def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_work: int) -> int:
-    """Index of the densest piece that fits whole, the lightest tokens beside it; before the first if there is none.
-    Light tokens alone weigh `most_light_work`."""
+    """Finds the densest piece that fits whole, with the lightest tokens beside it; the index before the first if none
+    does. Light tokens alone weigh `most_light_work`."""
 
     def is_too_much(piece: Piece) -> bool:
         return not _fits(pool, piece, tokens, missing, most_light_work)
@@ -159,8 +160,8 @@ def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_wo
 
 
 def _fits(pool: PiecePool, piece: Piece, tokens: int, missing: float, most_light_work: int) -> bool:
-    """Whether a piece fits whole, the lightest tokens beside it. `tokens` light ones alone weigh `most_light_work` at
-    most."""
+    """Checks whether a piece fits whole, with the lightest tokens beside it. `tokens` light tokens alone weigh at most
+    `most_light_work`."""
     _, _, start, stop, work = piece
     rest = missing - work
     if stop - start > tokens or rest < 0:
@@ -169,26 +170,26 @@ def _fits(pool: PiecePool, piece: Piece, tokens: int, missing: float, most_light
 
 
 def _gain(pool: PiecePool, index: int, tokens: int, light_work: int) -> int:
-    """Work the share gains by a piece, over the lightest tokens in its place."""
+    """Returns the work that the share gains by a piece, over the lightest tokens in its place."""
     _, _, start, stop, work = pool.piece(index)
     return work + pool.light_work(tokens - stop + start) - light_work
 
 
 def _tail(pool: PiecePool, index: int, tokens: int, missing: float, most_light_work: int) -> int:
-    """Tokens of the largest tail of a piece that fits, cut on a tile where that leaves a tail of some size."""
+    """Returns tokens of the largest tail of a piece that fits, cut on a tile if the tail is longer than two tiles."""
     _, _, start, stop, _ = pool.piece(index)
     fits = _fitting(pool, index, tokens, missing, most_light_work)
     most, small = min(tokens, stop - start), 2 * TILE_TOKENS
     if fits(most):
         return most
     if most > small and fits(small + 1):
-        cuts = range(-(-(stop - most) // TILE_TOKENS), stop // TILE_TOKENS + 1)
+        cuts = range(ceil_div(stop - most, TILE_TOKENS), stop // TILE_TOKENS + 1)
         return stop - TILE_TOKENS * cuts[bisect_left(cuts, True, key=lambda cut: fits(stop - cut * TILE_TOKENS))]
     return largest(min(most, small), fits)
 
 
 def _largest_tail(pool: PiecePool, tokens: int, missing: float, most_light_work: int) -> int:
-    """Tokens of the largest tail of the densest piece that fits."""
+    """Returns tokens of the largest tail of the densest piece that fits."""
     index = pool.indices[-1]
     _, _, start, stop, _ = pool.piece(index)
     fits, most = _fitting(pool, index, tokens, missing, most_light_work), min(tokens, stop - start)
@@ -196,8 +197,8 @@ def _largest_tail(pool: PiecePool, tokens: int, missing: float, most_light_work:
 
 
 def _fitting(pool: PiecePool, index: int, tokens: int, missing: float, most_light_work: int) -> Callable[[int], bool]:
-    """Whether so many last tokens of a piece, with the lightest tokens beside them, stay within the share and its
-    work. `tokens` light ones alone weigh `most_light_work` at most."""
+    """Makes the predicate `fits(tail)`: a tail of a piece, with the lightest tokens beside it, is within the share's
+    work. `tokens` light tokens alone weigh at most `most_light_work`."""
     _, document, _, stop, _ = pool.piece(index)
 
     def fits(tail: int) -> bool:
@@ -208,7 +209,7 @@ def _fitting(pool: PiecePool, index: int, tokens: int, missing: float, most_ligh
 
 
 def _dense_enough(pool: PiecePool, first: int, tokens: int, missing: float) -> int:
-    """Index of the lightest piece whose tail alone can bring the missing work; beyond the last if there is none."""
+    """Finds the lightest piece whose tail alone has the missing work; the index beyond the last if none has."""
 
     def is_enough(piece: Piece) -> bool:
         _, document, start, stop, _ = piece
@@ -219,6 +220,6 @@ def _dense_enough(pool: PiecePool, first: int, tokens: int, missing: float) -> i
 
 
 def largest(upper: int, fits: Callable[[int], bool]) -> int:
-    """Largest n in [0, upper] for which `fits(n)`; `fits` is true up to some n and false beyond, `fits(0)` counts as
-    true."""
+    """Finds the largest n in [0, upper] with `fits(n)`. `fits` is true up to some n and false beyond; it is not called
+    with 0, which counts as true."""
     return bisect_left(range(1, upper + 1), True, key=lambda n: not fits(n))

@@ -1,9 +1,9 @@
-"""Seconds: placement by measured times of the attention kernel, instead of attended pairs.
+"""Placement by measured times of the attention kernel, instead of attended pairs.
 
 Equal pairs are not equal seconds: many short documents, or a short part of a long one, run at a lower rate than one
-long document. Pairs of a document are therefore counted more the slower a document of its length is (`TimedCost`).
-What that leaves is due to where documents are cut: the seconds of each rank are predicted, ranks that would be late
-are given less and the others more, and again, in a few rounds. The best of these is evened out (`exchange`).
+long document. Pairs of a document are therefore weighted by the time of a document of its length (`TimedCost`). The
+rest of the error depends on where documents are cut. So seconds of each rank are predicted, slow ranks get smaller
+shares, and documents are placed again, in a few rounds. The best round is evened out (`token_swaps`).
 """
 
 import json
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.cost import IntArray, Work, causal_pairs, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.placement.piece_pool import Segment
@@ -26,8 +27,9 @@ from distca_hf.topology import Topology
 
 FloatArray = NDArray[np.float64]
 
+# Number of placements after the first one, each with new shares: later ones no longer get better (measured).
 ROUNDS = 3
-# Weights of pairs are whole numbers of these: exact sums, and as fine as a measurement can be.
+# Units of a weight of 1.0: weights are integers, so that sums are exact, and 1/256 is finer than a measurement.
 PARTS_OF_A_PAIR = 256
 
 
@@ -39,9 +41,9 @@ class KernelTimes:
     at the border.
 
     Attributes:
-        query_tokens: `[queries]` rising.
-        key_tokens: `[keys]` rising.
-        seconds: `[queries, keys]`; not a number where there are more queries than keys.
+        query_tokens: `[queries]` int64, rising.
+        key_tokens: `[keys]` int64, rising.
+        seconds: `[queries, keys]` float64; not a number where there are more queries than keys.
 
     Raises:
         PackingError: a table that is not of this form.
@@ -96,8 +98,8 @@ class KernelTimes:
 
     @cached_property
     def _log_rate(self) -> FloatArray:
-        """`[queries, keys]` logarithm of pairs per second; with more queries than keys, that of the fewest keys that
-        are as many."""
+        """`[queries, keys]` logarithm of pairs per second. Entries with more queries than keys repeat the first entry
+        of their row that has not."""
         queries, keys = np.meshgrid(self.query_tokens, self.key_tokens, indexing="ij")
         first = np.argmax(self._is_causal, axis=1)[:, None]
         column = np.maximum(np.arange(len(self.key_tokens))[None, :], first)
@@ -110,7 +112,7 @@ class KernelTimes:
         return float(np.exp(self._log_rate.max()))
 
     def of(self, starts: IntArray, stops: IntArray) -> FloatArray:
-        """Predicted seconds of each query range [start, stop)."""
+        """Predicts seconds of each query range [start, stop), forward and backward."""
         query, query_part = _between(self.query_tokens, stops - starts)
         key, key_part = _between(self.key_tokens, stops)
         rate = self._log_rate
@@ -126,16 +128,16 @@ class KernelTimes:
 
 @dataclass(frozen=True, eq=False)
 class TimedCost:
-    """Causal pairs, times how much longer each takes in a document of this length than in the fastest one."""
+    """Causal pairs, weighted by the time of a pair in a document of this length, relative to the fastest length."""
 
     times: KernelTimes
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
-        """Work of query ranges, in parts of a pair at the highest rate."""
+        """Weighs the pairs of query ranges, in units of `1 / PARTS_OF_A_PAIR` of a pair at the highest rate."""
         return causal_pairs_of(starts, stops) * self._weights(document_tokens)
 
     def of_documents(self, document_tokens: Sequence[int]) -> Work:
-        """The same as a function of (document, start, stop)."""
+        """Returns the same as a function of (document, start, stop)."""
         weights = self._weights(np.array(document_tokens, dtype=np.int64)).tolist()
         return lambda document, start, stop: causal_pairs(start, stop) * weights[document]
 
@@ -147,7 +149,7 @@ class TimedCost:
 
 
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
-    """`[ranks]` predicted seconds of attention of one layer, forward and backward; a stripe's are divided equally."""
+    """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe's equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
     in_stripe = np.zeros(len(seconds), dtype=bool)
     total = _stripe_seconds(layout, times)
@@ -180,6 +182,11 @@ def place_by_seconds(
 ) -> Layout:
     """Places documents as `place` does, so that predicted seconds are equal instead of work.
 
+    Args:
+        document_tokens, num_ranks, topology, head_groups: see `place`.
+        times: measured times of the kernel.
+        rounds: placements after the first one.
+
     Returns:
         The layout of the round in which the slowest rank is fastest, evened out.
 
@@ -206,15 +213,15 @@ def place_by_seconds(
     assert best is not None
 
     def seconds_of(segments: list[Segment]) -> float:
-        ranges = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
-        return float(times.of(ranges[:, 0], ranges[:, 1]).sum())
+        bounds = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
+        return float(times.of(bounds[:, 0], bounds[:, 1]).sum())
 
     return even_out(best, seconds_of, _stripe_seconds(best, times))
 
 
 def _between(measured: IntArray, values: IntArray) -> tuple[IntArray, FloatArray]:
-    """Index of the last measured length that is no longer, and how far each value is on the way to the next one, on a
-    logarithmic axis."""
+    """Locates values between measured lengths: index of the lower one, and the fraction of the way to the next one on
+    a logarithmic axis."""
     values = np.clip(values, measured[0], measured[-1])
     index = np.searchsorted(measured, values, side="right") - 1
     following = np.minimum(index + 1, len(measured) - 1)

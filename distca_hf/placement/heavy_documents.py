@@ -1,15 +1,15 @@
-"""Heavy documents: each gets ranks for itself, a group of them, and light documents that fill them up.
+"""Heavy documents: each gets a group of ranks for itself, and light documents that fill these ranks up.
 
-A document of more work than one rank is to have is divided over several, and each of them but one needs keys and
-values that others hold. Where ranks hold few documents, most bytes are of these. So it is settled first over how many
-ranks each of them is divided, and light documents are handed out accordingly:
+A document with more work than one rank's share is divided over several ranks, and each of them but one needs keys and
+values of the others. Where ranks hold few documents, most bytes are theirs. So the number of ranks of each heavy
+document is settled first, and light documents are handed out accordingly:
 
     | r0     r1     r2 | r3     r4     r5 | r6     r7 | r8     r9 | r10 |
     | 64K + 128K light | 64K + 128K light | 58K + 70K | 50K + 78K | 46K + 18K |
 
-1. A heavy document gets as many ranks as it needs at least. Those that are left are apportioned as seats of a
-   parliament are: each to the document that has most work per rank.
-2. Light documents are handed out to groups as `whole` does it. A group is large enough for nearly all to stay whole.
+1. A heavy document gets as many ranks as it needs at least. The remaining ranks are apportioned like seats of a
+   parliament: each to the document with most work per rank.
+2. Light documents are handed out to groups as in `longest_first`. Groups are so large that nearly all stay whole.
 3. The accordion deals each group to its ranks. Only there its heavy document is cut.
 """
 
@@ -21,31 +21,33 @@ from itertools import accumulate, pairwise
 
 from distca_hf.cost import Work
 from distca_hf.placement.accordion import Goal, deal, largest
-from distca_hf.placement.longest_first import hand_out_whole
+from distca_hf.placement.longest_first import hand_out_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, piece_of
 
 
-# A document of this part of a rank's work is heavy: what is nearly a rank's work leaves room for the lightest tokens
-# only, which a rank of its own has. Where groups cannot be filled so, fewer documents are heavy.
+# Minimum work of a heavy document, as fractions of a rank's mean work, in the order in which they are tried. Beside
+# nearly a rank's work only the lightest tokens fit, so the document gets ranks of its own. If groups cannot be filled,
+# the next fraction makes fewer documents heavy.
 HEAVY = (0.8, 0.9, 1.0)
-# Documents up to this length may be cut to fill groups up.
+# Longest document, in tokens, that is cut to fill groups up: its keys and values are few bytes.
 SHORT_FOR_GROUPS = 2048
-# Groups are served one after the other if the mean costs of what they still need differ by this part at most.
+# Maximum spread of the groups' needs, in mean cost per token, as a fraction of the largest: groups within it are
+# filled one after the other.
 ALIKE_GROUPS = 0.5
-# A heavy document's head of this part of a rank's work is cut off beforehand: the first 22 % of the tokens, if the
-# document is one rank's work. That costs few bytes, and leaves the accordion light tokens in every group, beside which
-# parts can be large.
+# Work of the head that is cut off a heavy document beforehand, as a fraction of a rank's work: the first 22 % of the
+# tokens of a document of one rank's work. The cut costs few bytes, and leaves the accordion light tokens in every
+# group, beside which parts can be large.
 HEAD = 0.05
 
 
 def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], off: float) -> list[list[Piece]] | None:
-    """Deals pieces to ranks, in groups of consecutive ones: one for each heavy piece.
+    """Deals pieces to ranks in groups of consecutive ranks, one group for each heavy piece.
 
     Args:
-        pieces: what there is to deal.
+        pieces: pieces to deal.
         work: work of a query range, `work(document, start, stop)`.
-        goals: what each rank is to get. Their tokens sum to those of the pieces, their work to their work.
-        off: part of its work that a rank may miss.
+        goals: goals of the ranks. Their tokens sum to those of the pieces, their work to their work.
+        off: maximum miss of a rank's work, as a fraction of it.
 
     Returns:
         The pieces of each rank; None if there are not two groups, or if one of them cannot be filled.
@@ -63,7 +65,8 @@ def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], o
 def _dealt(
     heavy: list[Piece], light: list[Piece], work: Work, goals: Sequence[Goal], off: float
 ) -> list[list[Piece]] | None:
-    """Pieces of each rank with a group for each heavy piece; None if that fails."""
+    """Deals pieces with a group for each heavy piece; None if that fails."""
+    # 1. Ranks of each group, and the light tokens and work that they need beside the heavy piece.
     num_ranks = _apportioned([piece[4] for piece in heavy], goals)
     if num_ranks is None:
         return None
@@ -74,7 +77,9 @@ def _dealt(
     ]
     if any(goal.tokens < 0 or goal.work < 0 for goal in to_fill):
         return None
-    filled, excess = hand_out_whole(PiecePool(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
+
+    # 2. Light pieces for each group, then the accordion inside of it.
+    filled, excess = hand_out_longest_first(PiecePool(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
     if max(map(abs, excess)) > off:
         return None
     shares: list[list[Piece]] = []
@@ -89,14 +94,14 @@ def _dealt(
 
 
 def _parted(piece: Piece, work: Work, head_work: float) -> list[Piece]:
-    """A piece in two: the head has so much work at most."""
+    """Cuts a piece in two, so that the head has at most this much work."""
     _, document, start, stop, _ = piece
     cut = start + largest(stop - start, lambda tokens: work(document, start, start + tokens) <= head_work)
     return [piece_of(document, *part, work(document, *part)) for part in pairwise(sorted({start, cut, stop}))]
 
 
 def _apportioned(works: Sequence[int], goals: Sequence[Goal]) -> list[int] | None:
-    """Ranks of each heavy piece; None for less than two pieces, or if they need more ranks than there are."""
+    """Returns the number of ranks of each heavy piece; None for fewer than two pieces, or if ranks are too few."""
     rank_work = _mean_work(goals)
     if len(works) < 2 or not rank_work:  # stripes may have used up all work that ranks are to have
         return None

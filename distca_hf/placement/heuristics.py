@@ -1,7 +1,7 @@
-"""Heuristics that deal documents to the ranks of a node: which are tried, and which of them moves least.
+"""Heuristics that deal documents to the ranks of a node, and the choice among them.
 
-None is best for all documents. Several are tried where documents and ranks are few: it takes little time there, and
-most is to be won, because every document counts.
+No heuristic is best for all documents. Where documents and ranks are few, several are tried, and the deal that moves
+the fewest keys is kept: that takes little time, and wins most, because every document counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distca_hf.placement.accordion import OFF, Goal, deal
 from distca_hf.placement.heavy_documents import deal_in_groups
-from distca_hf.placement.longest_first import deal_whole
+from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool
 
 
@@ -18,10 +18,10 @@ class Heuristic:
     """One way to deal documents to ranks.
 
     Attributes:
-        short_tokens: documents up to this length are cut readily, longer ones stay whole where they can: few bytes of
-            keys and values, 32 MB per layer of an 8B Llama for 8K. None: the accordion deals all alike.
+        short_tokens: documents up to this length are cut readily, longer ones stay whole where they can. A cut costs
+            few bytes of keys and values, 32 MB per layer of an 8B Llama for 8K. None: the accordion deals all alike.
         peel: see `accordion.deal`.
-        most_off: part of its work by which the accordion may let a rank miss it.
+        most_off: maximum miss of a rank's work in the accordion, as a fraction of it.
     """
 
     short_tokens: int | None
@@ -32,12 +32,12 @@ class Heuristic:
         """Deals a whole pool out; ranks may miss their work by `off` before long documents are cut for it."""
         if self.short_tokens is None:
             return deal(pool, goals, self.peel, min(off, self.most_off))
-        return deal_whole(pool, goals, self.short_tokens, off, ALIKE)
+        return deal_longest_first(pool, goals, self.short_tokens, off, ALIKE)
 
 
 @dataclass(frozen=True)
 class GroupedHeuristic:
-    """Heavy documents get ranks for themselves, and light ones fill these up: see `heavy_documents`.
+    """A deal in which heavy documents get ranks for themselves: see `heavy_documents`.
 
     Attributes:
         otherwise: the heuristic where there are no such groups.
@@ -52,13 +52,16 @@ class GroupedHeuristic:
         return self.otherwise.deal(PiecePool(pieces, work), goals, off) if in_groups is None else in_groups
 
 
-# How much needs for short documents may differ.
+# Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest: at 1.0
+# all ranks are served one after the other.
 ALIKE = 1.0
-# With this many documents per rank or fewer there are heuristics of their own. Groups stand in for the one behind
+# Documents per rank up to which the heuristics of few documents are tried. Groups stand in for the heuristic behind
 # `otherwise`, which rarely moves less and would cost time.
 FEW_DOCUMENTS = 12
+# Documents per rank up to which a second heuristic is tried: with more, both deals are about as good.
 SOME_DOCUMENTS = 25
-# With more ranks than this on one node long documents are more work than a rank, and cut anyway.
+# Ranks of a node, or of the world, up to which it is small. In larger ones long documents have more work than a rank,
+# and are cut in any case.
 FEW_RANKS = 16
 # In a small world; in one of many nodes; on one node of many ranks. The first of them is the one for many documents.
 HEURISTICS = (Heuristic(8192), Heuristic(2048))
@@ -75,7 +78,7 @@ HEURISTICS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (GroupedHeuristic(otherwise=Heurist
 
 
 def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Heuristic | GroupedHeuristic]:
-    """Ways for so many documents on a node of so many ranks, in a world of `num_ranks`."""
+    """Selects the heuristics for a node with this many documents and ranks, in a world of `num_ranks`."""
     documents_per_rank = documents / ranks_of_node
     few = documents_per_rank <= FEW_DOCUMENTS
     if ranks_of_node > FEW_RANKS:
@@ -91,13 +94,13 @@ def deal_with_best(
     off: float,
     heuristics: Sequence[Heuristic | GroupedHeuristic],
 ) -> list[list[Piece]]:
-    """Returns the deal of the heuristic that moves fewest keys; `make_pool` is called once for each."""
+    """Returns the deal of the heuristic that moves the fewest keys; `make_pool` is called once for each."""
     dealt = [heuristic.deal(make_pool(), goals, off) for heuristic in heuristics]
     return min(dealt, key=_key_tokens) if len(dealt) > 1 else dealt[0]
 
 
 def _key_tokens(shares: list[list[Piece]]) -> int:
-    """Tokens whose keys the shares need: of each document all before a share's last."""
+    """Counts tokens whose keys the shares need: of each document all tokens up to a share's last one."""
     needed = 0
     for pieces in shares:
         last: dict[int, int] = {}

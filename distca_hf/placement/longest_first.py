@@ -1,13 +1,13 @@
-"""Whole documents first: long documents are not cut if they can be whole, so that fewer keys and values move.
+"""Longest first (LPT, longest processing time first): long documents stay whole if they can, so that fewer keys move.
 
-The accordion alone fills share after share: the first ones use up what balances the last ones, and these must divide
-long documents. Here all shares (nodes, or the ranks of one) are filled at the same time:
+The accordion alone fills share after share: the first shares use up the pieces that would balance the last ones, and
+these must divide long documents. Here all shares (nodes, or the ranks of one) are filled at the same time:
 
-1. Long pieces are handed out, longest first, each to the share that has most to catch up with: most work missing
-   beyond what its missing tokens will bring on average. One that does not fit is cut: the share takes its tail and
-   gets no more of them, its head is handed out later.
-2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter ones are parted from
-   those that need denser ones, until the accordion can serve them one after the other.
+1. Long pieces are handed out, longest first, each to the share with most missing work beyond the mean work of its
+   missing tokens. A piece that does not fit is cut: the share takes its tail and gets no more long pieces. The head is
+   handed out later.
+2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter documents are parted
+   from shares that need denser ones, until the accordion can fill them one after the other.
 """
 
 import math
@@ -15,45 +15,49 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
-from distca_hf.placement.accordion import OFF, TILE_TOKENS, Goal, deal, fill, largest
+from distca_hf.arrays import ceil_div
+from distca_hf.layout import TILE_TOKENS
+from distca_hf.placement.accordion import OFF, Goal, deal, fill, largest
 from distca_hf.placement.piece_pool import Piece, PiecePool, joined, work_of
 
 
-# A share whose need is this part of the mean cost at least finds light tokens enough without a closer look.
-CLOSE = 0.9
-# Short documents are cut for this part of what long ones are cut for.
+# Minimum mean cost of a share's need, as a fraction of the pool's mean cost per token, at which light tokens suffice
+# without a closer look.
+LIGHT_ENOUGH = 0.9
+# Miss of the work for which short documents are cut, as a fraction of the miss for which long ones are: their cuts
+# cost fewer bytes.
 FINISH = 1 / 2
 
 
-def deal_whole(
+def deal_longest_first(
     pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
 ) -> list[list[Piece]]:
     """Deals a whole pool out, long pieces whole wherever they fit.
 
     Args:
-        pool: what there is to deal; it is empty afterwards.
-        goals: what each share is to get. Their tokens sum to those of the pool, their work to its work.
+        pool: pieces to deal; it is empty afterwards.
+        goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
         short_tokens: documents up to this length are short.
-        alike: shares are served one after the other if the mean costs of what they need of short documents differ by
-            this part at most.
-        off: if a share would miss its work by this part, the accordion deals everything instead.
+        off: maximum miss of a share's work, as a fraction of it; beyond it the accordion deals everything instead.
+        alike: maximum spread of the shares' needs for short documents, in mean cost per token, as a fraction of the
+            largest; shares within it are filled one after the other.
 
     Returns:
         The pieces of each share.
     """
     if len(goals) == 1:
         return [pool.take_all()]
-    shares, excess = hand_out_whole(pool, goals, short_tokens, off, alike)
+    shares, excess = hand_out_longest_first(pool, goals, short_tokens, off, alike)
     if max(map(abs, excess)) > off:
         return deal(PiecePool(joined(list(chain.from_iterable(shares))), pool.work), goals, off=min(off, OFF))
     return shares
 
 
-def hand_out_whole(
+def hand_out_longest_first(
     pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
 ) -> tuple[list[list[Piece]], list[float]]:
-    """As `deal_whole`, but nothing is dealt anew if shares miss their work: the pieces of each, and the part of its
-    work that it has too much."""
+    """Deals as `deal_longest_first` does, but never anew: pieces of each share, and its excess as a fraction of its
+    work."""
     shares, left = _hand_out_long(pool, goals, short_tokens)
     excess = [0.0] * len(goals)
     for share, short in _finish(pool, dict(enumerate(left)), off * FINISH, alike).items():
@@ -63,7 +67,7 @@ def hand_out_whole(
 
 
 def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
-    """Takes the long pieces off a pool: what each share gets of them, and what it is still to get."""
+    """Takes the long pieces off a pool: those of each share, and the goals that are left."""
     shares: list[list[Piece]] = [[] for _ in goals]
     need = _Need(goals)
     tokens_left = sum(goal.tokens for goal in goals)
@@ -74,7 +78,7 @@ def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) ->
         if share is None:
             break
         _, _, start, stop, work = piece
-        if need.has_room(share, piece, max(CLOSE * mean_cost, light_cost)):
+        if need.has_room(share, piece, max(LIGHT_ENOUGH * mean_cost, light_cost)):
             shares[share].append(pool.take_densest())
             need.reduce(share, stop - start, work)
             tokens_left -= stop - start
@@ -90,14 +94,14 @@ def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) ->
 
 
 def _light_cost(pool: PiecePool, goals: Sequence[Goal]) -> float:
-    """Mean cost of the lightest tokens of a pool, as many as any share is to get: of fewer it is no more, and it does
-    not rise while tails are taken."""
+    """Returns the mean cost of the lightest tokens of a pool, as many as the largest share needs. Fewer tokens cost no
+    more each, and the cost does not rise while tails are taken."""
     most = max(goal.tokens for goal in goals)
     return pool.light_work(most) / max(1, most)
 
 
 class _Need:
-    """Tokens and work that shares are still to get."""
+    """Tokens and work that shares still need."""
 
     def __init__(self, goals: Sequence[Goal]) -> None:
         self._loads = [goal.load for goal in goals]
@@ -106,22 +110,22 @@ class _Need:
         self._open_work = list(self._work)  # minus infinity where a share is closed
 
     def goals(self) -> list[Goal]:
-        """What each share is still to get."""
+        """Returns the needs as goals."""
         return [Goal(*goal) for goal in zip(self._tokens, self._work, self._loads, strict=True)]
 
     def reduce(self, share: int, tokens: int, work: int) -> None:
-        """A share has got something."""
+        """Subtracts tokens and work that a share got."""
         self._tokens[share] -= tokens
         self._work[share] -= work
         self._open_work[share] -= work
 
     def close(self, share: int) -> None:
-        """A share gets no further long pieces."""
+        """Closes a share: it gets no further long pieces."""
         self._open_work[share] = -math.inf
 
     def neediest(self, mean_cost: float) -> int | None:
-        """The share that misses most work beyond what its missing tokens bring at a mean cost; the first of equals.
-        None if all are closed."""
+        """Finds the share that misses most work beyond its missing tokens at a mean cost; the first of equals, None if
+        all are closed."""
         most, neediest = -math.inf, None
         for share, work in enumerate(self._open_work):
             need = work - mean_cost * self._tokens[share]
@@ -130,15 +134,17 @@ class _Need:
         return neediest
 
     def has_room(self, share: int, piece: Piece, cost: float) -> bool:
-        """Whether a share, with the whole piece, still needs tokens of at least such a mean cost."""
+        """Checks whether a share, with the whole piece, still needs tokens of at least this mean cost."""
         _, _, start, stop, work = piece
         rest_tokens = self._tokens[share] - (stop - start)
         return rest_tokens >= 0 and self._work[share] - work >= cost * rest_tokens
 
     def fitting_tail(self, share: int, pool: PiecePool) -> int:
-        """Tokens of the densest piece, or of its largest tail, that fit a share: after that the pool still has tokens
-        light enough for it, also together with all shares that need tokens as light, and with all that need lighter
-        ones than the mean."""
+        """Returns tokens of the densest piece, or of its largest tail, that fit a share.
+
+        Afterwards the pool must have tokens light enough for three sets of shares: this one, all that need tokens as
+        light, and all that need lighter tokens than the mean.
+        """
         _, document, start, stop, _ = pool.piece(pool.indices[-1])
         whole, tokens, work = stop - start, self._tokens[share], self._work[share]
         mean_cost = pool.work_left / sum(self._tokens)
@@ -154,7 +160,7 @@ class _Need:
                 and lighter.leave_light_tokens(mean_cost, rest_tokens, rest_work, pool)
             )
 
-        tiles = -(-whole // TILE_TOKENS)
+        tiles = ceil_div(whole, TILE_TOKENS)
         return whole if fits(tiles) else TILE_TOKENS * largest(tiles - 1, fits)
 
 
@@ -168,14 +174,14 @@ class _Lighter:
         self._work = list(accumulate((work for _, work in needs), initial=0.0))
 
     def leave_light_tokens(self, cost: float, tokens: int, work: float, pool: PiecePool) -> bool:
-        """Whether a pool has tokens light enough for so many more tokens with so much work, and for all shares whose
-        need is no denser than a cost."""
+        """Checks whether a pool has tokens light enough for `tokens` with `work`, and for all shares whose need is no
+        denser than `cost`."""
         shares = bisect_right(self._costs, cost)
         return work + self._work[shares] >= pool.light_work(tokens + self._tokens[shares])
 
 
 def _finish(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
-    """Deals a whole pool out to shares whose needs may differ: parts them at the largest step between their needs."""
+    """Deals a whole pool out to shares with different needs, parted at the largest step between these."""
     shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
     costs = [_mean_cost(goals[share]) for share in shares]
     if len(shares) < 3 or costs[-1] - costs[0] <= alike * costs[-1]:

@@ -5,9 +5,9 @@
      take_light: whole documents,                            take_tail: the end of
      the last one cut, head first                            any piece; its head stays
 
-A piece is as dense as its mean cost per token. Short documents and beginnings of documents are light, ends of long
-ones are dense. Sums over the light end are kept while pieces come and go: every step of a placement asks for them.
-What is taken are pieces again: the work of a document that stays whole is counted once, however often it is dealt.
+The density of a piece is its mean cost per token. Short documents and beginnings of documents are light, ends of long
+ones are dense. Sums over the light end are kept while pieces come and go: every step of a placement needs them. Taken
+tokens are pieces again, so the work of a whole document is counted once, however often it is dealt.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,13 +17,15 @@ from operator import itemgetter
 
 import numpy as np
 
-from distca_hf.cost import DocumentCost, IntArray, Work
+from distca_hf.arrays import IntArray
+from distca_hf.cost import DocumentCost, Work
 
 
 Segment = tuple[int, int, int]  # document, start, stop
 Piece = tuple[float, int, int, int, int]  # mean cost of a token, document, start, stop, work
 
-# The rest of a document that was cut at the light end stays there, for the next rank, up to this size.
+# Maximum tokens of the rest of a document cut at the light end, up to which it stays there for the next rank: a longer
+# rest would put dense tokens among light ones.
 LIGHT_REST_TOKENS = 8192
 
 
@@ -31,7 +33,7 @@ class PiecePool:
     """Pieces, sorted by mean cost; indices grow towards the dense end.
 
     Args:
-        pieces: what there is to take.
+        pieces: pieces to take from.
         work: work of a query range, `work(document, start, stop)`.
 
     Attributes:
@@ -51,7 +53,7 @@ class PiecePool:
 
     @classmethod
     def of_documents(cls, document_tokens: IntArray, cost: DocumentCost) -> "PiecePool":
-        """Whole documents."""
+        """Makes a pool of whole documents."""
         work = cost.work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
         lengths = document_tokens.tolist()
         works = work.tolist()
@@ -65,12 +67,12 @@ class PiecePool:
         return range(self._first, len(self._pieces))
 
     def piece(self, index: int) -> Piece:
-        """The piece at an index."""
+        """Returns the piece at an index."""
         return self._pieces[index]
 
     def first_index(self, is_dense: Callable[[Piece], bool], begin: int | None = None) -> int:
-        """Index of the first piece that is dense, from `begin` on if given, as are all that follow; beyond the last if
-        there is none."""
+        """Finds the first piece that is dense, from `begin` on if given; the index beyond the last if none is. All
+        pieces behind a dense one are dense."""
         return bisect_left(self._pieces, True, self._first if begin is None else begin, key=is_dense)
 
     @property
@@ -79,7 +81,7 @@ class PiecePool:
         return self._pieces[-1] if self._first < len(self._pieces) else None
 
     def light_work(self, tokens: int) -> int:
-        """Work of the `tokens` lightest tokens, documents head first."""
+        """Returns the work of the `tokens` lightest tokens, documents head first."""
         first, tokens_before, work_before = self._first, self._tokens_before, self._work_before
         end = tokens_before[first] + tokens
         if tokens_before[-1] <= end:
@@ -104,8 +106,8 @@ class PiecePool:
                 return
 
     def take_tail(self, index: int, tokens: int, stay: bool = False) -> Piece:
-        """Takes the last tokens of the piece at an index; its head goes where it belongs in the pool, or stays where
-        it is until the pool is sorted."""
+        """Takes the last tokens of the piece at an index. Its head is sorted in, or with `stay` keeps its index until
+        `settle`."""
         piece = tail = self._remove(index)
         _, document, start, stop, work = piece
         cut, at = stop - tokens, None
@@ -120,7 +122,7 @@ class PiecePool:
         return tail
 
     def take_densest(self) -> Piece:
-        """Takes the densest piece, whole; nothing is misplaced, and no tail is to be put back."""
+        """Takes the densest piece, whole. No piece is misplaced then, and no tail waits to be put back."""
         piece = self._pieces.pop()
         if len(self._tokens_before) > len(self._pieces) + 1:
             self._tokens_before.pop()
@@ -129,7 +131,7 @@ class PiecePool:
         return piece
 
     def put_back(self, tails: int) -> None:
-        """Undoes the last `take_tail`s; nothing else was taken since."""
+        """Undoes the last `take_tail`s; no other take came since."""
         for _ in range(tails):
             index, piece, at = self._tails.pop()
             work = piece[4]
@@ -139,7 +141,7 @@ class PiecePool:
             self.work_left += work
 
     def take_light(self, tokens: int) -> list[Piece]:
-        """Takes the `tokens` lightest tokens; of the last piece the head, if not the whole."""
+        """Takes the `tokens` lightest tokens; the last piece is cut, and its head taken."""
         before = self.light_work(tokens)  # and makes the sums reach that far
         end = self._tokens_before[self._first] + tokens
         last = bisect_right(self._tokens_before, end, self._first) - 1
@@ -165,13 +167,13 @@ class PiecePool:
         return taken
 
     def take_all(self) -> list[Piece]:
-        """Takes everything that is left; the pool is not used afterwards."""
+        """Takes all pieces that are left; the pool is not used afterwards."""
         taken = self._pieces[self._first :]
         self._first, self.work_left = len(self._pieces), 0
         return taken
 
     def settle(self) -> None:
-        """Puts what was left in another place where it belongs."""
+        """Sorts misplaced pieces in."""
         if self._misplaced:
             self._pieces[self._first :] = sorted(self._pieces[self._first :])
             del self._tokens_before[self._first + 1 :], self._work_before[self._first + 1 :]
@@ -179,7 +181,7 @@ class PiecePool:
         self._tails.clear()
 
     def _insert(self, piece: Piece, index: int | None = None) -> int:
-        """Puts a piece at an index, or where it belongs; returns the index."""
+        """Inserts a piece at an index, or in order; returns the index."""
         if index is None:
             index = bisect_left(self._pieces, piece, self._first)
         self._pieces.insert(index, piece)
@@ -204,17 +206,17 @@ class PiecePool:
 
 
 def piece_of(document: int, start: int, stop: int, work: int) -> Piece:
-    """Tokens [start, stop) of a document, and their work."""
+    """Makes a piece of tokens [start, stop) of a document, and their work."""
     return work / (stop - start), document, start, stop, work
 
 
 def work_of(pieces: list[Piece]) -> int:
-    """Work of pieces together."""
+    """Sums the work of pieces."""
     return sum([work for _, _, _, _, work in pieces])
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Pieces with neighbours joined: the tail of a document, and what the light end then gave of it."""
+    """Joins pieces that follow each other in a document, such as a tail and tokens that the light end gave later."""
     if len({document for _, document, _, _, _ in pieces}) == len(pieces):
         return pieces
     together: list[Piece] = []

@@ -5,7 +5,7 @@
 
 Nodes are filled exactly, like ranks: hardly a document crosses from one node to another, so that keys and values
 travel inside nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can
-both be equal, `whole` for why few documents are cut, `stripes` for what is divided by heads.
+both be equal, `longest_first` for why few documents are cut, `stripes` for parts that are divided by heads.
 """
 
 import math
@@ -16,27 +16,30 @@ from operator import not_
 
 import numpy as np
 
-from distca_hf.cost import CAUSAL, DocumentCost, IntArray
+from distca_hf.arrays import IntArray, offsets
+from distca_hf.cost import CAUSAL, DocumentCost
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal
 from distca_hf.placement.heuristics import deal_with_best, heuristics_to_try
-from distca_hf.placement.longest_first import deal_whole
+from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.stripes import StripeRule, spread, stripes_of
 from distca_hf.topology import Topology
 
 
-# Nodes and ranks may miss their work by these parts before long documents are cut for it: both together by less than
-# half a percent in small worlds, and by one percent in large ones, where many nodes must find their long documents.
+# Maximum miss of a node's work, and of a rank's, as fractions of it, up to which long documents are not cut. Both
+# together are below 0.5 % in small worlds, and 1 % in large ones, where many nodes must find their long documents.
 NODES_OFF = 6e-3
 FEW_NODES_OFF = 1.5e-3
 RANKS_OFF = 3e-3
-# Documents up to this length are cut readily: few bytes of keys and values, 16 MB per layer of an 8B Llama on a way
-# between nodes; `ways` has the lengths inside one. With so many nodes or fewer both may miss less.
-SHORT_FOR_NODES = 4096
+# Number of nodes up to which `FEW_NODES_OFF` holds.
 FEW_NODES = 7
-# How much needs for short documents may differ: a miss of one rank is less than one of a node.
+# Longest document, in tokens, that is cut readily between nodes: its keys and values are few bytes, 16 MB per layer of
+# an 8B Llama. `heuristics` has the lengths inside a node.
+SHORT_FOR_NODES = 4096
+# Maximum spread of the nodes' needs for short documents, in mean cost per token, as a fraction of the largest. It is
+# below that of ranks, since the miss of a node weighs more than the miss of one rank.
 ALIKE_NODES = 0.5
 
 
@@ -55,10 +58,10 @@ def place(
     of equally long ones.
 
     Args:
-        document_tokens: length of each document of the global micro-batch, in tokens.
+        document_tokens: `[documents]` integers: length of each document of the global micro-batch, in tokens.
         num_ranks: ranks to place them on.
-        topology: which ranks share a node; by default all do.
-        cost: what is to be equal on all ranks.
+        topology: ranks that share a node; by default all do.
+        cost: cost that is made equal on all ranks.
         head_groups: groups that the heads of stripes can be divided in; 1 makes no stripes.
         rank_shares: work of each rank in proportion, near 1; by default equal. For ranks, or tasks, of unequal speed.
 
@@ -68,6 +71,7 @@ def place(
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1, or numbers of ranks disagree.
     """
+    # 1. Documents by length, and the tokens of each rank.
     lengths = check_document_tokens(document_tokens)
     topology = _checked_topology(topology, num_ranks)
     shares = _checked_shares(rank_shares, num_ranks)
@@ -77,13 +81,16 @@ def place(
     rule = StripeRule(head_groups, pool.work_left / num_ranks, sorted_tokens.tolist(), pool.work)
     rank_tokens = np.diff([int(lengths.sum()) * rank // num_ranks for rank in range(num_ranks + 1)]).tolist()
 
+    # 2. Documents to nodes.
     nodes = [topology.ranks_of(node) for node in range(topology.num_nodes)]
     tokens_of = [rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
     shares_of = [shares[ranks.start : ranks.stop] for ranks in nodes]
     goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
     off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
     ranks_off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
-    held_by_node = deal_whole(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+    held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+
+    # 3. Documents of each node to stripes and ranks.
     segments: list[list[Segment]] = []
     stripes: list[Stripe] = []
     for node, held in enumerate(held_by_node):
@@ -96,7 +103,10 @@ def place(
 
 
 def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> Layout:
-    """Plain packing: documents one after the other, ranks of equal tokens. What placement is compared with.
+    """Packs documents in order on ranks of equal tokens: plain packing, with which placement is compared.
+
+        documents   | d0   | d1      | d2 | d3           |
+        ranks       | rank 0     | rank 1     | rank 2   |    cut at both kinds of borders
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.
@@ -129,14 +139,17 @@ def _place_on_node(
     off: float,
     num_ranks: int,
 ) -> tuple[list[list[Segment]], list[Stripe]]:
-    """Segments of each rank of a node, and the stripes among them."""
+    """Places the pieces of a node: segments of each of its ranks, and the stripes among them."""
     if len(ranks) == 1:
         return [[piece[1:4] for piece in pieces]], []
+    # 1. Stripes: tokens spread evenly, work divided equally.
     is_striped = rule.striped(pieces, len(ranks))
     striped = list(compress(pieces, is_striped))
     rest = list(compress(pieces, map(not_, is_striped)))
     on_ranks = spread(striped, tokens)
     striped_work = work_of(striped) / len(ranks)
+
+    # 2. The other pieces, for the tokens and the work that ranks still need.
     goals_of_rest = [
         Goal(
             goal.tokens - sum([stop - start for _, start, stop in held]), max(0.0, goal.work - striped_work), goal.load
@@ -152,7 +165,7 @@ def _place_on_node(
 
 
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
-    """Work divided in proportion to shares."""
+    """Divides work in proportion to shares, and makes it goals."""
     parts = list(shares)
     whole = sum(parts)
     works = [work * part / whole for part in parts]
@@ -160,15 +173,21 @@ def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Go
 
 
 def _layout(lengths: IntArray, order: IntArray, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
-    """Layout of documents by their place in the caller's list; `order` has it for each document by length.
+    """Makes the layout, with documents numbered as the caller numbers them.
 
     A rank's segments that begin their document come first, then by document: the order in which tasks are computed.
+
+    Args:
+        lengths: `[documents]` tokens, as the caller numbers them.
+        order: `[documents]` the caller's number of each document by length.
+        segments: (document by length, start, stop) of each rank.
+        stripes: stripes of documents by length.
     """
     numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
     rank = np.repeat(np.arange(len(segments)), [len(of_rank) for of_rank in segments])
     document, start, stop, rank = join_neighbours(order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
     in_order = np.argsort(2 * rank + (start > 0), kind="stable")
-    tokens_before = np.concatenate([[0], np.cumsum(stop - start)])
+    tokens_before = offsets(stop - start)
     rank_segments = np.searchsorted(rank, np.arange(len(segments) + 1))
     layout = Layout(
         document_tokens=lengths,

@@ -1,15 +1,15 @@
-"""Stripes: which parts of documents are spread over all ranks of a node, to be divided by heads.
+"""Stripes: parts of documents that are spread over all ranks of a node, whose heads these ranks divide.
 
-A document on k ranks costs its keys and values k times over, as every rank needs those of all tokens before its own.
-Divided by heads, a rank needs one part of the heads from every token: queries, keys, values and outputs travel once,
-at the speed inside a node, however many ranks share the work. So a part of a document is striped
+A document on k ranks costs its keys and values k times, as every rank needs the keys of all tokens before its own.
+Divided by heads, a rank needs one part of the heads from every token. Queries, keys, values and outputs then travel
+once, at the speed inside a node, for any number of ranks. So a part of a document is striped
 
-- if it is the work of several ranks: with few head groups each group is on several ranks again, so more is asked; or
-- if its document goes on from, or to, another node: each rank then fetches its part of the heads from there, and each
-  sends what it holds, instead of one rank everything.
+- if it is the work of several ranks (more of them with few head groups, since each group is then on several ranks); or
+- if its document goes on from, or to, another node: each rank then receives its part of the heads from there, and each
+  sends its own tokens, instead of one rank everything.
 
-The work of a stripe is divided equally among the ranks of its node, whoever holds which tokens. These are spread
-evenly too, so that what is sent is.
+The work of a stripe is divided equally among the ranks of its node, whichever tokens they hold. Tokens are spread
+evenly too, and with them the bytes that ranks send.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,24 @@ from distca_hf.layout import Stripe
 from distca_hf.placement.piece_pool import Piece, Segment
 
 
-# Queries and outputs of a token are as large as its keys and values this many times: a stripe moves them too.
+# Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama): a stripe moves
+# them too.
 QUERY_AND_OUTPUT_PARTS = 4
-# A document goes on from, or to, another node if this many tokens' keys and values cross.
+# Minimum tokens of a document whose keys and values cross to another node, at which its parts are striped.
 CROSSING_TOKENS = 4096
-# The part before it leaves is striped for the sake of the sender alone: if it is short, or the document is heavy.
+# The part of a document before a node's border is striped for the sake of the sending rank alone. It is striped up to
+# this many tokens, since a short part costs little,
 LEAVING_TOKENS = 32768
+# or from this work of the document on, as a multiple of a rank's mean work, since its keys go to several ranks.
 LEAVING_RANK_LOADS = 2.25
 
 
 @dataclass(frozen=True)
 class StripeRule:
-    """Decides what nodes stripe.
+    """Rule by which nodes stripe parts of documents.
 
     Attributes:
-        head_groups: groups that the heads can be divided in.
+        head_groups: groups that the heads can be divided into.
         rank_load: mean work of a rank.
         document_tokens: length of each document.
         work: work of a query range, `work(document, start, stop)`.
@@ -46,7 +49,7 @@ class StripeRule:
     work: Work
 
     def striped(self, pieces: Sequence[Piece], num_ranks: int) -> list[bool]:
-        """Which pieces are to be striped, of all parts of documents that a node of so many ranks holds."""
+        """Decides for each piece of a node with `num_ranks` ranks whether it is striped."""
         if self.head_groups < 2 or num_ranks < 2:
             return [False] * len(pieces)
         heavy = self.rank_load * (QUERY_AND_OUTPUT_PARTS + max(1.0, num_ranks / self.head_groups))
@@ -61,7 +64,7 @@ class StripeRule:
         ]
 
     def _crosses(self, document: int, start: int, stop: int) -> bool:
-        """Whether a piece that ends beyond `CROSSING_TOKENS` goes on from, or to, another node."""
+        """Checks whether a piece that ends beyond `CROSSING_TOKENS` goes on from, or to, another node."""
         return start >= CROSSING_TOKENS or self._leaves(document, stop)
 
     def _leaves(self, document: int, stop: int) -> bool:
@@ -82,7 +85,7 @@ def spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[Se
         The segments of each rank; no rank gets more than its tokens.
     """
     spread_to: list[list[Segment]] = [[] for _ in rank_tokens]
-    # Who may hold a token more takes one more first, and so on in turn: sums then differ by one at most, alike.
+    # Remainders go round-robin, ranks with room for one token more first: sums then differ by one at most, like room.
     turns = sorted(range(len(rank_tokens)), key=lambda rank: (-rank_tokens[rank], rank))
     turn = 0
     for _, document, start, stop, _ in striped:
@@ -97,5 +100,5 @@ def spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[Se
 
 
 def stripes_of(striped: Sequence[Piece], ranks: range) -> list[Stripe]:
-    """The marks of pieces that are striped over consecutive ranks."""
+    """Returns the marks of pieces that are striped over consecutive ranks."""
     return [Stripe(document, start, stop, ranks.start, ranks.stop) for _, document, start, stop, _ in striped]

@@ -1,8 +1,11 @@
-"""Exchange: two ranks change tokens, as many as they get, until both take equally long.
+"""Token swaps: a local search in which the slowest rank and a fast one swap equally many tokens.
 
-The slowest rank gives dense segments, of the last one the beginning, which needs fewer keys than its end, and takes
-the lightest tokens of a fast rank for them. How many, bisection tells: the more, the more time goes over. With whom
-and where it starts is tried: a short piece of a long document may cost more time than it is worth.
+    slowest    | dense segments .... | [ first tokens of one ] |          ──▶ to the fast rank
+    fast       | lightest tokens     |                                    ──▶ to the slowest rank
+
+The slowest rank gives dense segments. The last of them is cut, and its beginning given, which needs fewer keys than
+its end. It receives the lightest tokens of a fast rank. Bisection finds the number at which both take the same time.
+Several partners and first segments are tried: a short piece of a long document may cost more time than it wins.
 """
 
 from bisect import bisect_left
@@ -12,47 +15,52 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.layout import Layout, join_neighbours
-from distca_hf.placement.accordion import TILE_TOKENS
+from distca_hf.layout import TILE_TOKENS, Layout, join_neighbours
 from distca_hf.placement.piece_pool import Segment
 
 
 Seconds = Callable[[list[Segment]], float]
 
-# Exchanges per rank at most, and the part of the mean by which the slowest rank may stay above it.
-EXCHANGES_PER_RANK = 4
-CLOSE = 5e-3
-# Ranks that are tried, the fastest ones, and segments to start with, of different density.
+# Maximum number of swaps, per rank: bounds the time of planning.
+SWAPS_PER_RANK = 4
+# Excess of the slowest rank's seconds over the mean, as a fraction of it, at which the search ends: it is below the
+# error of predicted seconds.
+CLOSE_TO_MEAN = 5e-3
+# Maximum number of partners that are tried for one swap, fastest first.
 PARTNERS = 4
+# Maximum number of segments to begin with that are tried for one swap, each of another density.
 STARTS = 8
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds that it may exchange, and the seconds of what it may not."""
+    """Segments that a rank may swap, and the seconds of the others."""
 
     segments: list[Segment]
     fixed_seconds: float
 
     def seconds(self, seconds_of: Seconds) -> float:
-        """Seconds of all."""
+        """Sums the seconds of all segments of the rank."""
         return seconds_of(self.segments) + self.fixed_seconds
 
 
 def even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: NDArray[np.float64]) -> Layout:
-    """Exchanges tokens between ranks of a layout until the slowest is close to the mean, or nothing helps any more.
+    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps.
 
     Args:
         layout: the layout; its stripes stay as they are.
         seconds_of: seconds that segments take together on one rank.
         fixed_seconds: `[ranks]` seconds of stripes.
     """
+    # 1. Seconds of each rank; segments of stripes are not swapped.
     of_stripes, free = _parted(layout)
     ranks = [Held(segments, float(fixed)) for segments, fixed in zip(free, fixed_seconds, strict=True)]
     seconds = [rank.seconds(seconds_of) for rank in ranks]
-    for _ in range(EXCHANGES_PER_RANK * layout.num_ranks):
+
+    # 2. The best swap of the slowest rank, again and again.
+    for _ in range(SWAPS_PER_RANK * layout.num_ranks):
         slow, *fast = (int(rank) for rank in [np.argmax(seconds), *np.argsort(seconds, kind="stable")[:PARTNERS]])
-        if seconds[slow] * len(seconds) <= (1 + CLOSE) * sum(seconds):
+        if seconds[slow] * len(seconds) <= (1 + CLOSE_TO_MEAN) * sum(seconds):
             break
         tried = [
             (partner, *_evened(ranks[slow], ranks[partner], start, seconds_of))
@@ -65,12 +73,14 @@ def even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: NDArray[np.floa
             break
         partner, ranks[slow], ranks[partner] = tried[times.index(min(times))]
         seconds[slow], seconds[partner] = ranks[slow].seconds(seconds_of), ranks[partner].seconds(seconds_of)
+
+    # 3. A layout of all segments, in the order in which tasks are computed.
     held = [sorted([*stay, *rank.segments], key=_task_order) for stay, rank in zip(of_stripes, ranks, strict=True)]
     return Layout.from_segments(layout.document_tokens, held, stripes=layout.stripes)
 
 
 def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
-    """Segments of each rank that are of stripes, and those that are not."""
+    """Parts the segments of each rank: segments of stripes, and all others."""
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     for rank in range(layout.num_ranks):
@@ -81,16 +91,16 @@ def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
 
 
 def _starts(segments: list[Segment]) -> list[int]:
-    """Places in the order from dense to light at which density falls, from the densest on."""
+    """Returns the places, in the order from dense to light, at which density falls."""
     means = [_mean_position(segment)[0] for segment in sorted(segments, key=_mean_position, reverse=True)]
     return [at for at, mean in enumerate(means) if at == 0 or mean < means[at - 1]][:STARTS]
 
 
 def _evened(slow: Held, fast: Held, start: int, seconds_of: Seconds) -> tuple[Held, Held]:
-    """Two ranks after they have exchanged as many tokens as make both equally slow, as nearly as tiles allow."""
+    """Swaps as many tokens as make two ranks equally slow, as nearly as tiles allow."""
 
     def after(tiles: int) -> tuple[Held, Held]:
-        return _exchanged(slow, fast, start, tiles * TILE_TOKENS)
+        return _swapped(slow, fast, start, tiles * TILE_TOKENS)
 
     def is_enough(tiles: int) -> bool:
         one, other = after(tiles)
@@ -103,8 +113,8 @@ def _evened(slow: Held, fast: Held, start: int, seconds_of: Seconds) -> tuple[He
     return min(pairs, key=lambda pair: max(pair[0].seconds(seconds_of), pair[1].seconds(seconds_of)))
 
 
-def _exchanged(slow: Held, fast: Held, start: int, tokens: int) -> tuple[Held, Held]:
-    """Two ranks after the one has given so many dense tokens for as many light ones, from a place in its order on."""
+def _swapped(slow: Held, fast: Held, start: int, tokens: int) -> tuple[Held, Held]:
+    """Swaps dense tokens of one rank, from a place in its order on, for as many light tokens of another."""
     dense = sorted(slow.segments, key=_mean_position, reverse=True)
     given, kept = _first_tokens(dense[start:], tokens)
     taken, left = _first_tokens(sorted(fast.segments, key=_mean_position), tokens)
@@ -115,7 +125,7 @@ def _exchanged(slow: Held, fast: Held, start: int, tokens: int) -> tuple[Held, H
 
 
 def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], list[Segment]]:
-    """The first so many tokens of segments in order, and the others."""
+    """Parts segments in order: their first `tokens` tokens, and all others."""
     first: list[Segment] = []
     others: list[Segment] = []
     for document, start, stop in segments:
@@ -129,7 +139,7 @@ def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], 
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """Segments with neighbours joined: what two ranks had of one document."""
+    """Joins segments that follow each other in a document, which came from two ranks."""
     document, start, stop = np.array(segments, dtype=np.int64).reshape(-1, 3).T
     columns = join_neighbours(document, start, stop, np.zeros_like(document))[:3]
     return list(zip(*(column.tolist() for column in columns), strict=True))

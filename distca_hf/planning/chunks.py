@@ -1,21 +1,27 @@
 """Exchange chunks: remote prefixes are sent in several parts, so that one is attended while the next is in flight.
 
+    chunk                         0          1          2          3
+    prefixes of a busy server  | d1 ....  | ... d1 d2 | .. d2 ..  | .. d2 d5 |    parts of about equal work
+    of a server with little    |          |           |           | d3 d4 d6 |    fewer kernel calls, the last chunks
+    read by remote queries     | d7 whole |           | d8 whole  |          |    never cut
+
 Prefixes that only local queries read are cut so that every chunk brings a server about as much work. With four chunks
-a server takes one for each quarter of a rank's mean work. If it has little remote work, it takes only the last chunks:
-it makes fewer kernel calls, and busier ranks are served first. A prefix that remote queries read comes whole, in one
-chunk; the remote queries of a server are divided among the chunks.
+a server uses one for each quarter of a rank's mean work. A server with little remote work uses the last chunks only,
+so that busier ranks are served first. A prefix that remote queries read comes whole, in one chunk. The remote queries
+of a server are divided among the chunks.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
 from distca_hf.planning.pieces import line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS
 
 
+# Border behind the last token of any prefix: the largest int64, so that `minimum` with a prefix gives its length.
 NEVER = np.iinfo(np.int64).max
 
 
@@ -37,14 +43,17 @@ class ExchangeChunks:
 
     @classmethod
     def cut(cls, plan: Plan, count: int) -> "ExchangeChunks":
-        """Cuts all prefixes of a plan."""
+        """Cuts all prefixes of a plan into at most `count` chunks."""
         if count == 1:
             none = np.zeros(0, dtype=np.int64)
             return cls(count, 0, none, none.reshape(0, 2))
+        # 1. One key for each prefix that a server reads.
         tasks, reads = plan.tasks, plan.reads_others
         groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
         keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
+
+        # 2. Length and work of each prefix that local queries read; remote queries do not cut theirs.
         is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
         longest, work = np.zeros((2, len(keys)), dtype=np.int64)
         np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
@@ -53,6 +62,8 @@ class ExchangeChunks:
         of_remote_queries = np.zeros(len(keys), dtype=bool)
         of_remote_queries[prefix[is_remote]] = True
         local = ~of_remote_queries
+
+        # 3. The chunks that bring each prefix, and its borders in them.
         first_chunk, stop_chunk = np.zeros((2, len(keys)), dtype=np.int64)
         first_chunk[of_remote_queries] = _chunks_of_remote_queries(keys[of_remote_queries], num_lines, groups, count)
         stop_chunk[of_remote_queries] = first_chunk[of_remote_queries] + 1
@@ -62,7 +73,7 @@ class ExchangeChunks:
         return cls(count, num_lines, keys, _borders(longest, first_chunk, stop_chunk, count))
 
     def borders_of(self, servers: IntArray | int, lines: IntArray) -> IntArray:
-        """`[prefixes, count + 1]` borders; a prefix that nobody else holds is not cut."""
+        """Returns `[prefixes, count + 1]` borders. A prefix without a key is not cut: the first chunk brings it."""
         borders = np.full((len(lines), self.count + 1), NEVER)
         borders[:, 0] = 0
         if len(self.keys):
@@ -73,12 +84,12 @@ class ExchangeChunks:
         return borders
 
     def of_remote_queries(self, servers: IntArray, lines: IntArray) -> IntArray:
-        """Chunk that brings a prefix that remote queries read."""
+        """Returns the chunk that brings each prefix that remote queries read."""
         return (self.borders_of(servers, lines)[:, 1:] == 0).sum(axis=1)
 
 
 def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
-    """`[prefixes, count + 1]` borders of prefixes cut in equal parts for chunks [first, stop)."""
+    """Returns `[prefixes, count + 1]` borders of prefixes cut into equal parts for chunks [first, stop)."""
     part = np.arange(count + 1) - first[:, None]
     borders: IntArray = longest[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
     borders[part >= (stop - first)[:, None]] = NEVER  # no row is read beyond the prefix
@@ -90,11 +101,11 @@ def _chunks_of_local_queries(
 ) -> tuple[IntArray, IntArray]:
     """Returns the chunks [first, stop) of each prefix.
 
-    The prefixes of a server, one after the other, are cut in as many parts of equal work as are worth it. Cuts move to
-    the nearest border of prefixes, or of equal parts of one.
+    The prefixes of a server, laid end to end, are cut into parts of equal work, one for each `mean_work / count`. Cuts
+    move to the nearest border of prefixes, or of equal parts of one.
     """
     _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
-    before = np.cumsum(work) - work
+    before = exclusive_cumsum(work)
     begin, total = before - before[first_of][server], np.bincount(server, weights=work)
     chunks = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[server]
     chunks_of_work = chunks / np.maximum(total, 1)[server]
@@ -104,11 +115,10 @@ def _chunks_of_local_queries(
 
 
 def _chunks_of_remote_queries(keys: IntArray, num_lines: int, head_groups: int, count: int) -> IntArray:
-    """Chunk of each (server, line): those of a server one after the other, as they lie in its remote KV."""
+    """Returns the chunk of each (server, line). A server's lines are dealt to chunks in the order of its remote KV."""
     server, head = keys // num_lines, keys % num_lines % (head_groups + 1) + ALL_HEADS
     order = np.lexsort((keys, head != ALL_HEADS, server))
-    _, first, number = np.unique(server[order], return_index=True, return_counts=True)
-    place = np.arange(len(keys)) - np.repeat(first, number)
+    _, number = np.unique(server[order], return_counts=True)
     chunk = np.empty(len(keys), dtype=np.int64)
-    chunk[order] = place * count // np.repeat(number, number)
+    chunk[order] = ranges(0, number) * count // np.repeat(number, number)
     return chunk

@@ -1,4 +1,4 @@
-"""Heads: in how many groups plans divide those of a model, and what one of its tokens weighs on its way.
+"""Heads of a model: the groups that plans divide them into, and the bytes of a token.
 
 Both follow from a model's configuration. Training reads it from the model, `distca plan` from a config.json.
 """
@@ -11,7 +11,7 @@ from typing import Any, Self
 from distca_hf.cost import TokenBytes
 
 
-# Work divides finely enough by this many; more groups only mean longer index tensors.
+# Maximum number of head groups: eight parts of a document balance eight ranks, more only make index tensors longer.
 ENOUGH_GROUPS = 8
 
 
@@ -24,7 +24,7 @@ class Heads:
         key_value: heads of keys and values; several query heads may share one.
         dim: numbers of one head of a query or key.
         value_dim: numbers of one head of a value or output.
-        groups: groups that plans divide the heads in.
+        groups: groups that plans divide the heads into.
     """
 
     query: int
@@ -35,7 +35,7 @@ class Heads:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
-        """Reads them by the names of Transformers' configurations.
+        """Reads the numbers by their names in Transformers' configurations.
 
         Raises:
             KeyError: the configuration has no `num_attention_heads`, or neither `head_dim` nor `hidden_size`.
@@ -63,8 +63,10 @@ class Heads:
 
 
 def head_groups(config: Mapping[str, Any]) -> int:
-    """Returns the number of groups that plans divide heads in: KV heads, or several of them together. It is 1 if the
-    configuration does not say how many there are."""
+    """Returns the number of groups that plans divide heads into; 1 if the configuration has no number of heads.
+
+    A group is one KV head, or several of them, with the query heads that share them.
+    """
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers
         if name.endswith("key_value_heads") and isinstance(value, int):
@@ -73,6 +75,6 @@ def head_groups(config: Mapping[str, Any]) -> int:
 
 
 def divide_heads(key_value_heads: int) -> int:
-    """Returns the largest divisor of the KV heads that is at most `ENOUGH_GROUPS`, or all of them if that is 1."""
+    """Returns the largest divisor of the KV heads up to `ENOUGH_GROUPS`, or their number if that divisor is 1."""
     groups = max(divisor for divisor in range(1, ENOUGH_GROUPS + 1) if key_value_heads % divisor == 0)
     return groups if groups > 1 else key_value_heads

@@ -1,26 +1,32 @@
-"""Planners: from a layout to the plan that says which rank computes which task."""
+"""The plan of a placed layout: every rank computes the queries that it holds, and ranks of a stripe divide its heads.
+
+stripe of 3 ranks and 4 head groups, its work laid end to end:
+
+| group 0 | group 1 | group 2 | group 3 |
+| rank 0     | rank 1      | rank 2     |    whole groups where they fit, else a group divided by queries
+"""
 
 from itertools import pairwise
 from math import isqrt
 
 import numpy as np
 
-from distca_hf.cost import IntArray, causal_pairs
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import causal_pairs
 from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
 def plan_in_place(layout: Layout, head_groups: int = 1) -> Plan:
-    """Every rank computes the queries it holds, but for stripes, whose ranks divide their heads: the plan of a placed
-    layout, which gives equal work to all ranks.
+    """Plans a placed layout: ranks compute the queries that they hold, and ranks of a stripe divide its heads.
 
-    Only keys and values of documents that span ranks travel, and queries of stripes. Segments of one document that
-    follow each other on one rank become one task.
+    Ranks of a placed layout then have equal work. Keys and values of documents that span ranks travel, and queries of
+    stripes; no other rows do. Segments of one document that follow each other on one rank become one task.
 
     Args:
-        layout: who holds what.
-        head_groups: groups that heads can be divided in; any number, also fewer than a stripe has ranks.
+        layout: ranks, and the tokens that each of them holds.
+        head_groups: groups that heads can be divided into. A stripe may have more ranks than groups.
     """
     at_home = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
     if not layout.stripes:
@@ -29,13 +35,14 @@ def plan_in_place(layout: Layout, head_groups: int = 1) -> Plan:
 
 
 def _with_stripes(layout: Layout, at_home: IntArray, head_groups: int) -> Tasks:
-    """Tasks at home, where a document with a stripe has one for every group of heads, and tasks of stripes.
+    """Returns tasks of a layout with stripes. A document with a stripe has tasks of single groups only.
 
     Args:
-        layout: who holds what.
-        at_home: `[tasks, 4]` document, start, stop and rank of what each rank holds, neighbours joined.
+        layout: ranks, and the tokens that each of them holds.
+        at_home: `[tasks, 4]` document, start, stop and rank of the ranges that ranks hold, neighbours joined.
         head_groups: see `plan_in_place`.
     """
+    # 1. Documents with a stripe: outside of it each group stays with its owner, inside of it ranks divide the groups.
     rows = []
     is_striped = np.zeros(layout.num_documents, dtype=bool)
     is_striped[[stripe.document for stripe in layout.stripes]] = True
@@ -44,6 +51,8 @@ def _with_stripes(layout: Layout, at_home: IntArray, head_groups: int) -> Tasks:
         for left, right in _outside(start, stop, [stripe for stripe in layout.stripes if stripe.document == document]):
             rows += [(document, left, right, rank, group) for group in range(head_groups)]
     rows += [row for stripe in layout.stripes for row in divide_stripe(stripe, head_groups)]
+
+    # 2. All other documents stay with their owners, all heads together.
     whole = at_home[~has_stripe]
     whole = np.column_stack((whole, np.full(len(whole), ALL_HEADS)))
     document, start, stop, server, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
@@ -51,7 +60,7 @@ def _with_stripes(layout: Layout, at_home: IntArray, head_groups: int) -> Tasks:
 
 
 def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, int]]:
-    """What is left of [start, stop) without some stripes."""
+    """Cuts stripes out of [start, stop) and returns the ranges that are left."""
     left = []
     for stripe in sorted(stripes, key=lambda stripe: stripe.start):
         if stripe.start < stop and stripe.stop > start:
@@ -61,17 +70,17 @@ def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, in
 
 
 def divide_stripe(stripe: Stripe, head_groups: int) -> list[tuple[int, int, int, int, int]]:
-    """Equal shares of a stripe's work for its ranks: (document, start, stop, rank, group) of each task.
+    """Divides a stripe's work equally among its ranks: (document, start, stop, rank, group) of each task.
 
-    The work of all groups of heads, one after the other, is a line; every rank takes the next stretch of it. So whole
-    groups stay together where they can, and a group is divided by queries where they cannot.
+    The work of all head groups is laid end to end, and every rank gets the next equal part. Groups stay whole where
+    they can; a group at a border is divided by queries.
     """
     ranks = stripe.stop_rank - stripe.first_rank
     of_group = causal_pairs(stripe.start, stripe.stop)
     borders = [rank * head_groups * of_group // ranks for rank in range(ranks + 1)]
     tasks = []
     for rank, (begin, end) in enumerate(pairwise(borders)):
-        for group in range(begin // of_group, -(-end // of_group)):
+        for group in range(begin // of_group, ceil_div(end, of_group)):
             first, last = max(0, begin - group * of_group), min(of_group, end - group * of_group)
             start, stop = _query_at(stripe, first), _query_at(stripe, last)
             if start < stop:
@@ -80,8 +89,8 @@ def divide_stripe(stripe: Stripe, head_groups: int) -> list[tuple[int, int, int,
 
 
 def _query_at(stripe: Stripe, pairs: int) -> int:
-    """The query of a stripe that the `pairs`-th attended pair belongs to, of a group whose pairs are counted from the
-    stripe's first query on; `stop` if there are no more."""
+    """Finds the query that attended pair number `pairs` belongs to, counted from the stripe's first query on; `stop`
+    behind the last pair."""
     before = causal_pairs(0, stripe.start)
     query = (isqrt(8 * (before + pairs) + 1) - 1) // 2
     return min(max(query, stripe.start), stripe.stop)

@@ -1,4 +1,7 @@
-"""Index ranges: index maps before they are written out. A few ranges of integers stand for millions of rows."""
+"""Index ranges: index maps before they are written out. A few ranges of integers stand for millions of rows.
+
+starts 4, 20    lengths 3, 2    strides 1, 8    numbers 4 5 6 20 28
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_stops
 
 
 @dataclass(frozen=True, eq=False)
 class IndexRanges:
-    """Ranges of integers, one after the other: `start, start + stride, ...`, `length` numbers of each.
+    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers.
 
     Attributes:
         starts, lengths, strides: `[ranges]` int64.
@@ -23,37 +26,37 @@ class IndexRanges:
 
     @classmethod
     def of(cls, starts: IntArray, lengths: IntArray, strides: IntArray | None = None) -> "IndexRanges":
-        """Returns ranges of consecutive integers, unless strides are given."""
+        """Makes ranges with stride 1, unless strides are given."""
         return cls(starts, lengths, np.ones_like(lengths) if strides is None else strides)
 
     @classmethod
-    def join(cls, ranges: Sequence["IndexRanges"]) -> "IndexRanges":
-        """Joins several into one."""
+    def join(cls, parts: Sequence["IndexRanges"]) -> "IndexRanges":
+        """Concatenates several into one."""
         return cls(
-            np.concatenate([part.starts for part in ranges]),
-            np.concatenate([part.lengths for part in ranges]),
-            np.concatenate([part.strides for part in ranges]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.strides for part in parts]),
         )
 
     @classmethod
     def range(cls, start: int, stop: int) -> "IndexRanges":
-        """Consecutive integers [start, stop)."""
+        """Makes one range of consecutive integers [start, stop)."""
         return cls.of(np.array([start], dtype=np.int64), np.array([stop - start], dtype=np.int64))
 
     @cached_property
     def total(self) -> int:
-        """How many numbers there are."""
+        """Count of numbers in all ranges."""
         return int(self.lengths.sum())
 
     @cached_property
     def before(self) -> IntArray:
         """`[ranges]` numbers before each range."""
-        return np.cumsum(self.lengths) - self.lengths
+        return exclusive_cumsum(self.lengths)
 
     @property
     def numbers(self) -> IntArray:
         """`[total]` all numbers, written out."""
-        within = np.arange(self.total) - np.repeat(self.before, self.lengths)
+        within = ranges(0, self.lengths)
         return np.repeat(self.starts, self.lengths) + within * np.repeat(self.strides, self.lengths)
 
     @property
@@ -63,28 +66,27 @@ class IndexRanges:
         return bool(np.all((self.starts == self.before) & ((self.strides == 1) | (self.lengths == 1)) | ~filled))
 
     def union(self, other: "IndexRanges") -> "IndexRanges":
-        """Every number of either once, in ascending order. Both have stride 1 everywhere."""
+        """Merges both into ascending ranges without common numbers. All strides are 1."""
         starts = np.concatenate([self.starts, other.starts])
         stops = starts + np.concatenate([self.lengths, other.lengths])
         order = np.argsort(starts, kind="stable")
         starts, reach = starts[order], np.maximum.accumulate(stops[order])
         opens = np.ones(len(starts), dtype=bool)
         opens[1:] = starts[1:] > reach[:-1]
-        closes = np.append(opens[1:], True)[: len(starts)]
-        return IndexRanges.of(starts[opens], reach[closes] - starts[opens])
+        return IndexRanges.of(starts[opens], reach[run_stops(opens)] - starts[opens])
 
     def cut_at(self, borders: IntArray) -> "IndexRanges":
-        """The same numbers in ranges that do not go on across any border; borders are ascending, strides are 1."""
+        """Cuts every range at the borders inside it. Borders are ascending, all strides are 1."""
         stops = self.starts + self.lengths
         first = np.searchsorted(borders, self.starts, side="right")
         parts = np.maximum(np.searchsorted(borders, stops, side="left") - first, 0) + 1
         range_of = np.repeat(np.arange(len(parts)), parts)
-        border = first[range_of] + np.arange(len(range_of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        border = ranges(first, parts)
         bounds = np.concatenate([[np.iinfo(np.int64).min], borders, [np.iinfo(np.int64).max]])
         starts = np.maximum(self.starts[range_of], bounds[border])
         return IndexRanges.of(starts, np.minimum(stops[range_of], bounds[border + 1]) - starts)
 
     def places_in(self, whole: "IndexRanges") -> "IndexRanges":
-        """Place of every number in `whole`, which is ascending and holds them all; both have stride 1 everywhere."""
+        """Finds the place of every number in `whole`, which is ascending and holds them all. All strides are 1."""
         range_of = np.searchsorted(whole.starts, self.starts, side="right") - 1
         return IndexRanges.of(whole.before[range_of] + self.starts - whole.starts[range_of], self.lengths)

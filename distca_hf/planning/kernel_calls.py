@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
 from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
@@ -21,8 +21,8 @@ from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 @dataclass(frozen=True, eq=False)
 class LocalParts(Ranges):
-    """Ranges of tokens that their owner rank computes and whose rows follow each other there, sorted by (document,
-    head, start). A part that does not begin its document attends to a prefix, too.
+    """Ranges of tokens that their owner rank computes, as consecutive rows, sorted by (document, head, start). A part
+    that does not begin its document attends to a prefix, too.
 
     Attributes:
         token_row: layout row of the first token; rows here are tokens.
@@ -32,29 +32,23 @@ class LocalParts(Ranges):
 
     @classmethod
     def of(cls, pieces: Pieces) -> "LocalParts":
-        """Joins pieces of one rank, sorted as `Pieces` are, where one goes on right behind another."""
+        """Joins pieces of one rank, sorted as `Pieces` are, whose tokens and rows follow each other."""
         groups = pieces.head_groups
         line = line_keys(pieces.document, pieces.head, groups)
         token_row = pieces.row // groups
-        opens = np.ones(len(pieces), dtype=bool)
-        opens[1:] = (
-            (line[1:] != line[:-1])
-            | (pieces.start[1:] != pieces.stop[:-1])
-            | (token_row[1:] - token_row[:-1] != pieces.tokens[:-1])
-        )
-        closes = np.append(opens[1:], True)[: len(pieces)]
+        opens = run_starts(line, chained(pieces.start, pieces.tokens), chained(token_row, pieces.tokens))
         return cls(
             pieces.document[opens],
             pieces.head[opens],
             pieces.start[opens],
-            pieces.stop[closes],
+            pieces.stop[run_stops(opens)],
             groups,
             token_row[opens],
         )
 
     @property
     def continued(self) -> IntArray:
-        """Parts that attend to a prefix."""
+        """Indices of the parts that attend to a prefix."""
         return np.flatnonzero(self.start > 0)
 
     @property
@@ -70,7 +64,7 @@ class LocalParts(Ranges):
 
 
 class CallKind(Enum):
-    """Where a call reads its queries and its keys, and how it masks.
+    """Kind of a call: where its queries and its keys are read, and how they are masked.
 
                     queries            keys            mask
     LOCAL           local tokens       local tokens    causal
@@ -84,7 +78,7 @@ class CallKind(Enum):
 
     @property
     def is_causal(self) -> bool:
-        """Whether masks are causal, aligned bottom-right; otherwise every query attends to all keys of its task."""
+        """Whether masks are causal, aligned bottom-right. Otherwise every query attends to all keys of its task."""
         return self is not CallKind.PREFIX
 
 
@@ -94,7 +88,7 @@ class KernelCall:
 
     Attributes:
         query_start, query_stop, key_start, key_stop: tokens or rows, see `CallKind`.
-        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` offsets of each task in tokens, relative to the starts above.
+        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int64 offsets of each task in tokens, relative to the starts above.
         heads: head groups [first, last) that the call computes: of all groups of a local token, or of the groups side
             by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after token.
     """
@@ -127,23 +121,29 @@ class KernelCall:
 
 
 def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
-    """Returns squares of local rows: one call for all neighbours of which the same heads are computed."""
+    """Returns calls of the squares of local parts: one for all neighbours with the same heads."""
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
     row, tokens, first, last = row[order], tokens[order], first[order], last[order]
-    opens = np.ones(len(row), dtype=bool)
-    opens[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1]) | (row[1:] - row[:-1] != tokens[:-1])
+    opens = run_starts(first, last, chained(row, tokens))
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(row)]):
-        offsets, at = _offsets(tokens[begin:end]), int(row[begin])
-        stop = at + int(offsets[-1])
+        cu_seqlens, at = offsets(tokens[begin:end]), int(row[begin])
+        stop = at + int(cu_seqlens[-1])
         heads = int(first[begin]), int(last[begin])
-        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, offsets, offsets, heads))
+        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, cu_seqlens, cu_seqlens, heads))
     return tuple(calls)
 
 
 def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
-    """Returns calls of local parts against the part of their prefixes that a chunk brings, without a mask."""
+    """Returns calls of local parts against the part of their prefixes that a chunk brings, without a mask.
+
+        queries    | row of part 0 | row of part 1 |    consecutive local tokens
+        keys       | its prefix    | its prefix    |    consecutive remote-KV rows
+
+    A call ends where either are not consecutive, or where the heads change.
+    """
+    # 1. Parts whose prefix has tokens in this chunk; parts of all heads come first, as in the remote KV.
     groups, chosen = local.head_groups, local.continued
     line = remote_kv.index_of(local.prefix_lines)
     first, stop = remote_kv.starts[line, chunk], np.minimum(remote_kv.stops[line, chunk], local.prefixes)
@@ -151,12 +151,13 @@ def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tu
     some = some[np.argsort(local.head[chosen[some]] != ALL_HEADS, kind="stable")]
     chosen, line, first, stop = chosen[some], line[some], first[some], stop[some]
     head, row, tokens = local.head[chosen], local.token_row[chosen], local.tokens[chosen]
+
+    # 2. Neighbours whose queries and keys follow each other share a call.
     per_token, first_key = rows_per_token(head, groups), remote_kv.offset[line, chunk]
-    opens = _opens(line, per_token, stop, remote_kv, chunk)
-    opens[1:] |= (row[1:] - row[:-1] != tokens[:-1]) | (head[1:] != head[:-1])
+    opens = _opens(line, per_token, stop, remote_kv, chunk) | run_starts(head, chained(row, tokens))
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
-        queries, keys = _offsets(tokens[begin:end]), _offsets((stop - first)[begin:end])
+        queries, keys = offsets(tokens[begin:end]), offsets((stop - first)[begin:end])
         query, key, rows, group = (int(x[begin]) for x in (row, first_key, per_token, head))
         calls.append(
             KernelCall(
@@ -179,8 +180,11 @@ def remote_query_calls(
     """Returns calls of the tasks of one chunk with queries of other ranks, against their whole causal prefixes.
 
     Args:
-        remote_queries: indices of the tasks, in the order of their remote-query rows.
-        first_query_row: `[tasks]` first remote-query row of each.
+        tasks: all tasks of the plan.
+        remote_queries: indices of the chunk's tasks, in the order of their remote-query rows.
+        first_query_row: `[chunk's tasks]` first remote-query row of each.
+        remote_kv: where their keys are.
+        chunk: the chunk.
     """
     groups = tasks.head_groups
     document, head, start, stop = (x[remote_queries] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
@@ -189,7 +193,7 @@ def remote_query_calls(
     opens = _opens(line, per_token, stop, remote_kv, chunk)
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(remote_queries)]):
-        queries, keys = _offsets((stop - start)[begin:end]), _offsets(stop[begin:end])
+        queries, keys = offsets((stop - start)[begin:end]), offsets(stop[begin:end])
         query, key, rows = (int(x[begin]) for x in (first_query_row, first_key, per_token))
         query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
         bounds = query, query_stop, key, key_stop
@@ -198,48 +202,43 @@ def remote_query_calls(
 
 
 def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
-    """Row, tokens, and groups [first, last) of parts that differ in their groups alone, which follow each other."""
+    """Joins parts of the same tokens with consecutive groups: row, tokens, and groups [first, last) of each."""
     groups = local.head_groups
     order = np.lexsort((local.head, local.token_row, local.tokens))
     row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]
-    opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (row[1:] != row[:-1]) | (tokens[1:] != tokens[:-1]) | (head[1:] != head[:-1] + 1)
-    closes = np.append(opens[1:], True)[: len(order)]
+    opens = run_starts(row, tokens, head - np.arange(len(head)))
     whole = head[opens] == ALL_HEADS
     first = np.where(whole, 0, head[opens])
-    last = np.where(whole, groups, head[closes] + 1)
+    last = np.where(whole, groups, head[run_stops(opens)] + 1)
     return row[opens], tokens[opens], first, last
 
 
 def _opens(line: IntArray, per_token: IntArray, stop: IntArray, remote_kv: RemoteKVLayout, chunk: int) -> np.ndarray:
-    """Returns which readers of a chunk need a new call.
+    """Returns `[readers]` whether a reader of a chunk needs a new call.
 
-    Keys of a call follow each other, so all but its last task read all rows of the chunk, each of another line. An
-    earlier reader of a line that has several gets a call for itself, on the beginning of the same keys.
+    Keys of a call are consecutive, so all but its last task read all of their line's rows of the chunk, each of
+    another line. If a line has several readers, each but the last gets its own call on the beginning of the same keys.
     """
     reads_all = stop == remote_kv.stops[line, chunk]
     after = remote_kv.offset[line, chunk] + (remote_kv.stops - remote_kv.starts)[line, chunk] * per_token
     follows = remote_kv.offset[line, chunk][1:] == after[:-1]
-    opens = np.ones(len(line), dtype=bool)
-    opens[1:] = (per_token[1:] != per_token[:-1]) | ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
+    opens = run_starts(per_token)
+    opens[1:] |= ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
     return opens
-
-
-def _offsets(lengths: IntArray) -> IntArray:
-    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 Span = tuple[int, int]
 
 
 def adding_calls(spans: Sequence[Span]) -> frozenset[int] | None:
-    """Calls that read what a larger one reads, too; all others read keys of their own.
+    """Finds calls whose keys are a subset of a larger call's keys: they add to gradients that the larger one writes.
 
     Args:
         spans: [start, stop) rows of each call, none of them empty.
 
     Returns:
-        Indices of calls, or None if that cannot be: more than two calls read a row, or one reads more than the other.
+        Indices of these calls. None if calls overlap in another way: more than two read a row, or neither of two
+        contains the other.
     """
     writing: list[Span] = []
     adding: list[Span] = []
@@ -258,6 +257,6 @@ def adding_calls(spans: Sequence[Span]) -> frozenset[int] | None:
 
 
 def _overlapping(apart: Sequence[Span], span: Span) -> Span | None:
-    """The last of some ascending spans without common rows that has rows of `span`."""
+    """Finds the last span that overlaps `span`. Spans are ascending and disjoint."""
     before = bisect_left(apart, (span[1],)) - 1
     return apart[before] if before >= 0 and apart[before][1] > span[0] else None

@@ -1,8 +1,14 @@
 """Pieces: segments and tasks cut at each other's borders, so that every piece has one owner rank and one server.
 
-If a plan divides heads, a *row* is one token of one group of heads, and ranks hold `head_groups` rows per token, token
-after token. Otherwise a row is a token. A piece of all heads is consecutive rows on its owner rank; one of a single
-group is every `head_groups`-th row. Where pieces are computed, their rows follow each other either way.
+    segments    | rank 0: d1[0:6]         | rank 1: d1[6:10]  |
+    tasks       | rank 0: d1[0:4] | rank 1: d1[4:10]          |
+    pieces      | [0:4] 0 on 0    | [4:6] | [6:10] 1 on 1     |    [4:6]: owner 0, server 1, so its queries move
+
+If a plan divides heads, a *row* is one token of one head group, and ranks hold `head_groups` rows per token, token
+after token. Otherwise a row is a token. On its owner rank, a piece of all heads is consecutive rows, and a piece of a
+single group is every `head_groups`-th row. On its server the rows are consecutive either way.
+
+A *line* is a document with all its heads, or with one head group.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -10,21 +16,22 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ranges
 from distca_hf.layout import Layout
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
-POSITION_BITS = 31  # documents are shorter than 2 ** 31 tokens
+# Bits of a token's position in a sort key: documents are shorter than 2 ** 31 tokens, and 32 bits are left for lines.
+POSITION_BITS = 31
 
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Int64 arrays of one length.
+    """Ranges of tokens of documents, as int64 arrays of one length.
 
     Attributes:
-        document, head, start, stop: tokens [start, stop) of a document, and the group of heads or `ALL_HEADS`.
-        head_groups: groups that the plan divides heads in; rows per token on every rank.
+        document, head, start, stop: tokens [start, stop) of a document, and the head group or `ALL_HEADS`.
+        head_groups: groups that the plan divides heads into; rows per token on every rank.
     """
 
     document: IntArray
@@ -42,38 +49,38 @@ class Ranges:
 
     @property
     def rows(self) -> IntArray:
-        """Rows of each range."""
+        """`[ranges]` rows of each range."""
         return self.tokens * rows_per_token(self.head, self.head_groups)
 
     def select(self, chosen: np.ndarray) -> Self:
-        """The chosen ranges (a mask or indices), in the order given."""
+        """Selects ranges by a boolean mask or by indices, in their order."""
         columns = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "head_groups"}
         return replace(self, **{name: values[chosen] for name, values in columns.items()})
 
 
 def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:
-    """One sortable integer for each (document, head, position)."""
+    """Makes one int64 for each (document, head, position), which sorts as the three do."""
     return (line_keys(documents, heads, head_groups) << POSITION_BITS) + tokens
 
 
 def line_keys(documents: IntArray, heads: IntArray, head_groups: int) -> IntArray:
-    """One sortable integer for each (document, head)."""
+    """Makes one int64 for each line (document, head), which sorts as the two do."""
     return documents * (head_groups + 1) + heads - ALL_HEADS
 
 
 def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
-    """Rows of one token for each group of heads, or all of them."""
+    """Counts the rows of one token: 1 for a single head group, `head_groups` for all heads."""
     return np.where(heads == ALL_HEADS, head_groups, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Ranges):
-    """Ranges sorted by (document, head, start); together they cover every document once, and those whose heads are
-    divided once for each group.
+    """Ranges sorted by (document, head, start). They cover every document once, and once per group if its heads are
+    divided.
 
     Attributes:
-        owner, row: rank that holds them, and the layout row of the first one there.
-        task, server: index of the task they are queries of, and the rank that computes it.
+        owner, row: rank that holds the tokens, and the layout row of the first one there.
+        task, server: index of the task that computes these queries, and its rank.
     """
 
     owner: IntArray
@@ -84,17 +91,22 @@ class Pieces(Ranges):
     @classmethod
     def cut(cls, layout: Layout, tasks: Tasks) -> "Pieces":
         """Cuts a layout and the tasks that cover it at each other's borders."""
+        # 1. Borders of both as sort keys.
         groups = tasks.head_groups
         segment, head = _segments_of_each_group(layout, tasks)
         segment_keys = position_keys(layout.segment_document[segment], head, layout.segment_start[segment], groups)
         task_keys = position_keys(tasks.document, tasks.head, tasks.start, groups)
         segments, by_task = np.argsort(segment_keys), np.argsort(task_keys)
+
+        # 2. A piece goes from one border to the next one of its line, or to the end of its document.
         cuts = np.union1d(segment_keys, task_keys)
         line, start = cuts >> POSITION_BITS, cuts & ((1 << POSITION_BITS) - 1)
         document, head = line // (groups + 1), line % (groups + 1) + ALL_HEADS
         stop = layout.document_tokens[document]
         goes_on = np.flatnonzero(line[1:] == line[:-1])
         stop[goes_on] = start[goes_on + 1]
+
+        # 3. The segment and the task that each piece lies in.
         held = segment[segments[np.searchsorted(segment_keys[segments], cuts, side="right") - 1]]
         task = by_task[np.searchsorted(task_keys[by_task], cuts, side="right") - 1]
         token_row = layout.segment_row[held] + start - layout.segment_start[held]
@@ -112,18 +124,17 @@ class Pieces(Ranges):
 
     @property
     def stride(self) -> IntArray:
-        """`[pieces]` distance of each piece's rows on that rank."""
+        """`[pieces]` distance between rows of a piece on its owner rank."""
         return np.where(self.head == ALL_HEADS, 1, self.head_groups)
 
     @property
     def moved(self) -> np.ndarray:
-        """Whether queries are computed elsewhere than they are held."""
+        """`[pieces]` whether queries are computed on another rank than their owner."""
         return self.owner != self.server
 
 
 def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, IntArray]:
-    """Segment and head: every segment once for all heads, or once for each group if its document's heads are
-    divided."""
+    """Returns segment and head of ranges that cover all rows: of all heads, or once per group of divided documents."""
     every = np.arange(len(layout.segment_document))
     if tasks.head_groups == 1:
         return every, np.full(len(every), ALL_HEADS)
@@ -131,5 +142,4 @@ def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, Int
     divided[tasks.document[tasks.head != ALL_HEADS]] = True
     copies = np.where(divided[layout.segment_document], tasks.head_groups, 1)
     segment = np.repeat(every, copies)
-    group = np.arange(len(segment)) - np.repeat(np.cumsum(copies) - copies, copies)
-    return segment, np.where(divided[layout.segment_document[segment]], group, ALL_HEADS)
+    return segment, np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)

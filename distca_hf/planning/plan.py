@@ -6,13 +6,14 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray, imbalance
+from distca_hf.arrays import IntArray
+from distca_hf.cost import imbalance
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import Pieces
 from distca_hf.planning.tasks import Tasks
 
 
-# Part of every fingerprint: two versions that would route the same tasks differently must not agree.
+# Version of the routing, a part of every fingerprint: versions that route the same tasks differently must not agree.
 PLAN_VERSION = 4
 
 
@@ -50,7 +51,7 @@ class Plan:
 
     @cached_property
     def moves_queries(self) -> bool:
-        """Whether any query is computed elsewhere than it is held."""
+        """Whether any query is computed on another rank than its owner."""
         return bool(self.pieces.moved.any())
 
     @cached_property
@@ -67,7 +68,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """63 bits that are equal on two ranks only if layout and tasks are."""
+        """Digest of 63 bits. It is equal on two ranks only if layout and tasks are."""
         digest = hashlib.blake2b(PLAN_VERSION.to_bytes(8, "little"), digest_size=8)
         layout, tasks = self.layout, self.tasks
         for array in (

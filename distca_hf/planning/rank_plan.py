@@ -7,12 +7,80 @@ plan ── transfers ─┬─ facts                                    the sam
 
 from dataclasses import dataclass
 
-from distca_hf.cost import IntArray
+import numpy as np
+
+from distca_hf.arrays import IntArray
+from distca_hf.cost import imbalance
 from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.transfers import KeyTransfers, key_transfers
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Numbers about a micro-batch, the same on all ranks.
+
+    Attributes:
+        num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
+        work: attended pairs x head groups of each rank, as planned.
+        work_before: the same for documents packed in order.
+        key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
+        query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
+        key_rows_received: rows of keys and values that each rank receives.
+        remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
+        rows_per_token: 1, or the groups that the plan divides heads into.
+    """
+
+    num_documents: int
+    longest_document_tokens: int
+    work: tuple[int, ...]
+    work_before: tuple[int, ...]
+    key_rows_sent: tuple[int, ...]
+    query_rows_sent: tuple[int, ...] = ()
+    key_rows_received: tuple[int, ...] = ()
+    remote_query_rows: tuple[int, ...] = ()
+    rows_per_token: int = 1
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
+        """Counts facts of a plan.
+
+        Args:
+            plan: the plan.
+            transfers: its key transfers.
+            work_before: `[ranks]` attended pairs to compare the plan with.
+        """
+        layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
+        num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
+        remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
+        queries_sent, remote_query_rows = (
+            np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64)
+            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
+        )
+        return cls(
+            num_documents=layout.num_documents,
+            longest_document_tokens=layout.longest_document_tokens,
+            work=tuple(plan.work.tolist()),
+            work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
+            key_rows_sent=tuple(keys.sum(axis=1).tolist()),
+            query_rows_sent=tuple(queries_sent.tolist()),
+            key_rows_received=tuple(keys.sum(axis=0).tolist()),
+            remote_query_rows=tuple(remote_query_rows.tolist()),
+            rows_per_token=plan.tasks.head_groups,
+            num_tokens=int(layout.document_tokens.sum()),
+        )
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of `work`."""
+        return imbalance(self.work)
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of `work_before`."""
+        return imbalance(self.work_before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +88,9 @@ class RankPlan:
     """Routings of one rank, and facts that all ranks share.
 
     Attributes:
-        forward: rows may come in several chunks.
-        backward: all that was kept is there at once; the same object as `forward` if that has one chunk.
+        forward: routing in which rows may come in several chunks.
+        backward: routing in one chunk, since kept rows are there at once; `forward` itself if that has one chunk.
+        facts: numbers about the micro-batch.
     """
 
     forward: Routing
@@ -30,12 +99,14 @@ class RankPlan:
 
 
 def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan:
-    """Returns what one rank needs of a plan.
+    """Returns the routings of one rank, and the facts of a plan.
 
     Args:
-        num_chunks: parts in which rows travel in forward.
-        work_before: `[ranks]` attended pairs to compare the plan with, in facts; by default every rank attends with
-            the queries that it holds.
+        plan: the plan, the same on all ranks.
+        rank: the rank.
+        num_chunks: chunks of the exchange in forward.
+        work_before: `[ranks]` attended pairs to compare the plan with, in facts; by default the work of the
+            queries that each rank holds.
     """
     transfers = key_transfers(plan)
     facts = PlanFacts.of(plan, transfers, plan.layout.rank_work if work_before is None else work_before)

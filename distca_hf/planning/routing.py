@@ -1,10 +1,10 @@
-"""Routing: the index maps of one rank, derived from a plan. Ranges of integers only; `runtime` writes them out on a
-device and uses them.
+"""Routing: the index maps of one rank, derived from a plan. All maps are index ranges, which `runtime` writes out on
+the device.
 
 A rank computes three kinds of attention (`kernel_calls.CallKind`):
 
     local           queries that stay, against keys that lie beside them: whole documents, and the square at the end of
-                    a document that began elsewhere. Needs nothing of other ranks.
+                    a document that began elsewhere. Needs no rows of other ranks.
     prefix          the queries of such a square, once more, against the keys before it, without a mask. Both parts
                     are merged by their log-sum-exps.
     remote queries  tasks with queries of other ranks, against their whole causal prefix
@@ -14,8 +14,8 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
     remote-query rows  | d9[2:7] |                                      queries of the last kind
 
 Remote-KV and remote-query rows come in chunks (see `chunks`) and lie in their order. Local queries, keys and values
-are read where they lie; only rows to send are copied. If the plan divides heads, a row is one token of one group of
-heads (see `pieces`).
+are read where they lie; only rows to send are copied. If the plan divides heads, a row is one token of one head group
+(see `pieces`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from itertools import chain
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, exclusive_cumsum
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.index_ranges import IndexRanges
@@ -43,13 +43,14 @@ from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import KeyTransfers, key_transfers
 
 
-# Maximum fraction of a rank's mean work that is computed while results are sent back.
+# Maximum work that a rank defers, to compute it while results are sent back, as a fraction of the ranks' mean work: a
+# quarter covers the exchange on slow links, and more would delay the results themselves.
 LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class RowsInChunks:
-    """Split sizes of one rank.
+    """Split sizes of one rank's exchange.
 
     Attributes:
         chunk_send_counts, chunk_receive_counts: `[chunks, ranks]` rows sent to and received from each rank.
@@ -60,12 +61,12 @@ class RowsInChunks:
 
     @property
     def send_counts(self) -> IntArray:
-        """`[ranks]` of all chunks."""
+        """`[ranks]` rows sent in all chunks."""
         return self.chunk_send_counts.sum(axis=0)
 
     @property
     def receive_counts(self) -> IntArray:
-        """`[ranks]` of all chunks."""
+        """`[ranks]` rows received in all chunks."""
         return self.chunk_receive_counts.sum(axis=0)
 
 
@@ -77,8 +78,8 @@ class QueryMoves(RowsInChunks):
         num_rows: remote-query rows.
         send_rows: `[sent]` layout rows computed elsewhere, grouped by chunk and server.
         received_to_queries: `[received]` remote query row of each received row.
-        local_rows, local_to_queries: `[local]` layout rows of this rank in tasks with remote queries, and the
-            remote-query rows they become.
+        local_rows, local_to_queries: `[local]` layout rows of this rank in tasks with remote queries, and their
+            remote-query rows.
     """
 
     num_rows: int
@@ -95,24 +96,24 @@ class QueryMoves(RowsInChunks):
 
 @dataclass(frozen=True, eq=False)
 class Routing(RowsInChunks):
-    """What one rank sends, receives and computes, in every layer.
+    """Index maps, split sizes and kernel calls of one rank, the same in every layer.
 
     Attributes:
         num_rows: rows the rank holds, padding included.
         held: `[segments, 3]` document, first token and first row of each segment, by row; rows here are tokens.
-        num_tokens: tokens the rank holds; rows behind theirs are padding.
-        rows_per_token: groups that the plan divides heads in.
+        num_tokens: tokens the rank holds; all later rows are padding.
+        rows_per_token: groups that the plan divides heads into.
         send_rows: `[sent]` layout rows of keys to send, grouped by chunk and destination.
         received_to_remote_kv: `[received]` remote-KV row of each received row.
-        kept_to_remote_kv: the same of rows that were received before, perhaps in other chunks, and kept.
-        local_rows, local_to_remote_kv: `[local]` layout rows that are copied into the remote KV, and where to.
+        kept_to_remote_kv: `[kept]` the same of rows that were received before, perhaps in other chunks, and kept.
+        local_rows, local_to_remote_kv: `[local]` layout rows that are copied into the remote KV, and their rows there.
         shared_rows: layout rows whose key gradients have parts from other ranks or from the remote KV.
-        send_in_shared, local_in_shared: where `send_rows` and `local_rows` are in `shared_rows`.
+        send_in_shared, local_in_shared: places of `send_rows` and `local_rows` in `shared_rows`.
         remote_kv_rows: rows of the remote KV.
         local: kernel calls (see above).
-        prefix_of_chunk, remote_queries_of_chunk: kernel calls that need what a chunk brings.
-        late_share: fraction of the local calls to compute while results are sent back: ranks then send these at about
-            the same time.
+        prefix_of_chunk, remote_queries_of_chunk: kernel calls that need the keys of a chunk.
+        late_share: fraction of the local calls to compute while results are sent back. All ranks then send results at
+            about the same time.
         exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
         queries: queries that move; None if no rank moves any, the same on all ranks.
     """
@@ -139,17 +140,17 @@ class Routing(RowsInChunks):
 
     @property
     def prefix(self) -> tuple[KernelCall, ...]:
-        """Of all chunks."""
+        """Prefix calls of all chunks."""
         return tuple(chain.from_iterable(self.prefix_of_chunk))
 
     @property
     def remote_queries(self) -> tuple[KernelCall, ...]:
-        """Of all chunks."""
+        """Remote-query calls of all chunks."""
         return tuple(chain.from_iterable(self.remote_queries_of_chunk))
 
     @cached_property
     def adding(self) -> frozenset[KernelCall] | None:
-        """Calls on remote keys that add to gradients which larger ones write; None if all do."""
+        """Calls on the remote KV that add to gradients which larger calls write; None if all of them add."""
         calls = (*self.prefix, *self.remote_queries)
         indices = adding_calls([(call.key_start, call.key_stop) for call in calls])
         return None if indices is None else frozenset(calls[index] for index in indices)
@@ -180,16 +181,20 @@ def route(
     """Returns the routing of `rank`.
 
     Args:
-        transfers: if they were computed already, with the same chunks.
-        chunks: by default one.
-        kept: transfers by which kept keys came, if these were others.
+        plan: the plan, the same on all ranks.
+        rank: the rank.
+        transfers: key transfers in these chunks; by default they are computed.
+        chunks: chunks of the exchange; by default there is one.
+        kept: transfers that brought the kept keys; by default these are `transfers`.
     """
+    # 1. Local parts: pieces that this rank holds and computes, outside of tasks with remote queries.
     layout, tasks, groups = plan.layout, plan.tasks, plan.tasks.head_groups
     chunks = ExchangeChunks.cut(plan, 1) if chunks is None else chunks
     transfers = key_transfers(plan, chunks) if transfers is None else transfers
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
     local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task]))
 
+    # 2. Tasks with remote queries, in the order of their remote-query rows: by chunk, all heads before single groups.
     remote = np.flatnonzero((tasks.server == rank) & plan.has_remote_queries)
     remote_lines = line_keys(tasks.document[remote], tasks.head[remote], groups)
     chunk_of_task = chunks.of_remote_queries(tasks.server[remote], remote_lines)
@@ -198,11 +203,14 @@ def route(
     remote, chunk_of_task, remote_lines = remote[order], chunk_of_task[order], remote_lines[order]
     query_rows = (tasks.stop - tasks.start)[remote] * rows_per_token(tasks.head[remote], groups)
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
-    first_query_row[remote] = np.cumsum(query_rows) - query_rows
+    first_query_row[remote] = exclusive_cumsum(query_rows)
+
+    # 3. The remote KV: prefixes of both kinds.
     lines = np.concatenate([local.prefix_lines, remote_lines])
     prefixes = np.concatenate([local.prefixes, tasks.stop[remote]])
     remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
 
+    # 4. Rows that are sent, received, and copied from this rank's own keys.
     numbered = _Numbered(held)
     sent = transfers.select(transfers.source == rank)
     received = _received(transfers, rank)
@@ -257,28 +265,31 @@ def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
 
 
 class _Numbered:
-    """Rows of held pieces numbered one piece after the other, so that rows of every piece follow each other. In the
-    layout those of a single group of heads do not."""
+    """Numbers for the rows of held pieces, in which rows of every piece are consecutive.
+
+    layout rows of two groups    | t0g0 t0g1 t1g0 t1g1 t2g0 t2g1 |    rows of one group: every second one
+    numbers                      | t0g0 t1g0 t2g0 | t0g1 t1g1 t2g1 |  rows of one piece follow each other
+    """
 
     def __init__(self, held: Pieces) -> None:
         self._held = held
         self._by_row = np.argsort(held.row, kind="stable")
         rows = held.rows[self._by_row]
-        self._firsts: IntArray = np.cumsum(rows) - rows
+        self._firsts = exclusive_cumsum(rows)
         self.first = np.empty_like(self._firsts)
         self.first[self._by_row] = self._firsts
         self._keys = position_keys(held.document, held.head, held.start, held.head_groups)
         self._by_key = np.argsort(self._keys)
 
     def of(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Number of the first row of some tokens."""
+        """Returns the number of the first row of some tokens."""
         held = self._held
         wanted = position_keys(documents, heads, tokens, held.head_groups)
         piece = self._by_key[np.searchsorted(self._keys[self._by_key], wanted, side="right") - 1]
         return self.first[piece] + (tokens - held.start[piece]) * rows_per_token(heads, held.head_groups)
 
     def layout_rows(self, numbers: IndexRanges) -> IndexRanges:
-        """Where numbered rows are in the layout."""
+        """Returns the layout rows of some numbers."""
         if self._held.head_groups == 1:  # the order of the pieces is that of the rows
             return numbers
         parts = numbers.cut_at(self._firsts)
@@ -290,14 +301,17 @@ class _Numbered:
 
 
 def _held(layout: Layout, rank: int) -> IntArray:
-    """Document, first token and first row of each segment of a rank."""
+    """Returns `[segments, 3]` document, first token and first row of each segment of a rank."""
     mine = layout.segments_of(rank)
     return np.stack((layout.segment_document[mine], layout.segment_start[mine], layout.segment_row[mine]), axis=1)
 
 
 def _late_share(plan: Plan, rank: int) -> float:
-    """Returns the fraction of a rank's local work to defer. The deferred work is equal on all ranks: `LATE_SHARE` of
-    the mean work, but no more than the local work of the rank that has least."""
+    """Returns the fraction of a rank's local work to defer.
+
+    The deferred work is equal on all ranks: `LATE_SHARE` of the mean work, capped by the rank with the least local
+    work.
+    """
     tasks = plan.tasks
     squares = (tasks.stop - tasks.start) * (tasks.stop - tasks.start + 1) / 2
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
@@ -309,9 +323,10 @@ def _late_share(plan: Plan, rank: int) -> float:
 
 
 def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: ExchangeChunks) -> QueryMoves:
-    """Returns the queries that one rank sends, and those that it computes for others.
+    """Returns the queries that one rank sends, and the queries of other ranks that it computes.
 
     Args:
+        plan, rank, chunks: see `route`.
         first_query_row: `[tasks]` first remote-query row of each task that the rank computes.
     """
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
@@ -321,7 +336,7 @@ def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: Excha
         return IndexRanges.of(first_query_row[chosen.task] + into_task, chosen.rows)
 
     def by_chunk(chosen: Pieces, ranks: IntArray) -> tuple[Pieces, IntArray]:
-        """Grouped by chunk and rank, in a group in the order of remote-query rows; and rows of each chunk and rank."""
+        """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
         chunk = chunks.of_remote_queries(chosen.server, line_keys(chosen.document, chosen.head, chosen.head_groups))
         counts = _counts(chunk, ranks, chosen.rows, chunks.count, num_ranks)
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
@@ -343,7 +358,7 @@ def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: Excha
 
 
 def _counts(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks: int, num_ranks: int) -> IntArray:
-    """`[chunks, ranks]` rows of each chunk and rank."""
+    """Counts `[chunks, ranks]` rows of each chunk and rank."""
     counts = np.zeros((num_chunks, num_ranks), dtype=np.int64)
     np.add.at(counts, (chunk, ranks), rows)
     return counts

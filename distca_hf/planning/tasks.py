@@ -1,19 +1,20 @@
 """Task: (document, query range, heads) computed by one server rank; its keys are the causal prefix of the range.
 
-Heads are divided in groups: KV heads with the query heads that share them. A task is of all heads or of one group; one
-document's tasks are either all of the one kind or all of the other.
+Heads are divided into groups: KV heads with the query heads that share them. A task is of all heads or of one group.
+Tasks of one document are all of the one kind, or all of the other.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray, run_starts
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
 
-# `head` of a task of all heads.
+# `head` of a task of all heads: below every group's number, so that it sorts before them.
 ALL_HEADS = -1
 
 
@@ -21,13 +22,13 @@ ALL_HEADS = -1
 class Tasks:
     """Tasks as five int64 arrays of one length, sorted by (server, needs a prefix, document, head, start).
 
-    A task that begins its document needs no keys but those of its own tokens; these come first on every server.
+    A task that begins its document needs only the keys of its own tokens. Such tasks come first on every server.
 
     Attributes:
         document, start, stop: query range.
         server: rank that computes it.
-        head: group of heads, or `ALL_HEADS`.
-        head_groups: groups that the heads are divided in; 1 if every task is of all heads.
+        head: head group, or `ALL_HEADS`.
+        head_groups: groups that the heads are divided into; 1 if every task is of all heads.
     """
 
     document: IntArray
@@ -47,8 +48,7 @@ class Tasks:
         head: IntArray | None = None,
         head_groups: int = 1,
     ) -> "Tasks":
-        """Tasks in their one order, so that equal sets of tasks are equal arrays; of all heads unless `head` is
-        given."""
+        """Sorts tasks, so that equal sets of tasks are equal arrays. They are of all heads unless `head` is given."""
         if head is None or head_groups == 1:  # the only group is all heads
             head = np.full(len(document), ALL_HEADS)
         head_groups = head_groups if np.any(head != ALL_HEADS) else 1
@@ -60,7 +60,7 @@ class Tasks:
 
     @property
     def pairs(self) -> IntArray:
-        """Attended pairs of each task, in each of its groups of heads."""
+        """`[tasks]` attended pairs of each task, in each of its head groups."""
         return causal_pairs_of(self.start, self.stop)
 
     @property
@@ -69,18 +69,18 @@ class Tasks:
         return self.pairs * np.where(self.head == ALL_HEADS, self.head_groups, 1)
 
     def work_of(self, num_ranks: int) -> IntArray:
-        """`[ranks]` attended pairs x groups of heads computed by each server."""
+        """Sums attended pairs x head groups of each server: `[ranks]`."""
         work = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(work, self.server, self.work)
         return work
 
     def validate(self, layout: Layout) -> None:
-        """Checks that every query row of every document is in exactly one task, of all heads or of each group, on a
-        server that exists.
+        """Checks that exactly one task, on a server that exists, computes each query row of each head group.
 
         Raises:
             PlanError: names the first document or server that is wrong.
         """
+        # 1. Servers, documents and head groups exist.
         if len(self) and not (0 <= self.server.min() and self.server.max() < layout.num_ranks):
             raise PlanError(
                 f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}"
@@ -93,22 +93,25 @@ class Tasks:
             raise PlanError(
                 f"tasks of head groups {self.head.min()} to {self.head.max()}; there are {self.head_groups}"
             )
+
+        # 2. Tasks of a document are of all heads, or all of single groups.
         split = np.zeros(layout.num_documents, dtype=bool)
         split[self.document[self.head != ALL_HEADS]] = True
         both = np.flatnonzero(split[self.document] & (self.head == ALL_HEADS))
         if len(both):
             raise PlanError(f"document {self.document[both[0]]} has tasks of all heads and of single groups")
+
+        # 3. Each task begins where the one before it ends.
         order = np.lexsort((self.start, self.head, self.document))
         document, start, stop = self.document[order], self.start[order], self.stop[order]
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = (document[1:] != document[:-1]) | (self.head[order][1:] != self.head[order][:-1])
-        expected = np.zeros(len(order), dtype=np.int64)
-        expected[1:] = stop[:-1]
-        expected[first] = 0
+        expected = np.concatenate([[0], stop[:-1]])[: len(stop)]
+        expected[run_starts(document, self.head[order])] = 0
         wrong = np.flatnonzero((start != expected) | (stop <= start))
         if len(wrong):
             at = wrong[0]
             raise PlanError(f"document {document[at]}: task [{start[at]}, {stop[at]}) where {expected[at]} is next")
+
+        # 4. The last task of each group ends with the document.
         covered = np.zeros((layout.num_documents, self.head_groups), dtype=np.int64)
         group = self.head[order]
         np.maximum.at(covered, (document, np.maximum(group, 0)), stop)

@@ -1,12 +1,18 @@
-"""Transfers: which keys and values every server is missing, which rank sends them, and in which chunk."""
+"""Transfers: the keys and values that each server lacks, the rank that sends them, and the chunk that brings them.
+
+needs of a server    | d1, all heads: tokens [0:9) |
+pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the server itself [7:9) |
+borders of chunks    | chunk 0 [0:5)       | chunk 1 [5:...)                 |
+transfers            | 0: [0:4)     | 2: [4:5) | 2: [5:7) |
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.arrays import IntArray, ranges, run_starts, run_stops
+from distca_hf.cost import TokenBytes
 from distca_hf.planning.chunks import ExchangeChunks
-from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.pieces import Ranges, line_keys
 from distca_hf.planning.plan import Plan
 
@@ -16,6 +22,7 @@ class KeyTransfers(Ranges):
     """Keys and values that are sent, sorted by (source, chunk, destination, document, head, start).
 
     Attributes:
+        source, destination: ranks.
         chunk: see `ExchangeChunks`.
     """
 
@@ -24,34 +31,39 @@ class KeyTransfers(Ranges):
     chunk: IntArray
 
     def rows_between(self, num_ranks: int) -> IntArray:
-        """`[source, destination]` rows of keys and values that are sent."""
+        """Counts `[source, destination]` rows of keys and values that are sent."""
         rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         np.add.at(rows, (self.source, self.destination), self.rows)
         return rows
 
 
 def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:
-    """Returns the keys that every server is missing for its tasks, from the ranks that hold them; each row once per
-    server. All are sent in one chunk unless others are given."""
+    """Returns the keys that servers lack for their tasks. Each row is sent at most once to a server.
+
+    Args:
+        chunks: chunks of the exchange; by default there is one.
+    """
+    # 1. Needs: the longest prefix of each line that each server reads.
     tasks, groups = plan.tasks, plan.tasks.head_groups
     reads = plan.reads_others
     server, prefix = tasks.server[reads], tasks.stop[reads]
     line = line_keys(tasks.document[reads], tasks.head[reads], groups)
     order = np.lexsort((prefix, line, server))
     server, line, prefix = server[order], line[order], prefix[order]
-    longest = np.ones(len(order), dtype=bool)
-    longest[:-1] = (server[1:] != server[:-1]) | (line[1:] != line[:-1])
+    longest = run_stops(run_starts(server, line))
     server, line, prefix = server[longest], line[longest], prefix[longest]
 
-    # Join each need (server, document, head, prefix) with all pieces of that document and head.
+    # 2. Join each need (server, document, head, prefix) with all pieces of that document and head.
     pieces = plan.pieces
     lines = line_keys(pieces.document, pieces.head, groups)
     first = np.searchsorted(lines, line, side="left")
     last = np.searchsorted(lines, line, side="right")
     need = np.repeat(np.arange(len(line)), last - first)
-    piece = IndexRanges.of(first, last - first).numbers
+    piece = ranges(first, last - first)
     source, destination = pieces.owner[piece], server[need]
     start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
+
+    # 3. Pieces of other ranks travel, cut at the borders of chunks.
     travels = np.flatnonzero((source != destination) & (start < stop))
     source, destination, need, piece = source[travels], destination[travels], need[travels], piece[travels]
     part, chunk, start, stop = _cut(start[travels], stop[travels], destination, line[need], chunks)
@@ -72,7 +84,7 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
 def _cut(
     start: IntArray, stop: IntArray, server: IntArray, line: IntArray, chunks: ExchangeChunks | None
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Ranges cut where chunks end: index of the range, chunk, start and stop of each part."""
+    """Cuts ranges at the borders of chunks: index of the range, chunk, start and stop of each part."""
     if chunks is None or chunks.count == 1:
         return np.arange(len(start)), np.zeros(len(start), dtype=np.int64), start, stop
     borders = chunks.borders_of(server, line)
@@ -82,7 +94,7 @@ def _cut(
 
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:
-    """`[source, destination]` bytes: keys and values, queries that move, and their outputs on the way back."""
+    """Sums `[source, destination]` bytes of one layer, forward: keys and values, queries that move, their outputs."""
     num_ranks, groups = plan.layout.num_ranks, plan.tasks.head_groups
     moved = plan.pieces.select(plan.pieces.moved)
     queries = np.zeros((num_ranks, num_ranks), dtype=np.int64)

@@ -6,31 +6,17 @@ nothing else, there is no dispatching.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch._C import (
-    DispatchKey,
-    DispatchKeySet,
-    _after_autograd_keyset,
-    _AutoDispatchBelowAutograd,
-    _dispatch_tls_local_exclude_set,
-    _dispatch_tls_local_include_set,
-    _len_torch_function_stack,
-)
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_level, is_plain
 
 
 _library = torch.library.Library("distca", "FRAGMENT")
-
-# What operators of ours are given; a subclass of Tensor has its own idea of what an operator does.
-_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, type(None)])
-# Keys with which the dispatcher calls every operator of a thread in which no mode listens.
-_NO_MODE = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 
 
 def define_op(
@@ -56,32 +42,31 @@ def define_op(
     # They run on the host: a CUDA graph would replay the kernels of one batch, and no exchange.
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
-    operator: torch._ops.OpOverload = getattr(torch.ops.distca, name).default
-    # torch.compile does not look into it, also where it runs beside compiled code.
-    _library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
+    operator = getattr(torch.ops.distca, name).default
+    _library.impl(name, hidden_from_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
-    recorded = _recorded(name, backward, save)
+    recorded, below = _recorded(name, backward, save), below_autograd(operator)
 
-    def dispatched(keyset: DispatchKeySet, *given: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in given):
+    def call(*given: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not is_plain(given):
+            return operator(*given)
+        return recorded(function, *given)
+
+    if below is None:
+        if backward is not None:
+            torch.library.register_autograd(f"distca::{name}", backward, setup_context=save, lib=_library)
+        return call
+
+    def dispatched(keyset: Any, *given: Any) -> Any:
+        if in_dual_level() and any(_has_tangent(x) for x in given):
             raise UnsupportedAttentionError(
                 f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
                 "here; use backward, or load the model with another attn_implementation"
             )
 
-        def below_autograd(*given: Any) -> Any:
-            with _AutoDispatchBelowAutograd():
-                return operator.redispatch(keyset & _after_autograd_keyset, *given)
-
-        return recorded(below_autograd, *given)
+        return recorded(partial(below, keyset), *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
-
-    def call(*given: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or not _is_plain(given):
-            return operator(*given)
-        return recorded(function, *given)
-
     return call
 
 
@@ -118,21 +103,3 @@ def _recorded(
 
 def _has_tangent(given: Any) -> bool:
     return isinstance(given, torch.Tensor) and forward_ad.unpack_dual(given).tangent is not None
-
-
-def _is_plain(given: tuple[Any, ...]) -> bool:
-    """Returns whether the dispatcher would call autograd and the function alone. Then there is no mode (selective
-    checkpointing, counting), no transformation (vmap, functionalisation, forward derivatives), no tracing, no
-    profiler, no compiler that looks for frames, no tensor of another kind or device, and none that is still to be
-    negated. Each question is one that costs the host little."""
-    return (
-        get_eval_frame_callback() is None
-        and _dispatch_tls_local_include_set().raw_repr() == _NO_MODE
-        and not _len_torch_function_stack()
-        and not profiler._is_profiler_enabled
-        and forward_ad._current_level < 0
-        and _ARGUMENTS.issuperset(map(type, given))
-        and (given[0].is_cuda or given[0].is_cpu)
-        and not any([isinstance(x, torch.Tensor) and x.is_neg() for x in given])
-        and not (torch.is_grad_enabled() and _dispatch_tls_local_exclude_set().has(DispatchKey.AutogradFunctionality))
-    )

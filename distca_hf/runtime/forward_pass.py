@@ -15,6 +15,7 @@ import torch
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
+from distca_hf.torch_private import in_backward
 
 
 class ForwardPass:
@@ -54,7 +55,7 @@ class ForwardPass:
         Raises:
             PlanError: part of the model was called, and nothing around it is checked.
         """
-        if self._facts is not None and (not self._ended or torch._C._current_graph_task_id() >= 0):
+        if self._facts is not None and (not self._ended or in_backward()):
             return
         raise PlanError(
             f"rank {self._transport.rank}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, sink_gradients, spec_of
 from distca_hf.runtime.attention import attend, attend_backward
 from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.runtime.retention import Kept, current_scope
-from distca_hf.runtime.unknown_size import check_no_cuda_graphs, unknown_size
+from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
 # Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
@@ -52,7 +53,12 @@ def _flash_attn(
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: Any) -> Outputs:
-    check_no_cuda_graphs(q_TNH.device)
+    if q_TNH.device.type != "cpu" and compiles_cuda_graphs():
+        raise UnsupportedAttentionError(
+            'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '
+            "come from other ranks differs from batch to batch, and torch cannot record that. Compile layers in the "
+            'default mode, layer.compile(), or in "max-autotune-no-cudagraphs"'
+        )
     out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
     lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
 

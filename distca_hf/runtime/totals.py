@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Self
 
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import PlanFacts
 
 
 @dataclass(frozen=True)

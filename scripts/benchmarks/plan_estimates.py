@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.lpt import whole_documents
-from distca_hf.analysis.plan_memory import TrainingSetup, estimate_memory
-from distca_hf.analysis.plan_time import step_cost
+from distca_hf.analysis.baselines.packing import whole_documents
+from distca_hf.analysis.estimates import step_cost
+from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray

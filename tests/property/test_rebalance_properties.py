@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.cost import TokenBytes
-from distca_hf.layout import Layout
+from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.rebalance.candidates import NEGLIGIBLE_SHARE, TILE_SHARE, TILE_TOKENS, Attempts
+from distca_hf.planning.rebalance.candidates import NEGLIGIBLE_SHARE, TILE_SHARE, Candidates
 from distca_hf.planning.rebalance.planner import TOLERANCE
 from distca_hf.planning.rebalance.strategies import STRATEGIES
 from distca_hf.planning.tasks import ALL_HEADS
@@ -94,12 +94,12 @@ def test_bytes_are_counted_as_routing_counts_them(
     draw = random_layout if spanning else packed_layout
     layout = draw(random.Random(seed), num_ranks, longest_tokens=2000)
     topology, token_bytes = Topology(num_ranks, 3), TokenBytes(query=4096, output=1024, key_value=512)
-    attempts = Attempts(layout, head_groups, topology, token_bytes, None)
+    candidates = Candidates(layout, head_groups, topology, token_bytes, None)
     strategy = STRATEGIES[seed % len(STRATEGIES)]
-    attempt = attempts.move(strategy, TOLERANCE)
+    attempt = candidates.move(strategy, TOLERANCE)
     if node_aware:
-        attempt = attempts.move_by_nodes(attempt, strategy, TOLERANCE)
-    between = bytes_between(attempts.plan(attempt), token_bytes)
+        attempt = candidates.move_by_nodes(attempt, strategy, TOLERANCE)
+    between = bytes_between(candidates.plan(attempt), token_bytes)
     other_node = topology.node_of[:, None] != topology.node_of[None, :]
 
     np.testing.assert_array_equal(attempt.moved.sent, between.sum(axis=1))

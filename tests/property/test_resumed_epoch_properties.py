@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.data.epochs import EpochPacker
-from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 
 
 LONGEST = 20

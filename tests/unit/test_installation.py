@@ -11,7 +11,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import KERNELS, choose_kernel
-from distca_hf.requirements import LOWEST
+from distca_hf.version import LOWEST
 
 
 SPEC = AttentionSpec(scale=1.0)

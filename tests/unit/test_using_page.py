@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from distca_hf import errors
+from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.models import preset
-from distca_hf.analysis.plan_memory import TrainingSetup, estimate_memory
 from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
 from support.commands import REPOSITORY

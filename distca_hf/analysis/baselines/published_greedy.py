@@ -1,16 +1,16 @@
-"""Published greedy: the communication-aware scheduler of DistCA (arXiv 2510.18121, section 4.2 and appendix B), as its
-published code does it (`Planner.plan_items`).
+"""Published greedy: the communication-aware scheduler of DistCA (arXiv 2510.18121, section 4.2 and appendix B).
 
-Ranks with less than the mean work ask, the neediest first, until they are within a tolerance of the mean. Each time
-the item with the fewest bytes per moved work, of any rank above the mean, gives: all of it, or as much as is asked
-for and its rank has to spare. An item is the part of a document's queries that one rank computes, a head and a tail;
-what it gives comes from the middle, where head and tail meet:
+It follows the published code (`Planner.plan_items`). Ranks are first filled in order (`fill_head_and_tail`). Then
+every rank with less than the mean work takes some, the neediest rank first, until it is within a tolerance of the
+mean. Each time the item with the fewest bytes per moved work gives, of any rank above the mean. It gives all of its
+work, or as much as the taker needs and its rank can spare. An item is the part of a document's queries that one rank
+computes: a head and a tail. The work that it gives comes from the middle, where head and tail meet:
 
     item     | head ----------> middle <---------- tail |      every pair of queries, one of the head and
     gives                   | moved |                          one of the tail, attends length + 1 keys
 
-Only those who ask are held to the tolerance: whoever gives may be left with any surplus, and is as soon as all others
-are content. With a tolerance of 0 all ranks end at the mean.
+The tolerance applies to takers only. A giver may keep any surplus, and does once all other ranks are within the
+tolerance. With a tolerance of 0 all ranks end at the mean.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.sequential_fill import fill_head_and_tail
 from distca_hf.cost import IntArray, TokenBytes, causal_pairs, causal_pairs_of
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, check_document_tokens
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import Tasks
 
@@ -157,3 +156,38 @@ def _tasks(items: _Items, moved: list[tuple[int, int, int, int, int, int]]) -> T
     closes = np.ones(len(order), dtype=bool)
     closes[:-1] = opens[1:]
     return Tasks.sort(document[opens], start[opens], stop[closes], server[opens])
+
+
+def fill_head_and_tail(document_tokens: IntArray, num_ranks: int) -> Layout:
+    """Sequential fill; tokens are equal to within one, documents that span ranks are laid out head and tail.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    lengths = check_document_tokens(document_tokens).tolist()
+    total_tokens = sum(lengths)
+    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    rank, filled = 0, 0
+    for document, tokens in enumerate(lengths):
+        head, tail = 0, tokens
+        while head < tail:
+            while (room := total_tokens * (rank + 1) // num_ranks - filled) == 0:
+                rank += 1
+            take = min(tail - head, room)
+            if take == tokens:
+                segments[rank].append((document, 0, tokens))
+            else:
+                segments[rank].extend(_head_and_tail(document, head, tail, take))
+            head, tail = head + take // 2, tail - (take - take // 2)
+            filled += take
+    return Layout.from_segments(lengths, segments)
+
+
+def _head_and_tail(document: int, head: int, tail: int, take: int) -> list[tuple[int, int, int]]:
+    """Segments of the outer `take` tokens of [head, tail), half of them from either end; one segment if that is all
+    there is."""
+    if take == tail - head:
+        return [(document, head, tail)]
+    from_head = take // 2
+    ranges = [(document, head, head + from_head), (document, tail - (take - from_head), tail)]
+    return [segment for segment in ranges if segment[1] < segment[2]]

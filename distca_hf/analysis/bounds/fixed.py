@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.analysis.bounds.holdings import Holdings
-from distca_hf.analysis.bounds.linear_program import LinearProgram
-from distca_hf.analysis.bounds.lines import keys_worth, slopes
+from distca_hf.analysis.bounds.relaxation import Holdings, LinearProgram, keys_worth, slopes
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout

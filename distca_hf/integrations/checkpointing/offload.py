@@ -11,11 +11,11 @@ import weakref
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distca_hf.runtime.attention_in_graph
 import distca_hf.runtime.local_attention
 import distca_hf.runtime.op  # noqa: F401 (all register operators)
+from distca_hf.torch_private import TorchDispatchMode
 
 
 SAVED_OPERATORS = (

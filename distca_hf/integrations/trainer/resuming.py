@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.data.resumed_epoch import ResumedEpoch
+from distca_hf.data.epochs import ResumedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.telemetry import get_logger

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from distca_hf.torch_private import current_stream
+
 
 # Bytes; Triton compiles for addresses that are multiples of it, or for any.
 ALIGNMENT = 16
@@ -62,9 +64,3 @@ class Launch:
             addresses.append(x.data_ptr())
         # Addresses, because Triton asks the driver of each tensor whether it is on the device.
         self._run(rows, blocks, 1, current_stream(self._device), *self._of_launch, *addresses, *others)
-
-
-def current_stream(device: int) -> int:
-    """Handle of the stream that torch launches on now."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream

@@ -1,4 +1,7 @@
-"""Bytes that a plan in the making moves, exactly: queries and outputs away from home, keys once for each server."""
+"""Byte costs: the bytes that a candidate plan moves, counted exactly, and the prices that ranks ask for a byte.
+
+Queries that move cost their own bytes and those of their outputs. Keys cost theirs once for each server.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.arrays import IntArray, ranges, run_starts
+from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import POSITION_BITS
 from distca_hf.planning.rebalance.head_stacks import Stack
@@ -16,7 +20,7 @@ from distca_hf.planning.rebalance.head_stacks import Stack
 
 @dataclass(frozen=True, eq=False)
 class MovedBytes:
-    """`[ranks]` forward bytes of one layer that each rank sends and receives, and those of them between nodes."""
+    """`[ranks]` forward bytes of one layer that each rank sends and receives, in total and between nodes."""
 
     sent: IntArray
     received: IntArray
@@ -35,30 +39,33 @@ class MovedBytes:
     def count(
         cls, segments: "Segments", stacks: list[Stack], head_groups: int, token_bytes: TokenBytes, node_of: IntArray
     ) -> Self:
-        """Bytes of what the stacks hold and gave. All other documents are computed where all of their tokens are.
+        """Counts the bytes of a plan given as stacks. Other documents lie on one rank and move nothing.
 
         Args:
-            segments: who holds what.
-            stacks: all stacks of the documents concerned.
-            head_groups: groups that heads are divided in.
+            segments: segments of the layout.
+            stacks: all stacks of all documents whose queries may have moved.
+            head_groups: groups that heads are divided into.
             token_bytes: bytes of one token.
             node_of: `[ranks]` node of each rank.
         """
+        # 1. Queries: every part of a stack, where it overlaps the segments of its document.
         parts = [stack.parts() for stack in stacks]
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype=np.int64).reshape(-1, 4)
         head, start, stop, server = numbers.T
         documents = np.array([stack.document for stack in stacks], dtype=np.int64)
         document = np.repeat(documents, np.array([len(of_stack) for of_stack in parts], dtype=np.int64))
-        home, computes, queries = segments.overlaps(document, start, stop, server)
+        owner, computes, queries = segments.overlaps(document, start, stop, server)
+
+        # 2. Keys: the longest prefix of each (document, head) that each server reads.
         order = np.lexsort((server, head, document))
         document, head, stop, server = document[order], head[order], stop[order], server[order]
-        opens = np.ones(len(order), dtype=bool)
-        opens[1:] = (document[1:] != document[:-1]) | (head[1:] != head[:-1]) | (server[1:] != server[:-1])
-        first = np.flatnonzero(opens)
+        first = np.flatnonzero(run_starts(document, head, server))
         prefix = np.maximum.reduceat(stop, first) if len(first) else stop
         holds, needs, keys = segments.overlaps(document[first], np.zeros_like(prefix), prefix, server[first])
-        source = np.concatenate([home, computes, holds])
-        destination = np.concatenate([computes, home, needs])
+
+        # 3. Sums by rank. Outputs travel in the direction opposite to queries.
+        source = np.concatenate([owner, computes, holds])
+        destination = np.concatenate([computes, owner, needs])
         sizes = (queries * token_bytes.query, queries * token_bytes.output, keys * token_bytes.key_value)
         moved = np.concatenate(sizes)
         travels, between = source != destination, node_of[source] != node_of[destination]
@@ -71,13 +78,18 @@ class MovedBytes:
 
 
 def _sum_by_rank(rank: IntArray, sizes: IntArray, num_ranks: int) -> IntArray:
-    """`[ranks]` sums; exact, since they are far below 2 ** 53."""
+    """Sums sizes by rank, as int64; exact, since sums are far below 2 ** 53."""
     return np.bincount(rank, sizes, num_ranks).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segments of a layout, sorted by (document, start): once for all plans that are tried."""
+    """Segments of a layout, sorted by (document, start) once for all candidates.
+
+    Attributes:
+        key: `[segments]` ascending, document and start in one int64.
+        start, stop, rank: `[segments]` tokens, and the rank that holds them.
+    """
 
     key: IntArray
     start: IntArray
@@ -86,6 +98,7 @@ class Segments:
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
+        """Sorts the segments of a layout."""
         key = (layout.segment_document << POSITION_BITS) + layout.segment_start
         order = np.argsort(key, kind="stable")  # which takes little time where they are in order
         return cls(key[order], layout.segment_start[order], layout.segment_stop[order], layout.segment_rank[order])
@@ -93,50 +106,51 @@ class Segments:
     def overlaps(
         self, document: IntArray, start: IntArray, stop: IntArray, server: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Every overlap of a range with a segment: rank that holds it, the range's server, tokens."""
+        """Finds every overlap of a range with a segment: its owner rank, the range's server, its tokens."""
         first = np.searchsorted(self.key, (document << POSITION_BITS) + start, side="right") - 1
         counts = np.searchsorted(self.key, (document << POSITION_BITS) + stop, side="left") - first
         part = np.repeat(np.arange(len(counts)), counts)
-        segment = np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts) + first[part]
+        segment = ranges(first, counts)
         tokens = np.minimum(self.stop[segment], stop[part]) - np.maximum(self.start[segment], start[part])
         return self.rank[segment], server[part], tokens
 
 
-# No byte is free, also where nothing moves.
+# Price of a byte on a rank that moves none, relative to about 1 on the busiest rank: no byte is free.
 LOWEST_PRICE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """`[ranks]` prices of sending and of receiving a byte."""
+    """`[ranks]` prices of sending and of receiving a byte, without unit; relative to each other, about 1 at most."""
 
     send: list[float]
     receive: list[float]
 
     @classmethod
     def opening(cls, gives: Iterable[bool], quiet: float) -> Self:
-        """Prices before anything is known: what ranks with too much work send costs 1, all other bytes `quiet`."""
+        """Makes the first prices: bytes that ranks with too much work send cost 1, all other bytes `quiet`."""
         send = [1.0 if giver else quiet for giver in gives]
         return cls(send, [quiet] * len(send))
 
-    def of_queries(self, home: int, server: int, token_bytes: TokenBytes) -> float:
-        """Price of computing one query elsewhere: the query goes, its output comes back."""
-        there = token_bytes.query * (self.send[home] + self.receive[server])
-        return there + token_bytes.output * (self.send[server] + self.receive[home])
+    def of_queries(self, owner: int, server: int, token_bytes: TokenBytes) -> float:
+        """Returns the price of computing one query on a server: the query is sent there, its output is sent back."""
+        there = token_bytes.query * (self.send[owner] + self.receive[server])
+        return there + token_bytes.output * (self.send[server] + self.receive[owner])
 
-    def of_keys(self, home: int, server: int, token_bytes: TokenBytes) -> float:
-        """Price of the key and value of one token."""
-        return token_bytes.key_value * (self.send[home] + self.receive[server])
+    def of_keys(self, owner: int, server: int, token_bytes: TokenBytes) -> float:
+        """Returns the price of sending the key and value of one token."""
+        return token_bytes.key_value * (self.send[owner] + self.receive[server])
 
     def copy(self) -> "Prices":
+        """Copies both lists."""
         return Prices(list(self.send), list(self.receive))
 
     def follow(self, sent: list[int], received: list[int]) -> "Prices":
-        """Prices for the next plan, from the bytes that this one moves: the busier a rank, the more it asks for."""
+        """Returns prices for the next candidate: the more bytes a rank moves in this one, the higher its prices."""
         most = max(*sent, *received, 1)
         return Prices(_follow(self.send, sent, most), _follow(self.receive, received, most))
 
 
 def _follow(prices: list[float], moved: list[int], most: int) -> list[float]:
-    """Geometric mean of old prices and those that the bytes ask for: without old ones two plans would alternate."""
+    """Averages old prices and prices from bytes, geometrically: without the old ones two plans would alternate."""
     return [(price * (LOWEST_PRICE + (share / most) ** 2)) ** 0.5 for price, share in zip(prices, moved, strict=True)]

@@ -1,4 +1,10 @@
-"""Cuts: which heads of a stack go to a server, and down to which position."""
+"""Cuts: the heads of a stack that move to a server, and the position down to which their queries move.
+
+position   top ┬────┬────┬────┐
+               │ ↗  │ ↗  │    │    two heads, cut at one position: the next query of each costs the same
+           cut ├────┼────┤    │
+         start └────┴────┴────┘
+"""
 
 from math import sqrt
 from typing import NamedTuple
@@ -6,16 +12,17 @@ from typing import NamedTuple
 from distca_hf.planning.rebalance.head_stacks import Stack, tokens_held
 
 
-Column = tuple[int, int, int, int]  # keys that the server lacks, top, end of queries that travel, head group
+# One head group of a stack: keys that the server lacks, top, end of the queries that travel, head group.
+Column = tuple[int, int, int, int]
 
 
 class Cut(NamedTuple):
     """Queries [position, top) of some heads.
 
     Attributes:
-        price_per_work: bytes x price, divided by the work that goes along.
-        heads: groups of heads.
-        position: where they are cut.
+        price_per_work: bytes x price, divided by the work that moves.
+        heads: head groups.
+        position: first query that moves.
         queries, keys: rows that the server receives.
     """
 
@@ -27,14 +34,14 @@ class Cut(NamedTuple):
 
 
 class Terms(NamedTuple):  # made for every rank that might take queries: a data class would take three times as long
-    """What a rank asks for taking queries.
+    """Work and prices of a possible move to one rank.
 
     Attributes:
-        work: pairs x groups of heads to move; less if there is not as much.
-        round_down: whether to move rather a tile too much than too little.
+        work: pairs x head groups to move, or all there are if fewer.
+        round_down: whether to round the position down to a tile, which moves too much, or up, which moves too little.
         query, key: price of one row.
-        whole_head: price saved for each head that leaves down to the stack's start: its server needs no keys from
-            elsewhere any more.
+        whole_head: price saved for each head that moves down to the stack's start: the old server then needs no keys
+            of other ranks for it.
     """
 
     work: float
@@ -44,9 +51,11 @@ class Terms(NamedTuple):  # made for every rank that might take queries: a data 
     whole_head: float
 
 
-def columns_for_stranger(stack: Stack) -> list[Column]:
-    """One column for each head that has queries left, highest first, as they cost a rank that has nothing of the
-    document. Queries that were merged into the stack travel anyway, and so do their keys."""
+def columns_without_keys(stack: Stack) -> list[Column]:
+    """Returns one column for each head with queries left, highest first, for a server without rows of the document.
+
+    Queries that were merged into the stack travel in any case, and so do their keys: they cost nothing more here.
+    """
     columns = []
     for head, top in enumerate(stack.tops):
         if top > stack.start:
@@ -57,16 +66,16 @@ def columns_for_stranger(stack: Stack) -> list[Column]:
     return columns
 
 
-def columns_for_relative(stack: Stack, rank: int, prefixes: list[int]) -> list[Column]:
-    """The same for a rank that holds or received part of the document; heads of which it lacks least come first.
+def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Column]:
+    """Returns the columns for a server that holds or received rows of the document, fewest lacking keys first.
 
     Args:
-        stack: whose queries are to move.
-        rank: where to.
-        prefixes: `[head_groups]` keys of the document's beginning that the rank has received, of each head.
+        stack: the stack to cut.
+        rank: the server.
+        prefixes: `[head_groups]` keys of the document's beginning that the server has received, of each head.
     """
     columns = []
-    same: dict[tuple[int, int], tuple[int, int]] = {}  # most heads have been treated alike
+    same: dict[tuple[int, int], tuple[int, int]] = {}  # most heads have equal tops and prefixes
     for head, alike in enumerate(zip(stack.tops, prefixes, strict=True)):
         top, known = alike
         if top > stack.start:
@@ -87,31 +96,34 @@ def cheapest_cut(
     stack: Stack,
     terms: Terms,
     tile_tokens: int,
-    level: float,
+    common_cut: float,
     spare_room: bool,
     price_limit: float,
 ) -> Cut | None:
-    """The cut with the lowest price for its work, among those that take the first heads of a list down to one
-    position. Equal positions are best: there the next query of every head costs the same for its work.
+    """Finds the cut with the lowest price for its work. A cut takes the first heads of a list down to one position.
 
-    A cut above `level` leaves queries that will have to leave, too, later, with their keys once more: its price
-    includes their share of these keys.
+    Equal positions are best: there the next query of every head costs the same for its work. A cut above `common_cut`
+    is charged for keys that a later, deeper cut will send again.
 
     Args:
-        columns: heads in the order they are taken.
-        stack: whose queries move.
-        terms: how much, and what for.
-        tile_tokens: cuts are multiples of this.
-        level: position down to which all heads would be cut, if they shared what is to leave equally.
-        spare_room: whether to consider cuts at the level that move less than asked for.
-        price_limit: a cut of this price for its work, or a dearer one, is none.
+        columns: heads in the order in which they are taken.
+        stack: the stack to cut.
+        terms: work to move, and prices.
+        tile_tokens: positions are multiples of this, or the stack's start.
+        common_cut: position at which the surplus would leave if all heads were cut alike.
+        spare_room: whether to consider cuts at `common_cut`, which move less work than asked for.
+        price_limit: upper bound, exclusive, of the price for its work.
+
+    Returns:
+        The cut, or None if no price is below the limit.
     """
     work, round_down, query_price, key_price, whole_head = terms
-    start, below, spare_position = stack.start, stack.start * (stack.start + 1), int(level)
+    start, below, spare_position = stack.start, stack.start * (stack.start + 1), int(common_cut)
     squares = lacks = travels = 0
-    lowest, level_square = columns[0][1], level * level
+    lowest, common_square = columns[0][1], common_cut * common_cut
     best: tuple[float, int, int, int, int] | None = None
     for count, (lack, top, travel, _) in enumerate(columns, 1):
+        # 1. The position at which so many heads, cut alike, move the work.
         squares += top * (top + 1)
         lacks += lack
         travels += travel
@@ -121,7 +133,8 @@ def cheapest_cut(
         deepest = int(sqrt(left)) if left > below else start
         if lowest <= deepest:
             break  # more heads would be cut still higher
-        for wanted in (deepest, spare_position) if spare_room and deepest < level else (deepest,):
+        for wanted in (deepest, spare_position) if spare_room and deepest < common_cut else (deepest,):
+            # 2. That position on a tile.
             position = start
             if wanted > start:
                 position = wanted - wanted % tile_tokens
@@ -131,12 +144,13 @@ def cheapest_cut(
                     position = start
             if position >= lowest:
                 continue
+            # 3. The price of its rows, for the work that moves.
             queries = travels - count * position
             price = key_price * lacks + (query_price * queries if queries > 0 else 0.0)
             if position == start:
                 price -= count * whole_head
-            elif position > level:
-                price += count * key_price * (position - level_square / position)
+            elif position > common_cut:
+                price += count * key_price * (position - common_square / position)
             moved = (squares - count * position * (position + 1)) / 2
             if best is None or price < best[0] * moved:
                 best = (price / moved, count, position, queries, lacks)
@@ -148,8 +162,8 @@ def cheapest_cut(
     return Cut(price_per_work, [head for _, _, _, head in columns[:count]], position, max(0, queries), lacks)
 
 
-def common_level(stacks: list[Stack], work: float) -> float:
-    """Position down to which all heads of some stacks would be cut to move this much work."""
+def common_cut_of(stacks: list[Stack], work: float) -> float:
+    """Returns the position at which all heads of some stacks, cut alike, move this much work."""
     tops = sorted([top for stack in stacks for top in stack.tops if top > stack.start], reverse=True)
     square, squares = 0.0, 0
     for count, top in enumerate(tops, 1):

@@ -1,18 +1,24 @@
-"""Supply: the stacks that each rank may give away, longest first."""
+"""Donors: the stacks of each rank, longest first, that it may move to others; short tails of documents are merged.
+
+packed        rank 0 | d1[0:200K]           |
+              rank 1 | d1[200K:201K] | d2 ..        1K queries would need 200K keys
+merged        the 1K queries are computed on rank 0, where the keys are, or those of some heads are
+"""
 
 from bisect import insort
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, causal_pairs
 from distca_hf.layout import Layout
 from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.head_stacks import Holders, Stack
 from distca_hf.planning.rebalance.strategies import Strategy
 
 
-class Documents:
-    """A layout's documents, sorted once for all plans that are tried.
+class DocumentsByRank:
+    """Documents of a layout, sorted once for all candidates.
 
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
@@ -35,29 +41,29 @@ class Documents:
         self._borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
 
     def whole_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """Documents that a rank holds all of, longest first, and their lengths in tokens."""
+        """Returns the documents that lie wholly on a rank, longest first, and their lengths in tokens."""
         own = slice(self._borders[rank], self._borders[rank + 1])
         return self._whole[own], self._tokens[own]
 
 
-class Supply:
-    """Stacks of every rank, those of whole documents made when they are asked for.
+class Donors:
+    """Stacks of every rank. A stack of a whole document is made at its first use.
 
     Attributes:
-        work: `[ranks]` pairs x groups of heads, slivers counted where they are merged.
-        head_groups: groups that heads are divided in.
+        work: `[ranks]` pairs x head groups; merged tails count on the rank that computes them.
+        head_groups: groups that heads are divided into.
         spanning: stacks of documents that span ranks.
-        opened: stacks of other documents that have been asked for.
+        opened: stacks of whole documents, made so far.
 
     Args:
         documents: of the layout.
         work: `[ranks]` attended pairs of what each rank holds.
-        head_groups, token_bytes, prices, strategy: see `merge_slivers`.
+        head_groups, token_bytes, prices, strategy: see `merge_short_tails`.
     """
 
     def __init__(
         self,
-        documents: Documents,
+        documents: DocumentsByRank,
         work: IntArray,
         head_groups: int,
         token_bytes: TokenBytes,
@@ -72,7 +78,7 @@ class Supply:
         self._ready: dict[int, list[Stack]] = {}
         self._next: dict[int, int] = {}
         for place, (document, segments) in enumerate(documents.spanning):
-            stacks = merge_slivers(document, segments, head_groups, token_bytes, prices, strategy)
+            stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy)
             self.spanning += stacks
             for start, stop, rank in segments:
                 self.work[rank] -= causal_pairs(start, stop) * head_groups
@@ -83,11 +89,11 @@ class Supply:
 
     @property
     def stacks(self) -> list[Stack]:
-        """All stacks so far. Documents without one are computed where they are held."""
+        """All stacks so far. Documents without a stack are computed by their owner."""
         return self.spanning + self.opened
 
     def longest(self, rank: int, count: int) -> list[Stack]:
-        """Up to `count` stacks of a rank that have queries left, longest first."""
+        """Returns up to `count` stacks of a rank that have queries left, longest first."""
         ready = [stack for stack in self._ready.get(rank, []) if stack.has_queries]
         documents, tokens = self._documents.whole_of(rank)
         at = self._next.get(rank, 0)
@@ -107,7 +113,7 @@ def _longest_first(stack: Stack) -> tuple[int, int, int]:
     return -stack.stop, stack.start, stack.place
 
 
-def merge_slivers(
+def merge_short_tails(
     document: int,
     segments: list[tuple[int, int, int]],
     head_groups: int,
@@ -115,15 +121,15 @@ def merge_slivers(
     prices: Prices,
     strategy: Strategy,
 ) -> list[Stack]:
-    """Stacks of a document that spans ranks, in order: one for each rank that begins to compute part of it.
+    """Makes the stacks of a document that spans ranks, in order: one for each rank that computes part of it.
 
     Args:
         document: its number.
-        segments: (start, stop, rank) of each, in order.
-        head_groups: groups that heads are divided in.
+        segments: (start, stop, rank) of each segment, in order.
+        head_groups: groups that heads are divided into.
         token_bytes: bytes of one token.
-        prices: what a byte costs on every rank.
-        strategy: which slivers are merged, and for how many heads.
+        prices: price of a byte on every rank.
+        strategy: the length of tails that are merged, and the number of their heads.
     """
     stacks: list[Stack] = []
     holders: Holders = {}
@@ -137,7 +143,7 @@ def merge_slivers(
             strategy.merge_below * _price_of_keys(start, rank, before.server, token_bytes, prices)
         ):
             below, before.stop = before.stop, stop
-            if some_heads < head_groups and stop == segments[-1][1]:  # nothing comes after it, on whichever rank
+            if some_heads < head_groups and stop == segments[-1][1]:  # no later segment reads its keys
                 others = head_groups - some_heads
                 before.tops = [stop] * some_heads + [below] * others
                 tops = [start] * some_heads + [stop] * others
@@ -150,10 +156,10 @@ def merge_slivers(
 
 
 def _price_of_keys(before: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
-    """Price of computing a sliver at home: keys of all that is before it come."""
+    """Returns the price of computing a tail on its owner rank: it receives all keys before it."""
     return before * prices.of_keys(server, rank, token_bytes)
 
 
 def _price_of_queries(tokens: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
-    """Price of computing it where the keys are: its queries go there, with their own keys."""
+    """Returns the price of computing a tail on the server of the keys before it: it sends its queries and keys."""
     return tokens * (prices.of_queries(rank, server, token_bytes) + prices.of_keys(rank, server, token_bytes))

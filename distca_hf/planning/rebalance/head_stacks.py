@@ -1,10 +1,10 @@
-"""Stacks: what a rank may hand to others, for every head the queries of one document piled up from first to last.
+"""Stacks: the queries of one document on one rank, piled up from first to last for every head group.
 
 A query late in its document attends the most keys for the same bytes, so queries leave from the top:
 
     position   stop ┬────┬────┬────┬────┐
-                    │ r2 │ r2 │ r3 │    │   head groups 0 and 1 down to `cut` went to rank 2, group 2 to rank 3,
-               cut  ├────┼────┤    │    │   group 3 stays, and so does what is below
+                    │ r2 │ r2 │ r3 │    │   head groups 0 and 1 down to `cut` moved to rank 2, group 2 to rank 3;
+               cut  ├────┼────┤    │    │   group 3 stays, and so do all queries below
                     │    │    ├────┤    │
               start └────┴────┴────┴────┘
                head    0    1    2    3
@@ -26,15 +26,15 @@ Move = tuple[int, int, int, int]  # head group, start, stop, server
 
 @dataclass(slots=True)
 class Stack:
-    """Queries [start, stop) of a document, computed by `server` but for what it gives away.
+    """Queries [start, stop) of a document on `server`, and the ones among them that it gave to other servers.
 
     Attributes:
-        document, server, start, stop: the queries, and the rank that begins with all of them.
-        own_stop: the server holds tokens [start, own_stop) itself; what follows was merged with them (see `slivers`).
-        holders: who else holds tokens of the document; empty if the server holds all of it.
-        tops: `[head_groups]` where each head's queries that are still here end.
-        place: settles between equally long stacks; depends on who holds what, not on how documents are numbered.
-        moves: what was given away.
+        document, server, start, stop: the queries, and the rank that computes all of them at first.
+        own_stop: end of the tokens that the server holds; later ones were merged (see `donors.merge_short_tails`).
+        holders: ranks that hold tokens of the document; empty if the server holds all of them.
+        tops: `[head_groups]` end of each head's queries that are left.
+        place: order of equally long stacks. It depends on the layout, not on the numbers of documents.
+        moves: queries that were given away.
     """
 
     document: int
@@ -48,17 +48,17 @@ class Stack:
     moves: list[Move] = field(default_factory=list)
 
     def pairs_left(self) -> int:
-        """Attended pairs x groups of heads that are still here."""
+        """Counts attended pairs x head groups of the queries that are left."""
         squares = sum([top * (top + 1) for top in self.tops])
         return (squares - len(self.tops) * self.start * (self.start + 1)) // 2
 
     @property
     def has_queries(self) -> bool:
-        """Whether any query is still here."""
+        """Whether any query is left."""
         return max(self.tops) > self.start
 
     def give(self, heads: list[int], cut: int, server: int) -> int:
-        """Hands queries [cut, top) of some heads to a server; returns their pairs x groups of heads."""
+        """Gives queries [cut, top) of some heads to a server; returns their pairs x head groups."""
         pairs = 0
         for head in heads:
             pairs += causal_pairs(cut, self.tops[head])
@@ -67,13 +67,13 @@ class Stack:
         return pairs
 
     def parts(self) -> list[Move]:
-        """All queries of the stack, those that stay included."""
+        """Lists all queries of the stack: ranges that moved, and ranges that are left."""
         start, server = self.start, self.server
         return self.moves + [(head, start, top, server) for head, top in enumerate(self.tops) if top > start]
 
 
 def tokens_held(holders: Holders, rank: int, start: int, stop: int) -> int:
-    """Tokens of [start, stop) that a rank holds."""
+    """Counts tokens of [start, stop) that a rank holds."""
     return sum([max(0, min(stop, last) - max(start, first)) for first, last in holders.get(rank, ())])
 
 
@@ -81,33 +81,38 @@ Range = tuple[int, int, int]  # start, stop, server
 
 
 def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
-    """Tasks of a layout: what stacks say of their documents, and every other document where it is held.
+    """Makes the tasks of a layout: documents with stacks as these say, all others on their owner ranks.
 
-    A document gets tasks of single groups of heads only if not all groups go the same ways.
+    A document gets tasks of single head groups only if its groups are cut or moved differently.
     """
-    home = plan_in_place(layout).tasks
-    ranges: dict[int, list[list[Range]]] = {}
+    in_place = plan_in_place(layout).tasks
+
+    # 1. Documents with stacks: ranges of each head, joined where neighbours have one server.
+    by_document: dict[int, list[list[Range]]] = {}
     for stack in stacks:
-        heads = ranges.setdefault(stack.document, [[] for _ in range(head_groups)])
+        heads = by_document.setdefault(stack.document, [[] for _ in range(head_groups)])
         for head, start, stop, server in stack.parts():
             heads[head].append((start, stop, server))
     rows: list[tuple[int, int, int, int, int]] = []
-    for document, heads in ranges.items():
+    for document, heads in by_document.items():
         joined = [_join(parts) for parts in heads]
         if all(parts == joined[0] for parts in joined):
             rows += [(document, *part, ALL_HEADS) for part in joined[0]]
         else:
             rows += [(document, *part, head) for head, parts in enumerate(joined) for part in parts]
+
+    # 2. All other documents, as they are in place.
     stays = np.ones(layout.num_documents, dtype=bool)
-    stays[list(ranges)] = False
-    kept = np.flatnonzero(stays[home.document])
-    untouched = np.stack((home.document, home.start, home.stop, home.server, home.head), axis=1)[kept]
+    stays[list(by_document)] = False
+    kept = np.flatnonzero(stays[in_place.document])
+    columns_in_place = (in_place.document, in_place.start, in_place.stop, in_place.server, in_place.head)
+    untouched = np.stack(columns_in_place, axis=1)[kept]
     columns = np.concatenate([untouched, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
     return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups)
 
 
 def _join(parts: list[Range]) -> list[Range]:
-    """Ranges in order, neighbours of one server as one."""
+    """Sorts ranges, and joins neighbours of one server."""
     joined: list[Range] = []
     for start, stop, server in sorted(parts):
         if joined and joined[-1][1:] == (start, server):

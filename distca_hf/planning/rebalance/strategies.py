@@ -1,4 +1,4 @@
-"""Strategies: what a planner that goes step by step cannot know, and therefore tries."""
+"""Strategies: choices that a greedy pass cannot make by looking ahead, so that several are tried."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,15 +6,15 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to plan.
+    """Settings of one greedy pass.
 
     Attributes:
-        merge_below: the rest of a document that packing cut is merged with what is before it if moving its queries
-            costs less than this times what moving the keys costs.
-        spare_room: whether a server may be left with room if its part of a document would otherwise be cut so deep
-            that too many queries travel. Good where ranks with room are many.
-        merge_heads: for this share of the heads; where the document goes on, for all of them.
-        quiet_price: price of bytes that do not leave a rank with too much work, in comparison with those that do.
+        merge_below: a tail of a document that packing cut is merged with the part before it if moving its queries
+            costs less than this times the cost of moving the keys.
+        spare_room: whether a server may be left with room, where using it up would cut a document so deep that too
+            many queries travel. It helps where many ranks have room.
+        merge_heads: fraction of the heads that are merged; all of them where the document goes on behind the tail.
+        quiet_price: price of bytes that no rank with a surplus sends, relative to bytes that one sends.
     """
 
     merge_below: float = 1.0
@@ -23,7 +23,7 @@ class Strategy:
     merge_heads: float = 1.0
 
 
-# What is tried first, in this order, until a plan is about as good as can be: each adds most to those before it.
+# Strategies in the order in which they are tried: each one wins most over the ones before it (measured).
 STRATEGIES = (
     Strategy(spare_room=True),
     Strategy(merge_below=2, quiet_price=1),
@@ -32,22 +32,30 @@ STRATEGIES = (
     Strategy(merge_below=8, spare_room=True, quiet_price=1, merge_heads=0.25),
     Strategy(merge_below=8, spare_room=True, quiet_price=0.1, merge_heads=0.75),
 )
-# Nothing more is tried if so many documents were touched: they are short, and strategies differ in long ones.
+# Number of stacks in a candidate from which on no further one is tried: its documents are short, and strategies differ
+# in long documents.
 MANY_DOCUMENTS = 4096
 
 
-# Nor if all attempts together took so many steps for each rank.
+# Maximum number of greedy steps of all candidates together, per rank: bounds the time of planning.
 STEPS_PER_RANK = 8
-# Nor, on more than a few ranks, if the largest moves this much more than the least it has to, about.
+# Ratio of the largest rank's bytes to their estimated minimum up to which no further candidate is tried.
 GOOD_ENOUGH = 1.02
+# Number of ranks up to which all candidates are tried, whatever their ratio: they take a few milliseconds.
 SMALL_WORLD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is tried: first so many strategies, then the best of them again, with prices that follow from the bytes
-    it moves; no more after so many steps, nor if the largest rank moves at most `good_enough` times the least it has
-    to, about: how much that is depends on the slivers that were merged, so it says little of other strategies."""
+    """Search budget of a plan.
+
+    Attributes:
+        strategies: strategies that are tried.
+        rounds: repetitions of the best of them, each with prices that follow from the bytes of the one before.
+        steps: greedy steps after which the search ends.
+        good_enough: ratio of the largest rank's bytes to their estimated minimum at which it ends. The estimate
+            depends on the tails that were merged, so it says little about other strategies.
+    """
 
     strategies: int
     rounds: int
@@ -56,6 +64,6 @@ class Effort:
 
     @classmethod
     def for_ranks(cls, num_ranks: int) -> Self:
-        """What there is time for: an attempt takes 0.4 ms at 4 ranks, 1 at 8, 12 at 64 and 120 at 512."""
+        """Returns the budget for a number of ranks. A candidate takes 0.4 ms at 4 ranks, 12 at 64 and 120 at 512."""
         strategies = 6 if num_ranks <= 4 else 3 if num_ranks <= SMALL_WORLD else 2
         return cls(strategies, 1, STEPS_PER_RANK * num_ranks, 0.0 if num_ranks <= SMALL_WORLD else GOOD_ENOUGH)

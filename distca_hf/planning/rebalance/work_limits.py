@@ -1,4 +1,4 @@
-"""Goals: how much work each rank may compute, what it has too much, and what it has room for."""
+"""Work limits: the most work that each rank may compute, its surplus over that, and its room below it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ Amounts = dict[int, float]  # rank -> work
 
 
 def work_limits(total_work: int, num_ranks: int, capacities: Sequence[float] | None, tolerance: float) -> list[float]:
-    """`[ranks]` most work of each rank: its share of all work, by capacity, and the tolerance above it.
+    """Returns `[ranks]` most work of each rank: its share of all work, by capacity, and the tolerance above it.
 
-    Tolerance is on the largest rank, not on each one that receives: otherwise what all of them lack stays on the rank
-    that should give it.
+    Every rank has the same tolerance, as a bound on the largest one. A tolerance for receiving ranks alone would leave
+    the work that all of them lack on the rank that gives.
 
     Raises:
         ConfigError: not one capacity for each rank, or none above 0.
@@ -33,23 +33,23 @@ def work_limits(total_work: int, num_ranks: int, capacities: Sequence[float] | N
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Work that ranks are to give, and work that others may take."""
+class WorkGaps:
+    """Gaps between work and limits: `surplus` that ranks have to give, `room` that others may take."""
 
     surplus: Amounts
     room: Amounts
 
     @classmethod
-    def of(cls, work: list[int], limits: list[float]) -> "Level":
-        """Every rank against its own limit."""
+    def of(cls, work: list[int], limits: list[float]) -> "WorkGaps":
+        """Compares every rank with its own limit."""
         amounts = list(enumerate(zip(work, limits, strict=True)))
         return cls(
             {rank: done - limit for rank, (done, limit) in amounts if done > limit},
             {rank: limit - done for rank, (done, limit) in amounts if done < limit},
         )
 
-    def between_nodes(self, topology: Topology) -> "Level":
-        """What nodes as a whole have too much, or room for; taken from their largest ranks first."""
+    def between_nodes(self, topology: Topology) -> "WorkGaps":
+        """Returns the gaps of whole nodes, spread over their ranks with the largest gaps first."""
         surplus, room = _per_node(self.surplus, topology), _per_node(self.room, topology)
         gives: Amounts = {}
         takes: Amounts = {}
@@ -57,12 +57,12 @@ class Level:
             too_much, too_little = sum(surplus[node].values()), sum(room[node].values())
             _spread(too_much - too_little, surplus[node], gives)
             _spread(too_little - too_much, room[node], takes)
-        return Level(gives, takes)
+        return WorkGaps(gives, takes)
 
-    def within_nodes(self, topology: Topology) -> list["Level"]:
-        """What every node can level by itself."""
+    def within_nodes(self, topology: Topology) -> list["WorkGaps"]:
+        """Returns the gaps of each node's ranks, to balance inside the node."""
         surplus, room = _per_node(self.surplus, topology), _per_node(self.room, topology)
-        return [Level(surplus[node], room[node]) for node in range(topology.num_nodes)]
+        return [WorkGaps(surplus[node], room[node]) for node in range(topology.num_nodes)]
 
 
 def _per_node(amounts: Amounts, topology: Topology) -> list[Amounts]:
@@ -73,7 +73,7 @@ def _per_node(amounts: Amounts, topology: Topology) -> list[Amounts]:
 
 
 def _spread(total: float, amounts: Amounts, taken: Amounts) -> None:
-    """Takes `total` from the largest amounts."""
+    """Takes `total` from the largest amounts, and adds the parts to `taken`."""
     for rank in sorted(amounts, key=lambda rank: (-amounts[rank], rank)):
         if total <= 0:
             return

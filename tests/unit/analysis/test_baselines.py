@@ -7,13 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.context_parallel import context_parallel
-from distca_hf.analysis.baselines.lpt import whole_documents
-from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
-from distca_hf.analysis.baselines.sequential_fill import fill_groups, fill_head_and_tail
-from distca_hf.analysis.baselines.sorted_packs import sorted_packs
-from distca_hf.analysis.baselines.ulysses import ulysses
+from distca_hf.analysis.baselines.baseline import Baseline, fill_groups
+from distca_hf.analysis.baselines.packing import sorted_packs, whole_documents
+from distca_hf.analysis.baselines.published_greedy import fill_head_and_tail, plan_published_greedy
+from distca_hf.analysis.baselines.sequence_parallel import context_parallel, ulysses
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.planning.plan import Plan

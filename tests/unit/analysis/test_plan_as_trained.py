@@ -18,12 +18,12 @@ from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 import distca_hf
-from distca_hf.analysis.draw import Drawn, OptimizerStep, draw_step
+from distca_hf.analysis.find_model import read_model_config
+from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.models import ModelShape, read_model_config
-from distca_hf.analysis.plan_report import make_report
-from distca_hf.analysis.plan_request import PlanRequest
-from distca_hf.analysis.plan_step import plan_micro_steps
+from distca_hf.analysis.models import ModelShape
+from distca_hf.analysis.packed_epoch import OptimizerStep, Origin, pack_first_step
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.packed import PackPlanner
@@ -33,7 +33,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.rank_plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.testing.loopback import LoopbackTransport, run_ranks
 from support.models import tiny_model
@@ -114,12 +114,12 @@ def check_same_step(
     lengths: list[int], request: PlanRequest, heads: tuple[int, int], seed: int
 ) -> tuple[list[Plan], PlacedLoader]:
     """The command's plans and the loader's are equal, and so is what they say."""
-    step = draw_step(np.array(lengths), request, seed)
+    step = pack_first_step(np.array(lengths), request, seed)
     plans = plan_micro_steps(request, step.micro_batches)
     loader = loader_of(lengths, request, heads, seed)
     lives: list[LivePlan] = [batch["distca_plan"] for batch in islice(loader, request.micro_steps)]
 
-    assert step.drawn == Drawn(seed, 0, len(loader))
+    assert step.origin == Origin(seed, 0, len(loader))
     for number, (plan, live) in enumerate(zip(plans, lives, strict=True)):
         documents = [len(document.input_ids) for document in loader.documents(0, number)]
         assert plan.layout.document_tokens.tolist() == documents
@@ -178,7 +178,7 @@ def test_an_overlong_document_is_refused_wherever_it_is(seed: int, shapes: dict[
     with pytest.raises(PackingError, match=r"document 300 \(row 300\) has 2001 tokens"):
         loader_of(lengths, request, (32, 8), seed)
     with pytest.raises(PackingError, match="a document of 2001 tokens does not fit"):
-        draw_step(np.array(lengths), request, seed)
+        pack_first_step(np.array(lengths), request, seed)
 
 
 @settings(max_examples=40, deadline=None)
@@ -198,7 +198,7 @@ def test_any_step_is_the_first_of_training(data: st.DataObject, shapes: dict[tup
     loader = loader_of(lengths, request, heads, seed)
     if len(loader) < micro_steps:
         with pytest.raises(PackingError, match=f"fill {len(loader)} of {micro_steps} micro-steps"):
-            draw_step(np.array(lengths), request, seed)
+            pack_first_step(np.array(lengths), request, seed)
     else:
         check_same_step(lengths, request, heads, seed)
 

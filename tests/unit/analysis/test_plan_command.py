@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import plan_command
-from distca_hf.analysis.baselines.baseline import Baseline
+from distca_hf.analysis import command
+from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
 from distca_hf.analysis.compare import run_baselines
-from distca_hf.analysis.draw import OptimizerStep, divide_batch, draw_step
-from distca_hf.analysis.figures import Figures, figures_of
+from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.models import PRESETS, preset
-from distca_hf.analysis.plan_report import make_report
-from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.packed_epoch import OptimizerStep, divide_batch, pack_first_step
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
@@ -206,7 +205,7 @@ def test_the_table_can_be_read() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no figure and no name is cut short."""
-    monkeypatch.setattr(plan_command, "COLUMNS", columns)
+    monkeypatch.setattr(command, "COLUMNS", columns)
     options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
     text = plan(some, *options, ranks=64, tokens_per_rank=32768)
     lines = text.replace(str(some), "").splitlines()
@@ -299,25 +298,25 @@ def test_terminals_that_know_no_blocks_get_bars_too(some: Path) -> None:
 
 def test_documents_are_drawn_once_and_whole() -> None:
     lengths = np.arange(1, 400)
-    step = draw_step(lengths, world(4, 2000, 6), seed=3)
+    step = pack_first_step(lengths, world(4, 2000, 6), seed=3)
     drawn = np.concatenate(step.micro_batches)
     assert len(set(drawn.tolist())) == len(drawn)
     assert set(drawn.tolist()) <= set(lengths.tolist())
     # An epoch of 79,800 tokens has ten micro-batches of up to 8,000; all get nearly equal tokens.
-    assert step.drawn is not None
-    assert step.drawn.epoch_micro_batches == 10
+    assert step.origin is not None
+    assert step.origin.epoch_micro_batches == 10
     assert all(7980 - 20 <= batch.sum() <= 8000 for batch in step.micro_batches)
 
 
 def test_documents_that_do_not_fit_together_are_drawn_apart() -> None:
-    batches = draw_step(np.array([60, 60, 60]), world(1, 100, 3), seed=0).micro_batches
+    batches = pack_first_step(np.array([60, 60, 60]), world(1, 100, 3), seed=0).micro_batches
     assert [batch.tolist() for batch in batches] == [[60], [60], [60]]
 
 
 def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
     step = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
     assert [batch.tolist() for batch in step.micro_batches] == [[10, 30, 5, 15], [20, 20]]
-    assert step.drawn is None
+    assert step.origin is None
 
 
 def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:
@@ -333,7 +332,7 @@ def test_overlong_documents_are_cut_if_asked(overlong: str, kept: list[int]) -> 
     lengths = np.array([120, 10])
     for step in (
         divide_batch(lengths, world(2, 20, 4, overlong=overlong)),
-        draw_step(lengths, world(2, 20, len(kept), overlong=overlong), seed=0),
+        pack_first_step(lengths, world(2, 20, len(kept), overlong=overlong), seed=0),
     ):
         assert sorted(np.concatenate(step.micro_batches).tolist()) == sorted(kept)
 

@@ -9,12 +9,12 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.baselines.sorted_packs import sorted_packs
-from distca_hf.analysis.draw import draw_epoch
+from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_choices
+from distca_hf.analysis.baselines.packing import sorted_packs
+from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_in_order, plan_epoch
 from distca_hf.analysis.models import preset
-from distca_hf.analysis.plan_choices import TOKENS_PER_RANK, Choice, make_choices
-from distca_hf.analysis.plan_epoch import MOST_PLANNED_RANKS, pack_in_order, plan_epoch
-from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.packed_epoch import pack_epoch
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.transport import LocalTransport
@@ -43,7 +43,7 @@ def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeyp
     monkeypatch.setattr(loader, "check_cuts", lambda *given: None)  # nobody holds the other side of a cut
     lengths, tokens_per_rank = long_tail(1500, 4000), 1000
     request = PlanRequest(8, tokens_per_rank, 8, micro_steps, preset("llama3-8b"))
-    packed = draw_epoch(np.array(lengths), request, seed=7)
+    packed = pack_epoch(np.array(lengths), request, seed=7)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     trained = PlacedLoader(
         Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths]}),
@@ -93,7 +93,7 @@ def test_sums_over_an_epoch_may_wrap_around() -> None:
 def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
     request = PlanRequest(64, 10, 8, 2, preset("llama3-8b"))
     document_tokens = np.full(64 * 40, 10)
-    packed = draw_epoch(document_tokens, request, seed=0)
+    packed = pack_epoch(document_tokens, request, seed=0)
     gone_over: list[int] = []
 
     def track(steps: Sequence[int]) -> Sequence[int]:
@@ -110,7 +110,7 @@ def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
 
 def test_sorted_packs_are_those_of_each_step() -> None:
     request = PlanRequest(2, 60, 8, 3, preset("llama3-8b"))
-    packed = draw_epoch(np.array(long_tail(30, 100)), request, seed=0)
+    packed = pack_epoch(np.array(long_tail(30, 100)), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     first = np.concatenate([packed.document_tokens[packed.epoch.micro_batch(number)] for number in range(3)])
     assert plans.sorted_work[:3].tolist() == [pack.work.tolist() for pack in sorted_packs(first, 2, 3)]

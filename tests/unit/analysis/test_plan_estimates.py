@@ -9,14 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distca_hf.analysis.models import PRESETS, preset
-from distca_hf.analysis.plan_epoch import EpochPlans, InOrder
-from distca_hf.analysis.plan_estimates import Assumptions
-from distca_hf.analysis.plan_memory import TrainingSetup, estimate_memory
-from distca_hf.analysis.plan_model import find_model
-from distca_hf.analysis.plan_size import ModelSize
-from distca_hf.analysis.plan_speed import Speed, estimate_speed
-from distca_hf.analysis.plan_time import step_cost
+from distca_hf.analysis.epoch import EpochPlans, InOrder
+from distca_hf.analysis.estimates import Assumptions, Speed, estimate_speed, step_cost
+from distca_hf.analysis.find_model import find_model
+from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.models import PRESETS, ModelSize, preset
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
 from distca_hf.planning.heads import Heads

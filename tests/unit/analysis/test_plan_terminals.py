@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.draw import draw_epoch
+from distca_hf.analysis.answer import make_answer
+from distca_hf.analysis.epoch import plan_epoch
+from distca_hf.analysis.estimates import Assumptions
+from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.models import preset
-from distca_hf.analysis.plan_answer import make_answer
-from distca_hf.analysis.plan_epoch import plan_epoch
-from distca_hf.analysis.plan_estimates import Assumptions
-from distca_hf.analysis.plan_picture import figure_of
-from distca_hf.analysis.plan_report import make_report
-from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.packed_epoch import pack_epoch
+from distca_hf.analysis.pictures import figure_of
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cli import app
 from support.commands import SCRIPTS
 
@@ -129,7 +129,7 @@ def test_rows_do_not_stay_in_memory(name: str, tmp_path: Path) -> None:
 def test_a_picture_says_what_it_shows(lengths: Path) -> None:
     request = PlanRequest(4, 8192, 8, 1, preset("qwen3-8b"))
     tokens = read_lengths(lengths).tokens
-    packed = draw_epoch(tokens, request, seed=0)
+    packed = pack_epoch(tokens, request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     step = make_report(request, packed.first_step(1))
     answer = make_answer(step, plans, packed.document_tokens, tokens, Assumptions())

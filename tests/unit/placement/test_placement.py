@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout
-from distca_hf.placement.accordion import TILE_TOKENS
+from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.placement.place import fill_in_order, place
 from support.layouts import reads_rows_in_order
 

@@ -12,9 +12,9 @@ from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.rebalance.byte_costs import Prices
-from distca_hf.planning.rebalance.donors import merge_slivers
+from distca_hf.planning.rebalance.donors import merge_short_tails
 from distca_hf.planning.rebalance.strategies import Strategy
-from distca_hf.planning.rebalance.work_limits import Level, work_limits
+from distca_hf.planning.rebalance.work_limits import WorkGaps, work_limits
 from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
@@ -54,21 +54,21 @@ def test_divided_heads_move_fewer_bytes() -> None:
     assert largest_bytes(plan_by_moving(layout, 8)) < 0.5 * largest_bytes(plan_by_moving(layout))
 
 
-def test_a_sliver_is_computed_where_its_keys_are() -> None:
+def test_a_short_tail_is_computed_where_its_keys_are() -> None:
     """A document of 101K tokens, of which packing put 1K on the next rank."""
     plan = plan_by_moving(fill_in_order([101_000, 99_000], 2), 8)
-    of_sliver = plan.tasks.server[(plan.tasks.document == 0) & (plan.tasks.stop == 101_000)]
+    of_tail = plan.tasks.server[(plan.tasks.document == 0) & (plan.tasks.stop == 101_000)]
 
-    assert set(of_sliver.tolist()) == {0}
+    assert set(of_tail.tolist()) == {0}
     assert largest_bytes(plan) < 0.2 * largest_bytes(plan_in_place(plan.layout))
 
 
-def test_a_sliver_may_be_merged_for_some_heads() -> None:
+def test_a_short_tail_may_be_merged_for_some_heads() -> None:
     prices = Prices.opening([False, False], 1.0)
     strategy = Strategy(merge_heads=0.25)
     segments = [(0, 100_000, 0), (100_000, 101_000, 1)]
 
-    first, second = merge_slivers(7, segments, 8, TokenBytes(), prices, strategy)
+    first, second = merge_short_tails(7, segments, 8, TokenBytes(), prices, strategy)
     assert (first.server, first.start, first.own_stop, first.stop) == (0, 0, 100_000, 101_000)
     assert first.tops == [101_000] * 2 + [100_000] * 6
     assert (second.server, second.start, second.stop) == (1, 100_000, 101_000)
@@ -79,7 +79,7 @@ def test_a_document_that_goes_on_is_merged_for_all_heads() -> None:
     prices = Prices.opening([False] * 3, 1.0)
     segments = [(0, 100_000, 0), (100_000, 101_000, 1), (101_000, 201_000, 2)]
 
-    first, second = merge_slivers(7, segments, 8, TokenBytes(), prices, Strategy(merge_heads=0.25))
+    first, second = merge_short_tails(7, segments, 8, TokenBytes(), prices, Strategy(merge_heads=0.25))
     assert (first.stop, first.tops) == (101_000, [101_000] * 8)
     assert (second.server, second.start, second.tops) == (2, 101_000, [201_000] * 8)
 
@@ -94,10 +94,10 @@ def test_nodes_level_among_themselves_first() -> None:
 
 
 def test_a_node_gives_what_it_has_too_much() -> None:
-    level = Level.of([10, 2, 1, 1], [4.0, 4.0, 4.0, 4.0])
-    across = level.between_nodes(Topology(4, 2))
+    gaps = WorkGaps.of([10, 2, 1, 1], [4.0, 4.0, 4.0, 4.0])
+    across = gaps.between_nodes(Topology(4, 2))
 
-    assert across == Level({0: 4.0}, {2: 3.0, 3: 3.0})
+    assert across == WorkGaps({0: 4.0}, {2: 3.0, 3: 3.0})
 
 
 def test_dedicated_servers_compute_everything() -> None:

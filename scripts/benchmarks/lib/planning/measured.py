@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from distca_hf.analysis.models import PRESETS, ModelShape
-from distca_hf.analysis.plan_size import ModelSize
-from distca_hf.analysis.plan_time import Checkpointing
+from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize
 
 
 LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]

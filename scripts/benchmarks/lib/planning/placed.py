@@ -7,10 +7,10 @@ import numpy as np
 
 from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
 from distca_hf.analysis.bounds.placed import key_value_bytes_bound
-from distca_hf.analysis.draw import OptimizerStep, draw_step
+from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.models import preset
-from distca_hf.analysis.plan_report import make_report
-from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.packed_epoch import OptimizerStep, pack_first_step
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.in_place import plan_in_place
@@ -121,7 +121,7 @@ def print_windows(ranks: list[int], seeds: int) -> None:
             for seed in range(seeds):
                 lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
                 request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
-                step = draw_step(lengths, request, seed)
+                step = pack_first_step(lengths, request, seed)
                 alone = replace(request, micro_steps=1)
                 reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
                 one_by_one.append(sum(report.planned.figures.bytes_total for report in reports))

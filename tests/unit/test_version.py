@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distca_hf import errors, requirements
-from distca_hf.requirements import LOWEST, check_versions
-from distca_hf.version import __version__
+from distca_hf import errors
+from distca_hf.version import LOWEST, __version__, check_versions
 
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -23,7 +22,7 @@ def pretend(installed: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -
             raise importlib.metadata.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(requirements.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 def test_lowest_versions_are_those_of_pyproject() -> None:

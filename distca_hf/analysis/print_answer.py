@@ -1,4 +1,4 @@
-"""Plan table: an answer for people, in the terminal, readable from 40 columns on."""
+"""Print answer: the answer of `distca plan` in the terminal, readable from 40 columns on."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,18 @@ import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from distca_hf.analysis.plan_answer import EpochFigures, PlanAnswer
-from distca_hf.analysis.plan_compare_table import compare_table
-from distca_hf.analysis.plan_estimates_table import estimates_tables
-from distca_hf.analysis.plan_report import Outcome, PlanReport
-from distca_hf.analysis.plan_text import block, counted, in_bytes, in_gib, in_range, plain_table
+from distca_hf.analysis.answer import EpochFigures, PlanAnswer
+from distca_hf.analysis.first_step import Outcome, StepReport
+from distca_hf.analysis.tables import (
+    block,
+    compare_table,
+    counted,
+    estimates_tables,
+    in_bytes,
+    in_gib,
+    in_range,
+    plain_table,
+)
 from distca_hf.cost import IntArray
 
 
@@ -44,10 +51,10 @@ def _world(answer: PlanAnswer) -> str:
     step, epoch = answer.step, answer.epoch
     request = step.request
     steps = f" x {request.micro_steps} micro-steps" if request.micro_steps > 1 else ""
-    if step.drawn is None:
+    if step.origin is None:
         packed = "exactly these documents"
     else:
-        packed = f"{counted(epoch.micro_batches, 'micro-batch')} in an epoch, seed {step.drawn.seed}"
+        packed = f"{counted(epoch.micro_batches, 'micro-batch')} in an epoch, seed {step.origin.seed}"
     return (
         f"{step.source}: {counted(epoch.documents, 'document')}, {counted(epoch.tokens, 'token')}, the longest has "
         f"{epoch.longest_document_tokens:,}. {request.model.name} on {counted(request.num_ranks, 'rank')} x "
@@ -84,7 +91,7 @@ def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
     return block("attention of the busiest rank / mean of all", table)
 
 
-def _figures(report: PlanReport) -> RenderableType:
+def _figures(report: StepReport) -> RenderableType:
     """Returns two columns about the first optimizer step: names of figures, and their values."""
     table = plain_table("")
     figures, outcome = report.planned.figures, report.planned
@@ -107,11 +114,11 @@ def _figures(report: PlanReport) -> RenderableType:
     return block(_first_step(report), table)
 
 
-def _first_step(report: PlanReport) -> str:
+def _first_step(report: StepReport) -> str:
     """Returns which micro-batches of a training the first step has."""
-    if report.drawn is None:
+    if report.origin is None:
         return "exactly these documents"
-    steps, drawn = report.request.micro_steps, report.drawn
+    steps, drawn = report.request.micro_steps, report.origin
     first = f"the first {steps}" if steps > 1 else "the first"
     return f"{first} of {counted(drawn.epoch_micro_batches, 'micro-batch')} of epoch {drawn.epoch}, seed {drawn.seed}"
 
@@ -124,7 +131,7 @@ def _ratio(outcome: Outcome) -> str:
     return f"{outcome.figures.bytes_total / bound:.2f} ({in_bytes(bound)})" if bound else "bound: 0 B"
 
 
-def _bars(report: PlanReport, console: Console) -> RenderableType:
+def _bars(report: StepReport, console: Console) -> RenderableType:
     """Draws the work of the ranks over the mean, before and after."""
     unicode = console.encoding.lower().startswith("utf")
     characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_BESIDE_BARS) // 2))

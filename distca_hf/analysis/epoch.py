@@ -1,7 +1,7 @@
-"""Plan epoch: balance of every micro-batch of an epoch, which the packer of training packs.
+"""Epoch: balance of every micro-batch of an epoch, as packed and as planned.
 
-What documents in order would do is counted for all of them. Plans are made for optimizer steps spread evenly over the
-epoch: all of them where there are few, and as many as take about a second where there are more.
+Balance of documents in order is computed for all micro-batches. Plans are made for optimizer steps spread evenly over
+the epoch: for all of them if there are few, otherwise for as many as take about a second.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.sorted_packs import sorted_packs
-from distca_hf.analysis.plan_request import PlanRequest
-from distca_hf.analysis.plan_step import plan_micro_steps
+from distca_hf.analysis.baselines.packing import sorted_packs
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.cost import IntArray, causal_pairs_of
 from distca_hf.data.epochs import Epoch
 
 
 # Ranks x micro-batches that are planned: a plan takes a quarter of a millisecond for each rank.
 MOST_PLANNED_RANKS = 1024
-
 Track = Callable[[Sequence[int]], Iterable[int]]  # hands out what it is given, and shows how far that is
 
 

@@ -1,16 +1,91 @@
-"""Plan estimates: how fast, and how much memory, for a model whose size is known."""
+"""Estimates: speed and memory of a training, for a model whose numbers of weights are known.
+
+Speed follows from the slowest rank of every micro-batch: all other ranks wait for it. Seconds of tokens and attended
+pairs come from `flops`, bytes from `memory`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from distca_hf.analysis.models import ModelShape
-from distca_hf.analysis.plan_epoch import EpochPlans
-from distca_hf.analysis.plan_memory import Memory, Sharding, TrainingSetup, estimate_memory
-from distca_hf.analysis.plan_speed import Speed, estimate_speed
-from distca_hf.analysis.plan_time import Checkpointing, step_cost
+import numpy as np
+
+from distca_hf.analysis.epoch import EpochPlans, InOrder
+from distca_hf.analysis.memory import Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
+from distca_hf.analysis.models import ModelShape, ModelSize
 from distca_hf.errors import ConfigError
-from distca_hf.flops import H200, H200_LIGER, StepCost
+from distca_hf.flops import H200, H200_LIGER, Rates, StepCost, StepFlops
+from distca_hf.planning.heads import Heads
+
+
+def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
+    """Returns the cost of a model whose weights are all trained.
+
+    Args:
+        size: of the model; a size without vocabulary is a model without a head.
+        heads: of one layer.
+        checkpointing: layers are computed twice, attention not ("saved") or as well ("recomputed"), or nothing is
+            ("none").
+        rates: of the GPU.
+    """
+    weights = size.layer_parameters + size.head_parameters
+    pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
+    return StepFlops.of(weights, weights, pair_forward, size.head_parameters).cost(
+        recomputes_layers=checkpointing != "none", recomputes_attention=checkpointing == "recomputed", rates=rates
+    )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Estimated ratios of step times, over an epoch.
+
+    Attributes:
+        attention_share: attention's part of a step in which all ranks have the same work.
+        over_plain: time of documents in order over time as planned.
+        over_sorted: the same for packs that are sorted by work within every optimizer step.
+    """
+
+    attention_share: float
+    over_plain: float
+    over_sorted: float
+
+
+def estimate_speed(plans: EpochPlans, cost: StepCost) -> Speed:
+    """Adds up the slowest rank of every micro-batch; of micro-batches that were not planned it is the mean rank times
+    the mean imbalance of those that were.
+
+    Args:
+        plans: of an epoch.
+        cost: of a token and a pair, for the model.
+    """
+    plain = _seconds(plans.in_order, plans.in_order.work.max(axis=1), cost)
+    as_planned = _seconds(plans.in_order, plans.in_order.work.mean(axis=1) * plans.imbalance.mean(), cost)
+    looked_at = InOrder(plans.in_order.tokens[plans.looked_at], plans.in_order.work[plans.looked_at])
+    sorted_packs = plans.sorted_tokens * cost.token_seconds + plans.sorted_work * cost.pair_seconds
+    return Speed(
+        attention_share=attention_share(plans.in_order, cost),
+        over_plain=plain / as_planned,
+        over_sorted=float(sorted_packs.max(axis=1).sum()) / _seconds(looked_at, plans.work.max(axis=1), cost),
+    )
+
+
+def attention_share(in_order: InOrder, cost: StepCost) -> float:
+    """Returns attention's part of steps in which all ranks have the same work."""
+    return cost.attention_share(
+        float(in_order.rank_tokens(slice(None)).sum()), float(in_order.work.mean(axis=1).sum())
+    )
+
+
+def speed_over_plain(in_order: InOrder, cost: StepCost) -> float:
+    """Returns time of documents in order over time of perfectly equal work."""
+    plain = _seconds(in_order, in_order.work.max(axis=1), cost)
+    return plain / _seconds(in_order, in_order.work.mean(axis=1), cost)
+
+
+def _seconds(in_order: InOrder, busiest_pairs: np.ndarray, cost: StepCost) -> float:
+    """Returns seconds of all micro-batches, tokens being equal, from the pairs of the busiest rank of each."""
+    tokens = in_order.rank_tokens(slice(None))
+    return float((tokens * cost.token_seconds + busiest_pairs * cost.pair_seconds).sum())
 
 
 CHECKPOINTING = get_args(Checkpointing)

@@ -1,14 +1,19 @@
-"""Whole documents: longest processing time first (Graham 1969), the best that packing without cuts is given for.
+"""Packing alone: whole documents or whole packs are dealt out to ranks; no token and no task moves.
 
-Documents, the longest first, each go to the rank with the least work so far. Nothing is sent. Some rank has the work
-of the longest document; and ranks hold unequal tokens, even more than they have room for.
+**Whole documents**: longest processing time first (Graham 1969), the reference for packing without cuts. Documents,
+the longest first, each go to the rank with the least work so far. Some rank has the work of the longest document.
+Ranks hold unequal tokens, possibly more than they have room for.
+
+**Sorted packs**: the order of packs within one optimizer step changes no gradient, so packs of equal cost run at the
+same time. Documents fill packs one after the other; a document cut at a pack's border goes on as a new one. Packs are
+sorted by attention work and dealt out micro-step by micro-step.
 """
 
 import heapq
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline, nothing_sent
+from distca_hf.analysis.baselines.baseline import Baseline, fill_groups, nothing_sent
 from distca_hf.cost import IntArray, TokenBytes, causal_pairs, causal_pairs_of
 from distca_hf.layout import check_document_tokens
 
@@ -47,3 +52,21 @@ def assign_whole_documents(document_tokens: IntArray, num_ranks: int) -> list[In
         heapq.heapreplace(least, (load + causal_pairs(0, int(document_tokens[number])), rank))
         numbers[rank].append(number)
     return [np.array(held, dtype=np.int64) for held in numbers]
+
+
+def sorted_packs(document_tokens: IntArray, num_ranks: int, micro_steps: int) -> list[Baseline]:
+    """The micro-steps of one optimizer step, packs of most work first.
+
+    Args:
+        document_tokens: `[documents]` lengths of all micro-steps together, in tokens.
+        num_ranks: ranks; each runs one pack per micro-step.
+        micro_steps: micro-steps of an optimizer step. With one there is nothing to sort.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    packs = fill_groups(document_tokens, num_ranks * micro_steps)
+    tokens = np.array([int(pack.sum()) for pack in packs], dtype=np.int64)
+    work = np.array([int(causal_pairs_of(np.zeros_like(pack), pack).sum()) for pack in packs], dtype=np.int64)
+    order = np.argsort(-work, kind="stable").reshape(micro_steps, num_ranks)
+    return [Baseline("sorted_packs", work[packs], tokens[packs], nothing_sent(num_ranks)) for packs in order]

@@ -1,21 +1,20 @@
-"""Plan memory: bytes that a GPU has given out at once when a training step needs most.
+"""Memory: the most bytes that torch has allocated on a GPU at once during a training step.
 
-That is where backward begins: everything that forward kept is still there. Either the head's logits stand beside it,
-or what one layer holds while it is computed again and its gradients are made. Sizes of tensors are those of
-Transformers' layers in bf16, with or without Liger's kernels; `docs/benchmarks/2026-11-23-plan.md` compares them with
-measured peaks. Left out: CUDA's and NCCL's own memory, and what torch holds without giving it out.
+The peak is where backward begins: everything that forward kept is still there. In addition there are the logits of the
+head, or the activations and gradients of one layer, whichever is more. Sizes of tensors are those of Transformers'
+layers in bf16, with or without Liger's kernels; `docs/benchmarks/2026-11-23-plan.md` compares them with measured
+peaks. Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from distca_hf.analysis.plan_size import ModelSize
-from distca_hf.analysis.plan_time import Checkpointing
+from distca_hf.analysis.models import ModelSize
 from distca_hf.planning.heads import Heads
 
 
 Sharding = Literal["fsdp2", "zero3"]
-
+Checkpointing = Literal["saved", "recomputed", "none"]
 ADAM_BYTES = 8  # two fp32 numbers for each weight
 HALF_BYTES, SINGLE_BYTES = 2, 4
 # Logits in bf16 and fp32, and gradients of both.

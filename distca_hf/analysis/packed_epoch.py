@@ -1,15 +1,14 @@
-"""Draw: the micro-batches of an epoch, packed from a file of lengths as training packs them, or given; and the
-documents of the first optimizer step.
+"""Packed epoch: the micro-batches of an epoch, packed from lengths as training packs them, and its first step.
 
-Training packs all documents into the micro-batches of an epoch, in an order that the seed decides. The first optimizer
-step of the first epoch takes as many of them, from the first on, as it has micro-steps.
+Training packs all documents into the micro-batches of an epoch, in an order that follows from the seed. The first
+optimizer step takes the first of them, one for each micro-step.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.analysis.plan_request import PlanRequest
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import IntArray
 from distca_hf.data.accumulation import group_documents
 from distca_hf.data.documents import fit_documents
@@ -18,8 +17,8 @@ from distca_hf.errors import PackingError, and_more
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Where an optimizer step was drawn: it is the first one of this epoch.
+class Origin:
+    """Where an optimizer step was origin: it is the first one of this epoch.
 
     Attributes:
         seed: what the order of documents follows from, together with the epoch's number.
@@ -38,17 +37,17 @@ class OptimizerStep:
 
     Attributes:
         micro_batches: for each `[documents]` lengths in the order in which they were packed.
-        drawn: where from; None if they were given.
+        origin: where from; None if they were given.
     """
 
     micro_batches: list[IntArray]
-    drawn: Drawn | None = None
+    origin: Origin | None = None
 
     def as_epoch(self) -> "PackedEpoch":
         """Returns an epoch that has only this step."""
         lengths = np.concatenate(self.micro_batches)
         offsets = np.cumsum([0] + [len(batch) for batch in self.micro_batches])
-        return PackedEpoch(lengths, Epoch(np.arange(len(lengths)), offsets), self.drawn)
+        return PackedEpoch(lengths, Epoch(np.arange(len(lengths)), offsets), self.origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,21 +57,21 @@ class PackedEpoch:
     Attributes:
         document_tokens: `[documents]` lengths, those of documents that were cut instead of the longer ones.
         epoch: which documents are in which micro-batch.
-        drawn: where in training that is; None if they were given.
+        origin: where in training that is; None if they were given.
     """
 
     document_tokens: IntArray
     epoch: Epoch
-    drawn: Drawn | None
+    origin: Origin | None
 
     def first_step(self, micro_steps: int) -> OptimizerStep:
         """Returns the first optimizer step."""
         numbers = range(micro_steps)
         batches = [self.document_tokens[self.epoch.micro_batch(number)] for number in numbers]
-        return OptimizerStep(batches, self.drawn)
+        return OptimizerStep(batches, self.origin)
 
 
-def draw_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> PackedEpoch:
+def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> PackedEpoch:
     """Packs the first epoch of a training on these documents.
 
     Raises:
@@ -86,16 +85,16 @@ def draw_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> Pa
             f"{packer.num_micro_batches} of {request.micro_steps} micro-steps of {request.capacity_tokens} tokens; "
             "choose fewer micro-steps"
         )
-    return PackedEpoch(document_tokens, packer.epoch(0), Drawn(seed, 0, packer.num_micro_batches))
+    return PackedEpoch(document_tokens, packer.epoch(0), Origin(seed, 0, packer.num_micro_batches))
 
 
-def draw_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
+def pack_first_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
     """Returns the first optimizer step of a training on these documents.
 
     Raises:
-        PackingError: as `draw_epoch`.
+        PackingError: as `pack_epoch`.
     """
-    return draw_epoch(document_tokens, request, seed).first_step(request.micro_steps)
+    return pack_epoch(document_tokens, request, seed).first_step(request.micro_steps)
 
 
 def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:

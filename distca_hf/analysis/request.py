@@ -1,14 +1,26 @@
-"""Plan request: the world, the model and the way of planning that `distca plan` is asked about."""
+"""Request: ranks, tokens, model and layout that `distca plan` is asked about, and plans for them.
 
+The planners are those of training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs of
+others.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
+import numpy as np
+
 from distca_hf.analysis.models import ModelShape
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
+from distca_hf.cost import IntArray
+from distca_hf.data.epochs import Epoch
 from distca_hf.errors import ConfigError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.topology import Topology
 
 
@@ -83,3 +95,36 @@ class PlanRequest:
         planner = PlacedPlanner(config, self.num_ranks, self.model.heads.groups)
         planner.kernel_times  # noqa: B018  read before anything is timed
         return planner
+
+
+def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) -> list[Plan]:
+    """Plans every micro-step.
+
+    Args:
+        request: world, model and way of planning.
+        micro_batches: lengths of the documents of each, in the order in which they were packed; none holds more
+            tokens than all ranks together.
+
+    Raises:
+        PackingError: lengths are out of range.
+        PlanError: documents stay where they are, and no plan meets the request's limit of bytes.
+    """
+    if request.layout == "fixed":
+        return [_plan_fixed(request, batch) for batch in micro_batches]
+    planner = request.planner
+    lengths = np.concatenate(micro_batches)
+    as_packed = Epoch(np.arange(len(lengths)), np.cumsum([0] + [len(batch) for batch in micro_batches]))
+    step = planner.regroup(as_packed, lengths, len(micro_batches))
+    return [planner.plan(lengths[step.micro_batch(index)]) for index in range(step.num_micro_batches)]
+
+
+def _plan_fixed(request: PlanRequest, document_tokens: IntArray) -> Plan:
+    """Plans documents in order, and moves tasks. In training other packers decide which documents are where; each of
+    their packs holds whole documents."""
+    return plan_by_moving(
+        fill_in_order(document_tokens, request.num_ranks),
+        request.model.heads.groups,
+        topology=request.topology,
+        token_bytes=request.model.token_bytes,
+        bytes_limit=request.bytes_limit,
+    )

@@ -1,16 +1,100 @@
-"""Plan answer: everything that `distca plan` says: the first optimizer step, the epoch, estimates, other choices."""
+"""Answer: all results of `distca plan` in one object: first optimizer step, epoch, estimates, and other choices.
 
-from collections.abc import Sequence
+A choice is another number of tokens per rank. Its speed is estimated from a sample of micro-batches.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.plan_choices import Choice, make_choices
-from distca_hf.analysis.plan_epoch import EpochPlans
-from distca_hf.analysis.plan_estimates import Assumptions, Estimates, make_estimates
-from distca_hf.analysis.plan_report import PlanReport
+from distca_hf.analysis.epoch import EpochPlans, pack_in_order
+from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, speed_over_plain
+from distca_hf.analysis.first_step import StepReport
+from distca_hf.config import OverlongPolicy
 from distca_hf.cost import IntArray
+from distca_hf.data.documents import fit_documents
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.flops import StepCost
+
+
+TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))  # 8K to 256K
+# Micro-batches that speed is estimated from, where the dataset has more.
+SAMPLED_MICRO_BATCHES = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One number of tokens per rank.
+
+    Attributes:
+        tokens_per_rank: that number.
+        longest_document_tokens: of the longest document that all ranks together hold.
+        too_long_documents: documents of the dataset that are longer.
+        memory_bytes: estimated peak of a rank; None if the model's size is not known.
+        fits: whether a GPU has room for that; None likewise.
+        over_plain: estimated time of documents in order over time as planned; None likewise, or if documents that are
+            too long are refused.
+    """
+
+    tokens_per_rank: int
+    longest_document_tokens: int
+    too_long_documents: int
+    memory_bytes: int | None
+    fits: bool | None
+    over_plain: float | None
+
+
+def make_choices(
+    document_tokens: IntArray,
+    num_ranks: int,
+    cost: StepCost | None,
+    memory_bytes: Callable[[int], int] | None,
+    room_bytes: float,
+    seed: int,
+    known: Choice,
+    overlong: OverlongPolicy = "error",
+) -> list[Choice]:
+    """Returns all choices, the one that was asked for among them.
+
+    Args:
+        document_tokens: `[documents]` lengths of the dataset, none of them cut.
+        num_ranks: ranks that share each micro-batch.
+        cost: of a token and a pair; None if the model's size is not known.
+        memory_bytes: peak of a rank with so many tokens; None likewise.
+        room_bytes: of a GPU.
+        seed: of the sample.
+        known: the choice that was asked for, from the whole epoch.
+        overlong: what to do with documents that are too long.
+    """
+    shuffled = document_tokens[np.random.RandomState(seed & 0xFFFFFFFF).permutation(len(document_tokens))]
+
+    def choice(tokens_per_rank: int) -> Choice:
+        capacity_tokens = num_ranks * tokens_per_rank
+        too_long = int((document_tokens > capacity_tokens).sum())
+        refused = too_long > 0 and overlong == "error"
+        fitted = fit_documents(shuffled, capacity_tokens, overlong)[2]
+        needed = None if memory_bytes is None else memory_bytes(tokens_per_rank)
+        return Choice(
+            tokens_per_rank=tokens_per_rank,
+            longest_document_tokens=capacity_tokens,
+            too_long_documents=too_long,
+            memory_bytes=needed,
+            fits=None if needed is None else needed <= room_bytes,
+            over_plain=None if cost is None or refused else _speed(fitted, num_ranks, capacity_tokens, cost),
+        )
+
+    others = (tokens for tokens in TOKENS_PER_RANK if tokens != known.tokens_per_rank)
+    return sorted([known, *map(choice, others)], key=lambda each: each.tokens_per_rank)
+
+
+def _speed(shuffled: IntArray, num_ranks: int, capacity_tokens: int, cost: StepCost) -> float:
+    """Estimates the ratio from the first documents of a shuffled dataset."""
+    enough = int(np.searchsorted(np.cumsum(shuffled), SAMPLED_MICRO_BATCHES * capacity_tokens)) + 1
+    sample = shuffled[:enough]
+    epoch = EpochPacker(sample, capacity_tokens).epoch(0)
+    return speed_over_plain(pack_in_order(sample, epoch, num_ranks), cost)
 
 
 @dataclass(frozen=True)
@@ -77,7 +161,7 @@ class PlanAnswer:
         choices: other numbers of tokens per rank; none for documents that were given as a batch.
     """
 
-    step: PlanReport
+    step: StepReport
     epoch: EpochFigures
     imbalance_before: np.ndarray
     assumptions: Assumptions
@@ -107,7 +191,7 @@ class PlanAnswer:
 
 
 def make_answer(
-    step: PlanReport, plans: EpochPlans, packed_tokens: IntArray, given_tokens: IntArray, assumptions: Assumptions
+    step: StepReport, plans: EpochPlans, packed_tokens: IntArray, given_tokens: IntArray, assumptions: Assumptions
 ) -> PlanAnswer:
     """Puts an answer together.
 
@@ -121,7 +205,7 @@ def make_answer(
     request, model = step.request, step.request.model
     estimates = make_estimates(model, plans, assumptions, request.tokens_per_rank)
     choices: Sequence[Choice] = ()
-    if step.drawn is not None:
+    if step.origin is not None:
         fsdp2 = estimates.memory["fsdp2"].total if estimates else None
         known = Choice(
             tokens_per_rank=request.tokens_per_rank,
@@ -138,7 +222,7 @@ def make_answer(
             assumptions.cost(model),
             None if memory is None else lambda tokens: memory(tokens).total,
             assumptions.room_bytes,
-            step.drawn.seed,
+            step.origin.seed,
             known,
             request.overlong,
         )

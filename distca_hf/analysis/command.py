@@ -1,25 +1,27 @@
-"""Plan command: what `distca plan` does, from a file of lengths to text, picture or JSON."""
+"""Command: `distca plan`, from a file of lengths to text, picture or JSON, with progress on stderr."""
 
 import gc
 import json
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from distca_hf.analysis.draw import divide_batch, draw_epoch
+from distca_hf.analysis.answer import make_answer
+from distca_hf.analysis.epoch import plan_epoch
+from distca_hf.analysis.estimates import Assumptions
+from distca_hf.analysis.find_model import find_model, read_model
+from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.plan_answer import make_answer
-from distca_hf.analysis.plan_epoch import plan_epoch
-from distca_hf.analysis.plan_estimates import Assumptions
-from distca_hf.analysis.plan_model import find_model, read_model
-from distca_hf.analysis.plan_picture import check_can_draw, draw_answer
-from distca_hf.analysis.plan_progress import PlanProgress
-from distca_hf.analysis.plan_report import make_report
-from distca_hf.analysis.plan_request import PlanRequest
-from distca_hf.analysis.plan_table import print_answer
-from distca_hf.analysis.plan_time import Checkpointing
+from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.packed_epoch import divide_batch, pack_epoch
+from distca_hf.analysis.pictures import check_can_draw, draw_answer
+from distca_hf.analysis.print_answer import print_answer
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.config import OverlongPolicy
 from distca_hf.errors import ConfigError
 
@@ -75,7 +77,7 @@ def run_plan(
             if lengths_are_batch:
                 packed = divide_batch(documents.tokens, request).as_epoch()
             else:
-                packed = draw_epoch(documents.tokens, request, seed)
+                packed = pack_epoch(documents.tokens, request, seed)
         # What imports and reading left for the garbage collector is no part of the time that planning takes.
         gc.collect()
         gc.freeze()
@@ -91,3 +93,33 @@ def run_plan(
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
         print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS))
+
+
+class PlanProgress:
+    """A line that says what is being done; it is gone when everything is."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows the line until the block ends, however it ends."""
+        with self._progress:
+            yield
+
+    @contextmanager
+    def stage(self, words: str) -> Iterator[None]:
+        """Shows that something is being done whose length is not known."""
+        task = self._progress.add_task(words, total=None)
+        yield
+        self._progress.remove_task(task)
+
+    def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
+        """Goes over items, and shows how many are done."""
+        task = self._progress.add_task(words, total=len(items))
+        for item in items:
+            yield item
+            self._progress.advance(task)
+        self._progress.remove_task(task)

@@ -1,13 +1,65 @@
-"""Plan estimates table: speed, memory and other choices, with what they assume."""
+"""Tables: estimates, other choices and baselines in the terminal, and numbers in few characters.
+
+Tables have no lines and are as narrow as their words, so that they are readable from 40 columns on.
+"""
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from distca_hf.analysis.plan_answer import PlanAnswer
-from distca_hf.analysis.plan_choices import Choice
-from distca_hf.analysis.plan_estimates import USABLE_SHARE, Estimates
-from distca_hf.analysis.plan_text import block, counted, in_gib, plain_table
+from distca_hf.analysis.answer import Choice, PlanAnswer
+from distca_hf.analysis.estimates import USABLE_SHARE, Estimates
+from distca_hf.analysis.first_step import StepReport
+
+
+GIB = 2**30
+
+
+def block(title: str, table: Table, *words: str) -> RenderableType:
+    """Returns a table between its title and notes, which may be wider than it is."""
+    return Group(Text(title, style="bold"), table, *words)
+
+
+def plain_table(*columns: str) -> Table:
+    """Returns a table whose first column may wrap, between words, and whose numbers, on the right, never do."""
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    table.add_column("", overflow="fold", min_width=7)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def counted(number: int, thing: str) -> str:
+    """Returns a number of things: "1 document", "2,000 documents", "3 micro-batches"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith("ch") else "s")
+
+
+def in_bytes(number: int) -> str:
+    """Returns bytes in the unit that leaves few digits."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} B"
+
+
+def in_gib(number: float) -> str:
+    """Returns bytes as GiB, without their unit."""
+    return f"{number / GIB:,.1f}"
+
+
+def in_thousands(number: int) -> str:
+    """Returns a number of tokens in at most six characters, as 131.1K."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def in_range(low: int, high: int) -> str:
+    """Returns one number, or the two ends."""
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 SHARDING = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
@@ -18,10 +70,8 @@ PARTS = {
     "computed": "a layer or logits",
     "received": "keys of other ranks",
 }
-
-
 # Columns of a terminal in which the table of choices has room for all of its own.
-ROOM_FOR_ALL = 60
+CHOICES_COLUMNS = 60
 
 
 def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
@@ -33,11 +83,11 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
     """
     if answer.estimates is None:
         words = f"{answer.step.request.model.name}: its size is not known, so speed and memory are not estimated."
-        return [words, *_choices(answer.choices, columns >= ROOM_FOR_ALL)]
+        return [words, *_choices(answer.choices, columns >= CHOICES_COLUMNS)]
     return [
         _speed(answer.estimates),
         _memory(answer, answer.estimates),
-        *_choices(answer.choices, columns >= ROOM_FOR_ALL),
+        *_choices(answer.choices, columns >= CHOICES_COLUMNS),
     ]
 
 
@@ -105,3 +155,57 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
         "unless --overlong says to cut them."
     )
     return [block("tokens per rank", table, words)]
+
+
+# Columns of a terminal in which all figures of a baseline have room beside its name.
+COMPARE_COLUMNS = 76
+NAMES = {
+    "greedy": "DistCA paper",
+    "zigzag_cp": "ring/zigzag CP",
+    "ulysses": "Ulysses",
+    "lpt": "whole documents (LPT)",
+    "sorted_packs": "sorted packs",
+}
+NOTES = (
+    "DistCA paper: its planner, at a tolerance of 10, 5 and 0 %. CP: context parallelism. In 8s: in groups of 8 "
+    "ranks. Whole documents: each to the least loaded rank. Sorted packs: documents cut at packs' borders, equally "
+    "heavy packs at the same time. Bytes are those of one layer's forward pass."
+)
+
+
+def compare_table(report: StepReport, columns: int) -> RenderableType:
+    """Returns one row for each way to run the same documents.
+
+    Args:
+        report: the first optimizer step.
+        columns: of the terminal; some figures are left out where it is narrow.
+    """
+    wide = columns >= COMPARE_COLUMNS
+    headers = ("tokens", "bytes", "largest rank", "between nodes") if wide else ("largest rank",)
+    table = plain_table("imbalance", *headers)
+    for name, outcome in (("distca", report.planned), *report.baselines.items()):
+        figures = outcome.figures
+        largest = in_bytes(figures.bytes_max_rank)
+        cells = (
+            (
+                in_thousands(figures.tokens_max),
+                in_bytes(figures.bytes_total),
+                largest,
+                in_bytes(figures.bytes_internode_max),
+            )
+            if wide
+            else (largest,)
+        )
+        table.add_row(spoken(name), f"{figures.imbalance:.3f}", *cells)
+    return block("other ways to run the same documents", table, NOTES)
+
+
+def spoken(name: str) -> str:
+    """Returns the name that people know of a baseline: "DistCA paper, 10 %" of "greedy_0.10"."""
+    known = max((short for short in NAMES if name.startswith(short)), key=len, default=None)
+    if known is None:
+        return name
+    rest = name.removeprefix(known).strip("_")
+    if known == "greedy":
+        return f"{NAMES[known]}, {float(rest):.0%}"
+    return f"{NAMES[known]} in {rest}s" if rest else NAMES[known]

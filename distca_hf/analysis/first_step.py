@@ -1,4 +1,4 @@
-"""Plan report: an optimizer step planned as training plans it, and what comes of it in numbers."""
+"""First step: the first optimizer step, planned as training plans it, in numbers."""
 
 import hashlib
 import time
@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.compare import run_baselines
-from distca_hf.analysis.draw import Drawn, OptimizerStep
-from distca_hf.analysis.figures import Figures, figures_of
-from distca_hf.analysis.plan_bound import bound_bytes_total
-from distca_hf.analysis.plan_request import PlanRequest
-from distca_hf.analysis.plan_step import plan_micro_steps
+from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
+from distca_hf.analysis.compare import bound_bytes_total, run_baselines
+from distca_hf.analysis.packed_epoch import OptimizerStep, Origin
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.cost import IntArray
 from distca_hf.errors import PlanError
 from distca_hf.placement.place import fill_in_order
@@ -40,13 +37,13 @@ class Outcome:
 
 
 @dataclass(frozen=True, eq=False)
-class PlanReport:
+class StepReport:
     """A planned optimizer step, and baselines on the same documents.
 
     Attributes:
         request: what was asked.
         source: where lengths come from.
-        drawn: where in training the documents are; None if they were given.
+        origin: where in training the documents are; None if they were given.
         documents, tokens, longest_document_tokens: what was planned.
         cut_documents, shards: documents that more than one rank or task computes, and their tasks.
         imbalance_before: of documents in order, every rank computing what it holds.
@@ -57,7 +54,7 @@ class PlanReport:
 
     request: PlanRequest
     source: str
-    drawn: Drawn | None
+    origin: Origin | None
     documents: int
     tokens: int
     longest_document_tokens: int
@@ -71,8 +68,8 @@ class PlanReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns one flat object; `baselines` holds one more for each baseline, with the same keys."""
-        names = [field.name for field in fields(Drawn)]
-        drawn = dict.fromkeys(names) if self.drawn is None else asdict(self.drawn)
+        names = [field.name for field in fields(Origin)]
+        drawn = dict.fromkeys(names) if self.origin is None else asdict(self.origin)
         world = {
             "ranks": self.request.num_ranks,
             "tokens_per_rank": self.request.tokens_per_rank,
@@ -98,7 +95,7 @@ class PlanReport:
 
 def make_report(
     request: PlanRequest, step: OptimizerStep, source: str = "lengths", compare: bool = False
-) -> PlanReport:
+) -> StepReport:
     """Plans an optimizer step and counts.
 
     Args:
@@ -131,10 +128,10 @@ def make_report(
         for name, micro_steps, seconds in run_baselines(request, batches):
             figures = figures_of(micro_steps, request.topology)
             baselines[name] = Outcome(figures, bound, seconds, _fingerprint(micro_steps))
-    return PlanReport(
+    return StepReport(
         request=request,
         source=source,
-        drawn=step.drawn,
+        origin=step.origin,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         longest_document_tokens=int(lengths.max()),

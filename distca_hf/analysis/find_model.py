@@ -1,16 +1,19 @@
-"""Plan model: the shape and size of the model that `--model` or `--model-config` means.
+"""Find model: shape and size of the model that `--model` or `--model-config` names.
 
-A name of the table needs no library. All others are Transformers': a model type or class with the sizes of its default
-configuration, or a config.json. Their weights are counted in a model without memory (torch's meta device).
+Names of the table in `models` need no library. A config.json is read without one, too, except for its number of
+weights. All other names are those of Transformers: a model type or class, with the sizes of its default configuration.
+Weights are counted in a model without memory (torch's meta device).
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from distca_hf.analysis.models import PRESETS, ModelShape, preset, read_config, read_model_config, shape_of_config
-from distca_hf.analysis.plan_size import ModelSize
+from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.errors import ConfigError
+from distca_hf.planning.heads import Heads
 
 
 if TYPE_CHECKING:
@@ -133,3 +136,105 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
         layer_parameters=round(flops.layers_forward / FLOPS_OF_WEIGHT),
         embedding_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
     )
+
+
+BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def read_model_config(path: Path) -> ModelShape:
+    """Reads the shape in a Transformers config.json, that of its `text_config` if it has one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
+    """
+    config = read_config(path)
+    text = _text_part(config)
+    dtypes: dict[str, Any] = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
+    return shape_of_config({**dtypes, **text}, str(text.get("model_type") or path.name), f"model config {path}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a config.json.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model config {path} must be a JSON object, as Transformers' config.json is")
+    return config
+
+
+def shape_of_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape:
+    """Returns the shape that the values of a configuration say.
+
+    Args:
+        config: of the text model, by Transformers' names.
+        name: what to call it.
+        where: where the values come from, for errors.
+
+    Raises:
+        ConfigError: a value is missing or wrong; names it.
+    """
+    _check_heads(config, where)
+    return ModelShape(name=name, heads=Heads.of_config(config), number_bytes=_number_bytes(config, where))
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _check_heads(config: Mapping[str, Any], where: str) -> None:
+    """Checks what `Heads.of_config` reads.
+
+    Raises:
+        ConfigError: a value is missing or wrong; names it.
+    """
+    heads = _positive(config, "num_attention_heads", where)
+    for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
+        if config.get(key) is not None:
+            _positive(config, key, where)
+    key_value_heads = config.get("num_key_value_heads") or heads
+    if heads % key_value_heads:
+        raise ConfigError(
+            f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}"
+        )
+    if config.get("kv_lora_rank") is not None:
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            _positive(config, key, where)
+    elif config.get("head_dim") is None and config.get("kv_channels") is None:
+        if config.get("hidden_size") is None:
+            raise ConfigError(f"{where} has neither head_dim nor hidden_size")
+        hidden_size = _positive(config, "hidden_size", where)
+        if hidden_size % heads:
+            raise ConfigError(
+                f"{where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; give head_dim"
+            )
+
+
+def _number_bytes(config: Mapping[str, Any], where: str) -> int:
+    """Returns bytes of `dtype`, which older configs call `torch_dtype`."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        raise ConfigError(f"{where} has neither dtype nor torch_dtype; add for example 'bfloat16'")
+    if not isinstance(name, str) or name not in BYTES_OF_DTYPE:
+        raise ConfigError(f"{where}: dtype {name!r} is not one of {', '.join(BYTES_OF_DTYPE)}")
+    return BYTES_OF_DTYPE[name]
+
+
+def _positive(config: Mapping[str, Any], key: str, where: str) -> int:
+    """Returns a whole number above zero.
+
+    Raises:
+        ConfigError: it is missing, or something else.
+    """
+    value = config.get(key)
+    if value is None:
+        raise ConfigError(f"{where} has no {key}")
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{where}: {key}={value!r} must be a whole number above zero")
+    return value

@@ -1,0 +1,175 @@
+"""Names that are private to torch: all that this package uses, each with a public way around it where there is one.
+
+Public ways are slower, or refuse more. A torch without one of these names gives the same results.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad, profiler
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, here
+
+
+# Operators are given these; a subclass of Tensor has its own idea of an operator.
+_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, type(None)])
+
+
+def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
+    """Returns `is_plain`. Without the private names no call is plain, and the dispatcher sees all of them."""
+    try:
+        from torch._C import (
+            DispatchKey,
+            DispatchKeySet,
+            _dispatch_tls_local_exclude_set,
+            _dispatch_tls_local_include_set,
+            _len_torch_function_stack,
+        )
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    except ImportError:
+        return lambda given: False
+    if not (hasattr(profiler, "_is_profiler_enabled") and hasattr(forward_ad, "_current_level")):
+        return lambda given: False
+    # With these keys the dispatcher calls every operator of a thread in which no mode listens.
+    no_mode = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
+    autograd = DispatchKey.AutogradFunctionality
+
+    def is_plain(given: tuple[Any, ...]) -> bool:
+        return (
+            get_eval_frame_callback() is None
+            and _dispatch_tls_local_include_set().raw_repr() == no_mode
+            and not _len_torch_function_stack()
+            and not profiler._is_profiler_enabled
+            and forward_ad._current_level < 0
+            and _ARGUMENTS.issuperset(map(type, given))
+            and (given[0].is_cuda or given[0].is_cpu)
+            and not any([isinstance(x, torch.Tensor) and x.is_neg() for x in given])
+            and not (torch.is_grad_enabled() and _dispatch_tls_local_exclude_set().has(autograd))
+        )
+
+    return is_plain
+
+
+# Returns whether the dispatcher would call autograd and an operator's function alone, given these arguments. Then
+# there is no mode (selective checkpointing, counting), no transformation (vmap, functionalisation, forward
+# derivatives), no tracing, no profiler and no compiler that looks for frames. There is no tensor of another kind or
+# device, and none that is still to be negated. Each question costs the host little.
+is_plain = _make_is_plain()
+
+
+def below_autograd(operator: Any) -> Callable[..., Any] | None:
+    """Returns a function of a dispatch keyset and arguments that calls an operator as if autograd were done with it.
+
+    Without the private names it returns None, and `torch.library.register_autograd` must do.
+    """
+    try:
+        from torch._C import _after_autograd_keyset, _AutoDispatchBelowAutograd
+    except ImportError:
+        return None
+
+    def call(keyset: Any, *given: Any) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & _after_autograd_keyset, *given)
+
+    return call
+
+
+def in_dual_level() -> bool:
+    """Returns whether forward-mode derivatives may be asked for; True if that cannot be found out."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that `torch.compile` does not look into, also where it runs beside compiled code.
+
+    The public one imports the compiler, which takes a second.
+    """
+    try:
+        from torch._compile import _disable_dynamo
+    except ImportError:
+        return torch.compiler.disable(function)
+    return _disable_dynamo(function)
+
+
+def unknown_size() -> int | torch.SymInt:
+    """Returns a new size of at least 0, for fake implementations of operators whose outputs depend on data.
+
+    The public `new_dynamic_size` makes them, too, but only where the graph must be whole (`fullgraph=True`) or the
+    process allows it (`torch._dynamo.config.capture_dynamic_output_shape_ops`). Anywhere else the graph breaks at the
+    operator. Torch's own operators go around that as is done here (`torch.distributed._ops.device_mesh`).
+    """
+    context = torch.library.get_ctx()
+    try:
+        shape_env, allocate_size = context._shape_env, torch._library.fake_impl.allocate_size
+    except AttributeError:
+        return context.new_dynamic_size()
+    # Without an environment of shapes all sizes are numbers; torch says what that means for this operator.
+    return context.new_dynamic_size() if shape_env is None else allocate_size(shape_env)
+
+
+def compiles_cuda_graphs() -> bool:
+    """Returns whether `torch.compile` records CUDA graphs; False if that cannot be found out."""
+    try:
+        from torch._inductor import config  # slow to import, and only a compiler asks
+    except ImportError:
+        return False
+    return bool(config.triton.cudagraphs)
+
+
+def _make_in_backward() -> Callable[[], bool]:
+    number_of_pass: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return (lambda: True) if number_of_pass is None else (lambda: number_of_pass() >= 0)
+
+
+# Returns whether autograd runs a backward pass in this thread; True if that cannot be found out.
+in_backward = _make_in_backward()
+
+
+def _make_current_stream() -> Callable[[int], int]:
+    handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return _public_current_stream if handle is None else handle
+
+
+def _public_current_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# Returns the handle of the stream that torch launches on now, on a device given by its number.
+current_stream = _make_current_stream()
+
+
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Returns a context in which `__torch_function__` of subclasses is not called; there is no public one."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def default_store() -> Store:
+    """Returns the store that the default process group met at; there is no public accessor.
+
+    Raises:
+        ValueError: there is no default group.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+# Of received rows, sent rows, and how many of them come from and go to each rank.
+AllToAllFunction = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], dist.Work]
+
+
+def all_to_all_of(group: dist.ProcessGroup, device: torch.device) -> AllToAllFunction:
+    """Returns a function that starts all-to-alls of rows.
+
+    It is all that `dist.all_to_all_single` comes to in the end, for half of its host time: without c10d's operator,
+    which is dispatched on autograd, too.
+    """
+    get_backend = getattr(group, "_get_backend", None)
+    if get_backend is None:
+        return partial(dist.all_to_all_single, group=group, async_op=True)
+    start: Any = get_backend(device).alltoall_base
+    options = dist.AllToAllOptions()
+    options.asyncOp = True
+    return lambda *rows_and_counts: start(*rows_and_counts, options)

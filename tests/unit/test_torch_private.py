@@ -1,0 +1,170 @@
+"""Without a name that is private to torch, its public way around gives the same results."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad, profiler
+
+from distca_hf import torch_private
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
+from distca_hf.layout import Layout
+from distca_hf.runtime import custom_op
+from distca_hf.runtime.custom_op import define_op
+from distca_hf.runtime.op import flash_attn
+from support.compiling import forget_graphs, graph_breaks
+from support.parity import SPEC, live_plan
+
+
+def _compiled_and_plain() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Output and gradients of a function around planned attention."""
+    layout = Layout.from_segments([8, 4], [[(0, 0, 8), (1, 0, 4)]])
+    live = live_plan(layout, LocalTransport(), DistCAConfig(kernel="reference"))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, 2, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(flash_attn(torch.tanh(q), k, v, SPEC, live.handle)[0])
+
+    results = []
+    for run in (torch.compile(function, backend="aot_eager"), function):
+        out = run(q, k, v)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    return results[0], results[1]
+
+
+def test_graphs_are_whole_without_settings_of_the_process() -> None:
+    forget_graphs()
+    compiled, plain = _compiled_and_plain()
+
+    torch.testing.assert_close(compiled, plain)
+    assert graph_breaks() == []
+
+
+def test_without_names_private_to_torch_numbers_stay_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_graphs()
+    monkeypatch.delattr(torch._library.fake_impl, "allocate_size")
+    compiled, plain = _compiled_and_plain()
+
+    torch.testing.assert_close(compiled, plain)
+    assert "flash_attn" in graph_breaks()[0]
+
+
+def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def _shape(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.factor = inputs
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gradient * ctx.factor, None
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """A new operator: names are looked for when it is defined."""
+
+    def function(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return _times(x, factor)
+
+    function.__name__ = name
+    return define_op(function, _shape, _backward, _save)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_operators_are_the_same_with_public_names(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatched ones, too, in eager mode and compiled."""
+    if not private:
+        monkeypatch.setattr(custom_op, "below_autograd", lambda operator: None)
+        monkeypatch.delattr(torch._compile, "_disable_dynamo")
+    times = _operator(f"times_{'by_private_names' if private else 'by_public_names'}")
+    monkeypatch.setattr(custom_op, "is_plain", lambda given: False)
+    for run in (times, torch.compile(lambda x, factor: times(x, factor), backend="aot_eager", fullgraph=True)):
+        x = torch.arange(3.0, requires_grad=True)
+        y = run(x, 3.0)
+        y.sum().backward()
+
+        assert y.tolist() == [0.0, 3.0, 6.0]
+        assert x.grad.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("missing", ["_AutoDispatchBelowAutograd", "_after_autograd_keyset"])
+def test_torch_registers_autograd_if_a_private_name_is_gone(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = torch.ops.aten.mul.Tensor
+    assert torch_private.below_autograd(operator) is not None
+    monkeypatch.delattr(torch._C, missing)
+
+    assert torch_private.below_autograd(operator) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "missing"),
+    [(torch._C, "_len_torch_function_stack"), (profiler, "_is_profiler_enabled"), (forward_ad, "_current_level")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_without_a_private_name_every_call_is_dispatched(
+    place: Any, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = torch.ones(2), 1.0, None
+    assert torch_private._make_is_plain()(given)
+    monkeypatch.delattr(place, missing)
+
+    assert not torch_private._make_is_plain()(given)
+
+
+def test_forward_derivatives_may_be_asked_for_if_that_cannot_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.in_dual_level()
+    with forward_ad.dual_level():
+        assert torch_private.in_dual_level()
+    monkeypatch.delattr(forward_ad, "_current_level")
+
+    assert torch_private.in_dual_level()
+
+
+def test_a_pass_is_taken_for_backward_if_that_cannot_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch_private.in_backward()))
+    x.sum().backward()
+    seen.append(torch_private.in_backward())
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+
+    assert [*seen, torch_private._make_in_backward()()] == [True, False, True]
+
+
+class GroupWithoutBackends:
+    """A process group of a torch without `_get_backend`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+
+def test_all_to_alls_without_backends_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, start = f"file://{tmp_path}/store", dist.all_to_all_single
+
+    def public(*given: Any, group: GroupWithoutBackends, async_op: bool) -> dist.Work:
+        return start(*given, group=group.group, async_op=async_op)
+
+    monkeypatch.setattr(dist, "all_to_all_single", public)
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    try:
+        received = []
+        for group in (dist.group.WORLD, GroupWithoutBackends(dist.group.WORLD)):
+            room = torch.zeros(3, 2)
+            all_to_all = torch_private.all_to_all_of(group, torch.device("cpu"))
+            all_to_all(room, torch.arange(6.0).view(3, 2), [3], [3]).wait()
+            received.append(room.tolist())
+    finally:
+        dist.destroy_process_group()
+
+    assert received == [[[0, 1], [2, 3], [4, 5]]] * 2
