@@ -5,7 +5,6 @@ A choice is another number of tokens per rank. Its speed is estimated from a sam
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,9 @@ from distca_hf.data.epochs import EpochPacker
 from distca_hf.flops import StepCost
 
 
-TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))  # 8K to 256K
-# Micro-batches that speed is estimated from, where the dataset has more.
+# Tokens per rank of the other choices: 8K to 256K.
+TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))
+# Maximum number of micro-batches from which the speed of another choice is estimated; an epoch may have millions.
 SAMPLED_MICRO_BATCHES = 256
 
 
@@ -29,13 +29,13 @@ class Choice:
     """One number of tokens per rank.
 
     Attributes:
-        tokens_per_rank: that number.
-        longest_document_tokens: of the longest document that all ranks together hold.
-        too_long_documents: documents of the dataset that are longer.
+        tokens_per_rank: tokens that a rank holds in a micro-step.
+        longest_document_tokens: length of the longest document that all ranks together hold.
+        too_long_documents: number of documents of the dataset that are longer.
         memory_bytes: estimated peak of a rank; None if the model's size is not known.
-        fits: whether a GPU has room for that; None likewise.
-        over_plain: estimated time of documents in order over time as planned; None likewise, or if documents that are
-            too long are refused.
+        fits: whether a GPU has that much memory; None likewise.
+        over_plain: estimated time of documents in order over time as planned; None likewise, or if there are too long
+            documents and they are refused.
     """
 
     tokens_per_rank: int
@@ -56,21 +56,22 @@ def make_choices(
     known: Choice,
     overlong: OverlongPolicy = "error",
 ) -> list[Choice]:
-    """Returns all choices, the one that was asked for among them.
+    """Returns all choices, ordered by tokens per rank, including the requested one.
 
     Args:
         document_tokens: `[documents]` lengths of the dataset, none of them cut.
         num_ranks: ranks that share each micro-batch.
-        cost: of a token and a pair; None if the model's size is not known.
-        memory_bytes: peak of a rank with so many tokens; None likewise.
-        room_bytes: of a GPU.
-        seed: of the sample.
-        known: the choice that was asked for, from the whole epoch.
-        overlong: what to do with documents that are too long.
+        cost: seconds of a token and of a pair; None if the model's size is not known.
+        memory_bytes: from tokens per rank to the peak of a rank; None likewise.
+        room_bytes: bytes of a GPU that torch may allocate.
+        seed: seed of the sample.
+        known: the requested choice, from the whole epoch.
+        overlong: policy for documents that are too long.
     """
     shuffled = document_tokens[np.random.RandomState(seed & 0xFFFFFFFF).permutation(len(document_tokens))]
 
     def choice(tokens_per_rank: int) -> Choice:
+        """Returns the choice of a number of tokens per rank, with speed from the sample."""
         capacity_tokens = num_ranks * tokens_per_rank
         too_long = int((document_tokens > capacity_tokens).sum())
         refused = too_long > 0 and overlong == "error"
@@ -90,7 +91,7 @@ def make_choices(
 
 
 def _speed(shuffled: IntArray, num_ranks: int, capacity_tokens: int, cost: StepCost) -> float:
-    """Estimates the ratio from the first documents of a shuffled dataset."""
+    """Estimates the speed over plain packing from the first documents of a shuffled dataset."""
     enough = int(np.searchsorted(np.cumsum(shuffled), SAMPLED_MICRO_BATCHES * capacity_tokens)) + 1
     sample = shuffled[:enough]
     epoch = EpochPacker(sample, capacity_tokens).epoch(0)
@@ -99,7 +100,7 @@ def _speed(shuffled: IntArray, num_ranks: int, capacity_tokens: int, cost: StepC
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over micro-batches."""
+    """Mean, 95th percentile and largest value of a figure over micro-batches."""
 
     mean: float
     p95: float
@@ -107,20 +108,21 @@ class Spread:
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Spread":
-        """Returns mean, 95th percentile and largest of `[micro_batches]` values."""
+        """Returns the spread of `[micro_batches]` values."""
         return cls(float(values.mean()), float(np.percentile(values, 95)), float(values.max()))
 
 
 @dataclass(frozen=True)
 class EpochFigures:
-    """All micro-batches of an epoch.
+    """Balance of all micro-batches of an epoch.
 
     Attributes:
-        documents, tokens, longest_document_tokens: what it trains on.
-        micro_batches: how many there are.
-        planned_micro_batches: of how many plans were made.
-        imbalance_before: of documents in order, in all micro-batches.
-        imbalance: as planned.
+        documents, tokens, longest_document_tokens: numbers of documents and tokens, and length of the longest
+            document.
+        micro_batches: number of micro-batches.
+        planned_micro_batches: number of micro-batches that were planned.
+        imbalance_before: imbalance of documents in order, in all micro-batches.
+        imbalance: imbalance of the plans.
         bytes_max_rank: most bytes that any rank receives in one layer's forward pass.
     """
 
@@ -135,7 +137,7 @@ class EpochFigures:
 
     @classmethod
     def of(cls, plans: EpochPlans, document_tokens: IntArray) -> "EpochFigures":
-        """Sums up the plans of an epoch with these `[documents]` lengths."""
+        """Returns the figures of the plans of an epoch with `[documents]` lengths."""
         return cls(
             documents=len(document_tokens),
             tokens=int(document_tokens.sum()),
@@ -150,12 +152,12 @@ class EpochFigures:
 
 @dataclass(frozen=True, eq=False)
 class PlanAnswer:
-    """Everything.
+    """The results of `distca plan`.
 
     Attributes:
         step: the first optimizer step, planned in full.
-        epoch: all of its micro-batches.
-        imbalance_before: `[micro_batches]` float64 of the epoch, for the picture.
+        epoch: balance of all micro-batches of the epoch.
+        imbalance_before: `[micro_batches]` float64 max/mean work of documents in order, for the picture.
         assumptions: how the model is trained.
         estimates: None if the model's size is not known.
         choices: other numbers of tokens per rank; none for documents that were given as a batch.
@@ -168,8 +170,8 @@ class PlanAnswer:
     estimates: Estimates | None
     choices: Sequence[Choice]
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the object of the first step, with three more inside: `whole_epoch`, `estimates`, `choices`."""
+    def as_json(self) -> dict[str, object]:
+        """Returns the JSON object of the first step, with `whole_epoch`, `estimates` and `choices` added."""
         estimates = None
         if self.estimates is not None:
             memory = {
@@ -193,13 +195,13 @@ class PlanAnswer:
 def make_answer(
     step: StepReport, plans: EpochPlans, packed_tokens: IntArray, given_tokens: IntArray, assumptions: Assumptions
 ) -> PlanAnswer:
-    """Puts an answer together.
+    """Collects all results.
 
     Args:
         step: the first optimizer step.
-        plans: of the epoch.
+        plans: plans of the epoch.
         packed_tokens: `[documents]` lengths that were packed.
-        given_tokens: `[documents]` the same before any were cut.
+        given_tokens: `[documents]` the same lengths before any were cut.
         assumptions: how the model is trained.
     """
     request, model = step.request, step.request.model

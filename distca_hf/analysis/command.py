@@ -27,7 +27,7 @@ from distca_hf.errors import ConfigError
 
 
 DEFAULT_MODEL = "llama3-8b"
-# Where there is no terminal to ask, text is as wide as most are.
+# Width of text without a terminal: that of most terminals.
 COLUMNS = 80
 
 
@@ -52,7 +52,7 @@ def run_plan(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Reads, plans, and prints at the very end, so that an error leaves nothing behind.
+    """Runs `distca plan`. Output is printed at the very end, so that an error leaves nothing behind.
 
     Raises:
         ConfigError: an option, the model, or the picture's path is wrong.
@@ -78,7 +78,7 @@ def run_plan(
                 packed = divide_batch(documents.tokens, request).as_epoch()
             else:
                 packed = pack_epoch(documents.tokens, request, seed)
-        # What imports and reading left for the garbage collector is no part of the time that planning takes.
+        # Planning is timed: the garbage collector must not spend that time on objects of imports and reading.
         gc.collect()
         gc.freeze()
         step = make_report(request, packed.first_step(micro_steps), documents.source, compare)
@@ -96,7 +96,7 @@ def run_plan(
 
 
 class PlanProgress:
-    """A line that says what is being done; it is gone when everything is."""
+    """A line on stderr with the present stage, if that is a terminal; it disappears at the end."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -105,19 +105,19 @@ class PlanProgress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the line until the block ends, however it ends."""
+        """Shows the line until the block ends, with or without an error."""
         with self._progress:
             yield
 
     @contextmanager
     def stage(self, words: str) -> Iterator[None]:
-        """Shows that something is being done whose length is not known."""
+        """Shows a stage of unknown length."""
         task = self._progress.add_task(words, total=None)
         yield
         self._progress.remove_task(task)
 
     def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
-        """Goes over items, and shows how many are done."""
+        """Yields items, and shows how many are done."""
         task = self._progress.add_task(words, total=len(items))
         for item in items:
             yield item

@@ -17,12 +17,12 @@ from distca_hf.cost import IntArray
 from distca_hf.planning.plan import Plan
 
 
-# Tolerances of the published planner: that of its code, that of its paper's figures, and none.
+# Tolerances of the published planner, as shares of the mean work: of its code, of its paper's figures, and none.
 TOLERANCES = (PUBLISHED_TOLERANCE, 0.05, 0.0)
 
 
 def run_baselines(request: PlanRequest, batches: Sequence[IntArray]) -> Iterator[tuple[str, list[Baseline], float]]:
-    """Returns name, micro-steps and seconds of every baseline; each sees the same documents in the same order.
+    """Yields name, micro-steps and seconds of every baseline; each has the same documents in the same order.
 
     Args:
         request: world and model.
@@ -38,7 +38,7 @@ def run_baselines(request: PlanRequest, batches: Sequence[IntArray]) -> Iterator
 
 
 def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Baseline]]:
-    """Baselines that know nothing of other micro-steps."""
+    """Yields the baselines that treat each micro-step separately, as functions of its document lengths."""
     ranks, model = request.num_ranks, request.model
     token_bytes, heads, key_value_heads = model.token_bytes, model.heads.query, model.heads.key_value
     for tolerance in TOLERANCES:
@@ -59,15 +59,15 @@ def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Base
     yield partial(whole_documents, num_ranks=ranks, token_bytes=token_bytes)
 
 
-# The linear program takes a third of a second for so many ranks, and seconds for more.
+# Maximum number of ranks of the linear program, which takes a third of a second for these, and seconds for more.
 MOST_RANKS_OF_LINEAR_PROGRAM = 128
 
 
 def bound_bytes_total(request: PlanRequest, plans: Sequence[Plan]) -> int | None:
-    """Returns the bytes of all ranks and micro-steps, documents being grouped in micro-steps as they are.
+    """Returns a lower bound of the bytes of all ranks and micro-steps, with the documents of each as they are.
 
-    Placed: the counting bound, on placements that do not divide heads (stripes can do with less). Fixed: the linear
-    program; None where that takes too long, or scipy is not installed.
+    For placed layouts it is the counting bound, for placements that do not divide heads (stripes may need less). For
+    fixed layouts it is the optimum of the linear program; None where that takes too long, or scipy is not installed.
     """
     if request.layout == "placed":
         return sum(_placed(request, plan) for plan in plans)

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from distca_hf.analysis.memory import GIB
 from distca_hf.kernels.registry import KERNELS
 from distca_hf.version import __version__
 
@@ -23,7 +24,6 @@ PACKAGES = (
     "flash-attn-4",
     "flash-attn",
 )
-GIB = 1 << 30
 
 
 def print_environment(console: Console) -> None:
@@ -44,6 +44,7 @@ def print_environment(console: Console) -> None:
 
 
 def _version(package: str) -> str:
+    """Returns the installed version of a package, or a dash."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +52,7 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[str]:
-    """Returns a line for each GPU and one for the libraries between them, or one that there is none."""
+    """Returns a line for each GPU and one for the libraries between them, or one line if there is no GPU."""
     if not torch.cuda.is_available():
         return [f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}"]
     lines = [f"devices: {torch.cuda.device_count()} GPUs"]

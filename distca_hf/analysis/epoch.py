@@ -16,17 +16,17 @@ from distca_hf.cost import IntArray, causal_pairs_of
 from distca_hf.data.epochs import Epoch
 
 
-# Ranks x micro-batches that are planned: a plan takes a quarter of a millisecond for each rank.
+# Maximum of ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
 MOST_PLANNED_RANKS = 1024
-Track = Callable[[Sequence[int]], Iterable[int]]  # hands out what it is given, and shows how far that is
+Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and shows progress
 
 
 @dataclass(frozen=True, eq=False)
 class InOrder:
-    """Micro-batches whose documents fill the ranks one after the other, tokens being equal.
+    """Micro-batches whose documents fill the ranks in order, with equal tokens.
 
     Attributes:
-        tokens: `[micro_batches]` of all ranks.
+        tokens: `[micro_batches]` tokens of all ranks together.
         work: `[micro_batches, ranks]` attended pairs.
     """
 
@@ -39,21 +39,21 @@ class InOrder:
         return self.work.max(axis=1) * self.work.shape[1] / self.work.sum(axis=1)
 
     def rank_tokens(self, micro_batches: IntArray | slice) -> IntArray:
-        """`[micro_batches]` tokens of the fullest rank."""
+        """Returns `[micro_batches]` tokens of the fullest rank."""
         return -(-self.tokens[micro_batches] // self.work.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
 class EpochPlans:
-    """What plans of some optimizer steps of an epoch say.
+    """Plans of some optimizer steps of an epoch, in numbers.
 
     Attributes:
         in_order: all micro-batches of the epoch.
         looked_at: `[planned]` numbers of the micro-batches whose steps were planned.
         work: `[planned, ranks]` attended pairs, as planned.
-        received_bytes: `[planned]` what the rank that receives most receives in one layer's forward pass.
-        sorted_tokens, sorted_work: `[planned, ranks]` of packs that are cut at their borders, sorted by work within
-            each optimizer step.
+        received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.
+        sorted_tokens, sorted_work: `[planned, ranks]` the same for packs that are cut at their borders, sorted by work
+            within each optimizer step.
     """
 
     in_order: InOrder
@@ -70,21 +70,25 @@ class EpochPlans:
 
 
 def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> InOrder:
-    """Counts what every rank attends if documents fill the ranks in order: `placement.place.fill_in_order`, for all
-    micro-batches at once.
+    """Counts tokens and attended pairs of every rank if documents fill the ranks in order.
+
+    It is `placement.place.fill_in_order`, for all micro-batches at once.
 
     Args:
         document_tokens: `[documents]` lengths of the whole dataset.
         epoch: its micro-batches.
         num_ranks: ranks that share each of them.
     """
+    # 1. All documents of the epoch in one line: where each stops, and the pairs up to there.
     lengths = document_tokens[epoch.documents]
     stops = np.concatenate([[0], np.cumsum(lengths)])
-    # The sum over millions of documents may wrap around; differences within a micro-batch are right all the same.
+    # The sum over millions of documents may overflow; differences within a micro-batch are still exact.
     pairs = np.concatenate([[0], np.cumsum(causal_pairs_of(np.zeros_like(lengths), lengths))])
+    # 2. Borders of the ranks on that line.
     first = stops[epoch.offsets[:-1], None]
     tokens = np.diff(stops[epoch.offsets])
     borders = first + tokens[:, None] * np.arange(num_ranks + 1) // num_ranks
+    # 3. Pairs up to each border: of whole documents, and inside of the document that the border cuts.
     document = np.searchsorted(stops, borders, side="right") - 1
     inside = borders - stops[document]
     work = np.diff(pairs[document] + causal_pairs_of(np.zeros_like(inside), inside), axis=1)
@@ -92,18 +96,20 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> In
 
 
 def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, track: Track = iter) -> EpochPlans:
-    """Plans optimizer steps that are spread over the epoch.
+    """Plans optimizer steps that are spread evenly over the epoch.
 
     Args:
-        request: world, model and way of planning; its limit of bytes is not looked at.
+        request: ranks, model and layout; its limit of bytes is ignored.
         document_tokens: `[documents]` lengths of the whole dataset.
         epoch: its micro-batches, at least as many as an optimizer step has.
-        track: goes over the steps.
+        track: iterates over the steps, and shows progress.
     """
+    # 1. Steps that are planned.
     request, micro_steps = replace(request, bytes_limit=None), request.micro_steps
     steps = epoch.num_micro_batches // micro_steps
     planned_steps = min(steps, max(1, MOST_PLANNED_RANKS // (request.num_ranks * micro_steps)))
     chosen = np.unique(np.linspace(0, steps - 1, planned_steps).astype(np.int64))
+    # 2. Their plans, and the same documents as sorted packs.
     work, received, packs = [], [], []
     for step in track(chosen.tolist()):
         numbers = range(step * micro_steps, (step + 1) * micro_steps)

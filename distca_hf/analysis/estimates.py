@@ -11,22 +11,27 @@ from typing import get_args
 import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, InOrder
-from distca_hf.analysis.memory import Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
 from distca_hf.analysis.models import ModelShape, ModelSize
 from distca_hf.errors import ConfigError
 from distca_hf.flops import H200, H200_LIGER, Rates, StepCost, StepFlops
 from distca_hf.planning.heads import Heads
 
 
+CHECKPOINTING = get_args(Checkpointing)
+# Share of a GPU's memory that torch may allocate; CUDA, NCCL and torch's reserve need the rest.
+USABLE_SHARE = 0.9
+
+
 def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
     """Returns the cost of a model whose weights are all trained.
 
     Args:
-        size: of the model; a size without vocabulary is a model without a head.
-        heads: of one layer.
-        checkpointing: layers are computed twice, attention not ("saved") or as well ("recomputed"), or nothing is
+        size: size of the model; a size without vocabulary is a model without a head.
+        heads: heads of one layer.
+        checkpointing: whether layers are computed twice without attention ("saved"), with it ("recomputed"), or never
             ("none").
-        rates: of the GPU.
+        rates: operations per second of the GPU.
     """
     weights = size.layer_parameters + size.head_parameters
     pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
@@ -40,7 +45,7 @@ class Speed:
     """Estimated ratios of step times, over an epoch.
 
     Attributes:
-        attention_share: attention's part of a step in which all ranks have the same work.
+        attention_share: time of attention over time of the step, if all ranks have the same work.
         over_plain: time of documents in order over time as planned.
         over_sorted: the same for packs that are sorted by work within every optimizer step.
     """
@@ -51,15 +56,17 @@ class Speed:
 
 
 def estimate_speed(plans: EpochPlans, cost: StepCost) -> Speed:
-    """Adds up the slowest rank of every micro-batch; of micro-batches that were not planned it is the mean rank times
-    the mean imbalance of those that were.
+    """Estimates ratios of step times from the slowest rank of every micro-batch.
+
+    In a micro-batch that was not planned, the slowest rank has the mean work times the mean imbalance of planned ones.
 
     Args:
-        plans: of an epoch.
-        cost: of a token and a pair, for the model.
+        plans: plans of an epoch.
+        cost: seconds of a token and of a pair, for the model.
     """
     plain = _seconds(plans.in_order, plans.in_order.work.max(axis=1), cost)
     as_planned = _seconds(plans.in_order, plans.in_order.work.mean(axis=1) * plans.imbalance.mean(), cost)
+    # Sorted packs are compared with the plans of the same micro-batches.
     looked_at = InOrder(plans.in_order.tokens[plans.looked_at], plans.in_order.work[plans.looked_at])
     sorted_packs = plans.sorted_tokens * cost.token_seconds + plans.sorted_work * cost.pair_seconds
     return Speed(
@@ -70,7 +77,7 @@ def estimate_speed(plans: EpochPlans, cost: StepCost) -> Speed:
 
 
 def attention_share(in_order: InOrder, cost: StepCost) -> float:
-    """Returns attention's part of steps in which all ranks have the same work."""
+    """Returns time of attention over time of steps in which all ranks have the same work."""
     return cost.attention_share(
         float(in_order.rank_tokens(slice(None)).sum()), float(in_order.work.mean(axis=1).sum())
     )
@@ -83,26 +90,21 @@ def speed_over_plain(in_order: InOrder, cost: StepCost) -> float:
 
 
 def _seconds(in_order: InOrder, busiest_pairs: np.ndarray, cost: StepCost) -> float:
-    """Returns seconds of all micro-batches, tokens being equal, from the pairs of the busiest rank of each."""
+    """Returns seconds of all micro-batches with equal tokens, from `[micro_batches]` pairs of the busiest rank."""
     tokens = in_order.rank_tokens(slice(None))
     return float((tokens * cost.token_seconds + busiest_pairs * cost.pair_seconds).sum())
 
 
-CHECKPOINTING = get_args(Checkpointing)
-# What torch has not given out, CUDA and NCCL need the rest of a GPU's memory.
-USABLE_SHARE = 0.9
-GIB = 2**30
-
-
 @dataclass(frozen=True)
 class Assumptions:
-    """How the model is trained, and on what.
+    """How the model is trained, and on which GPUs.
 
     Attributes:
-        checkpointing: whether layers keep what they compute, their inputs, or these and attention's outputs.
-        liger: Liger's kernels and its fused loss.
+        checkpointing: whether layers keep all activations ("none"), their inputs ("recomputed"), or inputs and outputs
+            of attention ("saved").
+        liger: whether Liger's kernels and its fused loss are used.
         gpu_gib: memory of a GPU.
-        kv_budget_gib: as the setting.
+        kv_budget_gib: the setting of this name.
 
     Raises:
         ConfigError: a value is none of the allowed ones.
@@ -121,17 +123,17 @@ class Assumptions:
 
     @property
     def room_bytes(self) -> float:
-        """Bytes of a GPU that a training step may be given."""
+        """Bytes of a GPU that torch may allocate."""
         return USABLE_SHARE * self.gpu_gib * GIB
 
     def setup(self, num_ranks: int, sharding: Sharding) -> TrainingSetup:
-        """Returns the way of training on so many ranks."""
+        """Returns how the model is trained on `num_ranks` ranks."""
         return TrainingSetup(
             num_ranks, sharding, self.checkpointing, self.liger, kv_budget_bytes=self.kv_budget_gib * GIB
         )
 
     def cost(self, model: ModelShape) -> StepCost | None:
-        """Returns what tokens and pairs cost; None if the model's size is not known."""
+        """Returns the cost of tokens and pairs; None if the model's size is not known."""
         if model.size is None:
             return None
         return step_cost(model.size, model.heads, self.checkpointing, H200_LIGER if self.liger else H200)
@@ -139,13 +141,12 @@ class Assumptions:
     def memory(
         self, model: ModelShape, num_ranks: int, received_bytes: int
     ) -> dict[Sharding, Callable[[int], Memory]]:
-        """Returns the memory of a rank with so many tokens, for each way to share weights; nothing if the model's size
-        is not known.
+        """Returns for each way to shard weights a function from tokens per rank to memory.
 
         Args:
-            model: shape and size.
+            model: shape and size; without a size nothing is returned.
             num_ranks: ranks that share weights.
-            received_bytes: keys and values that a rank receives in one layer's forward pass.
+            received_bytes: bytes of keys and values that a rank receives in one layer's forward pass.
         """
         size = model.size
         if size is None:
@@ -160,12 +161,12 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Estimates:
-    """What a training with these micro-batches would be like.
+    """Speed and memory of a training with these micro-batches.
 
     Attributes:
-        speed: over an epoch.
-        memory: of the rank with most tokens, for each way to share weights.
-        room_bytes: bytes of a GPU that a training step may be given.
+        speed: speed over an epoch.
+        memory: memory of the rank with most tokens, for each way to shard weights.
+        room_bytes: bytes of a GPU that torch may allocate.
     """
 
     speed: Speed

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.errors import ConfigError
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
-FLOPS_OF_WEIGHT = 2  # of one token, forward
+# Forward operations of one token and weight: a multiplication and an addition.
+FLOPS_OF_WEIGHT = 2
 
 
 def find_model(name: str) -> ModelShape:
-    """Returns the model of a preset's name, a path of a config.json or of its folder, a type or class of Transformers,
-    or a name on the Hub (of which only the configuration is loaded).
+    """Returns the model of a name.
+
+    Args:
+        name: of the table, path of a config.json or of its folder, model type or class of Transformers, or a name on
+            the Hub, from which only the configuration is loaded.
 
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.
@@ -38,7 +42,7 @@ def find_model(name: str) -> ModelShape:
         return _shape_of(_load(name), name, f"the configuration of {name}")
     model_type = _type_of(name)
     if model_type is None:
-        return preset(name)  # raises, and names all
+        return preset(name)  # raises, with a list of all names
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type)
@@ -49,7 +53,7 @@ def _load(name: str) -> "PretrainedConfig":
     """Loads a configuration from the Hub, or from its cache.
 
     Raises:
-        ConfigError: there is none, or the Hub cannot be reached.
+        ConfigError: the Hub has no configuration of this name, or cannot be reached.
     """
     from transformers import AutoConfig
 
@@ -64,10 +68,10 @@ def _load(name: str) -> "PretrainedConfig":
 
 
 def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
-    """Returns shape and size of what a configuration of Transformers describes.
+    """Returns shape and size of the model of a Transformers configuration.
 
     Raises:
-        ConfigError: a value is missing or wrong, or there is no causal language model of it.
+        ConfigError: a value is missing or wrong, or there is no causal language model with this configuration.
     """
     config = whole.get_text_config()
     others = {name: getattr(config, name) for name in config.attribute_map}  # GPT-2 writes n_head
@@ -77,10 +81,10 @@ def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
 
 
 def read_model(path: Path) -> ModelShape:
-    """Reads the shape in a config.json, or in that of a folder; its size, too, if Transformers knows the model type.
+    """Reads a config.json, or that of a folder; with its size, if Transformers knows the model type.
 
     Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
+        ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     shape, config = read_model_config(path), read_config(path)
@@ -109,10 +113,10 @@ def _type_of(name: str) -> str | None:
 
 
 def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
-    """Counts the weights of a causal language model; None where it is not known how many of them a token meets.
+    """Counts the weights of a causal language model; None if it is unknown how many of them a token passes.
 
     Raises:
-        ConfigError: Transformers has none with this configuration, or cannot build it.
+        ConfigError: Transformers has no such model with this configuration, or cannot build it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -123,7 +127,7 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    except Exception as error:  # a model's code raises whatever it likes
+    except Exception as error:  # a model's code may raise anything
         raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
     flops = step_flops(model)
     if flops is None:
@@ -142,18 +146,18 @@ BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_model_config(path: Path) -> ModelShape:
-    """Reads the shape in a Transformers config.json, that of its `text_config` if it has one.
+    """Reads the shape in a Transformers config.json, or in its `text_config` if it has one.
 
     Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names it.
+        ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
     """
     config = read_config(path)
     text = _text_part(config)
-    dtypes: dict[str, Any] = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
+    dtypes: dict[str, object] = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
     return shape_of_config({**dtypes, **text}, str(text.get("model_type") or path.name), f"model config {path}")
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, object]:
     """Reads a config.json.
 
     Raises:
@@ -168,37 +172,39 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def shape_of_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """Returns the shape that the values of a configuration say.
+def shape_of_config(config: Mapping[str, object], name: str, where: str) -> ModelShape:
+    """Returns the shape of a model from the values of its configuration.
 
     Args:
-        config: of the text model, by Transformers' names.
-        name: what to call it.
-        where: where the values come from, for errors.
+        config: values of the text model, by Transformers' names.
+        name: name of the model in output.
+        where: source of the values, for errors.
 
     Raises:
-        ConfigError: a value is missing or wrong; names it.
+        ConfigError: a value is missing or wrong; names the value.
     """
     _check_heads(config, where)
     return ModelShape(name=name, heads=Heads.of_config(config), number_bytes=_number_bytes(config, where))
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_part(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the configuration of the text model, which is a part in models of several modalities."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
 
-def _check_heads(config: Mapping[str, Any], where: str) -> None:
-    """Checks what `Heads.of_config` reads.
+def _check_heads(config: Mapping[str, object], where: str) -> None:
+    """Checks the values that `Heads.of_config` reads.
 
     Raises:
-        ConfigError: a value is missing or wrong; names it.
+        ConfigError: a value is missing or wrong; names the value.
     """
     heads = _positive(config, "num_attention_heads", where)
     for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
         if config.get(key) is not None:
             _positive(config, key, where)
-    key_value_heads = config.get("num_key_value_heads") or heads
+    grouped = config.get("num_key_value_heads") is not None
+    key_value_heads = _positive(config, "num_key_value_heads", where) if grouped else heads
     if heads % key_value_heads:
         raise ConfigError(
             f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}"
@@ -216,8 +222,8 @@ def _check_heads(config: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _number_bytes(config: Mapping[str, Any], where: str) -> int:
-    """Returns bytes of `dtype`, which older configs call `torch_dtype`."""
+def _number_bytes(config: Mapping[str, object], where: str) -> int:
+    """Returns bytes of a number of `dtype`, which older configurations call `torch_dtype`."""
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
         raise ConfigError(f"{where} has neither dtype nor torch_dtype; add for example 'bfloat16'")
@@ -226,11 +232,11 @@ def _number_bytes(config: Mapping[str, Any], where: str) -> int:
     return BYTES_OF_DTYPE[name]
 
 
-def _positive(config: Mapping[str, Any], key: str, where: str) -> int:
+def _positive(config: Mapping[str, object], key: str, where: str) -> int:
     """Returns a whole number above zero.
 
     Raises:
-        ConfigError: it is missing, or something else.
+        ConfigError: the value is missing, or something else.
     """
     value = config.get(key)
     if value is None:

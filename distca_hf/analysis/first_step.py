@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -24,9 +23,9 @@ class Outcome:
 
     Attributes:
         figures: its balance and bytes.
-        bound_bytes_total: bytes that no plan of these documents on equally loaded ranks can do without (see
-            `plan_bound`); None where it is not known.
-        planning_seconds: time it took to plan.
+        bound_bytes_total: lower bound of the bytes of any plan as balanced as that of distca (see `compare`); None
+            if it is not known.
+        planning_seconds: time of planning.
         fingerprint: equal for equal outcomes.
     """
 
@@ -41,14 +40,15 @@ class StepReport:
     """A planned optimizer step, and baselines on the same documents.
 
     Attributes:
-        request: what was asked.
-        source: where lengths come from.
-        origin: where in training the documents are; None if they were given.
-        documents, tokens, longest_document_tokens: what was planned.
-        cut_documents, shards: documents that more than one rank or task computes, and their tasks.
-        imbalance_before: of documents in order, every rank computing what it holds.
-        planned: what distca does.
-        baselines: what others do, by name.
+        request: ranks, model and layout.
+        source: file or dataset of the lengths.
+        origin: place of the step in training; None if the documents were given as a batch.
+        documents, tokens, longest_document_tokens: numbers of documents and tokens, and length of the longest
+            document.
+        cut_documents, shards: number of documents with more than one task, and of their tasks.
+        imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
+        planned: the plan of distca.
+        baselines: other planners and kinds of parallelism, by name.
         work_before, work: `[ranks]` work of all micro-steps together.
     """
 
@@ -66,10 +66,10 @@ class StepReport:
     work_before: IntArray
     work: IntArray
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns one flat object; `baselines` holds one more for each baseline, with the same keys."""
+    def as_json(self) -> dict[str, object]:
+        """Returns one flat JSON object; `baselines` has one more for each baseline, with the same keys."""
         names = [field.name for field in fields(Origin)]
-        drawn = dict.fromkeys(names) if self.origin is None else asdict(self.origin)
+        origin = dict.fromkeys(names) if self.origin is None else asdict(self.origin)
         world = {
             "ranks": self.request.num_ranks,
             "tokens_per_rank": self.request.tokens_per_rank,
@@ -84,7 +84,7 @@ class StepReport:
             "model": self.request.model.name,
             "layout": self.request.layout,
             "source": self.source,
-            **drawn,
+            **origin,
             **world,
             **_flat(self.planned),
             "cut_documents": self.cut_documents,
@@ -96,18 +96,19 @@ class StepReport:
 def make_report(
     request: PlanRequest, step: OptimizerStep, source: str = "lengths", compare: bool = False
 ) -> StepReport:
-    """Plans an optimizer step and counts.
+    """Plans an optimizer step and counts work and bytes.
 
     Args:
-        request: world, model and way of planning.
-        step: its documents.
-        source: where they come from.
+        request: ranks, model and layout.
+        step: documents of the step.
+        source: file or dataset of the lengths.
         compare: whether to run the baselines, too.
 
     Raises:
         PackingError: lengths are out of range.
-        PlanError: a rank has to send or receive more than the request's limit.
+        PlanError: a rank has to send or receive more than the limit of the request.
     """
+    # 1. Plans, which alone are timed.
     batches = step.micro_batches
     began = time.perf_counter()
     try:
@@ -119,6 +120,7 @@ def make_report(
         _check_bytes_limit(planned, request.bytes_limit)
     except PlanError as error:
         raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error
+    # 2. The same documents in order, the lower bound, and baselines.
     in_order = [fill_in_order(batch, request.num_ranks).rank_work for batch in batches]
     lengths = np.concatenate(batches)
     cut_documents, shards = np.sum([_shards(plan) for plan in plans], axis=0).tolist()
@@ -148,7 +150,7 @@ def make_report(
 
 
 def _check_bytes_limit(micro_steps: Sequence[Baseline], bytes_limit: int | None) -> None:
-    """Raises PlanError if a rank sends or receives more in a micro-step."""
+    """Raises PlanError if a rank sends or receives more than the limit in a micro-step."""
     for number, step in enumerate(micro_steps):
         for verb, axis in (("send", 1), ("receive", 0)):
             of_ranks = step.bytes_between.sum(axis=axis)
@@ -161,7 +163,7 @@ def _check_bytes_limit(micro_steps: Sequence[Baseline], bytes_limit: int | None)
 
 
 def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
-    """Returns the most ranks, halved again and again, on which the same documents stay within the limit of bytes."""
+    """Returns advice in words: the most ranks, halved repeatedly, on which the same documents meet the limit."""
     most_tokens = max(int(batch.sum()) for batch in batches)
     ranks = request.num_ranks
     while ranks > 1:
@@ -175,7 +177,7 @@ def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
 
 
 def _shards(plan: Plan) -> tuple[int, int]:
-    """Counts documents with more than one task, and their tasks."""
+    """Counts the documents with more than one task, and their tasks."""
     tasks = np.bincount(plan.tasks.document, minlength=plan.layout.num_documents)
     return int((tasks > 1).sum()), int(tasks[tasks > 1].sum())
 
@@ -187,7 +189,7 @@ def _imbalance(work: Sequence[IntArray]) -> float:
 
 
 def _fingerprint(micro_steps: Sequence[Baseline]) -> str:
-    """Returns a fingerprint that is equal for baselines that say the same."""
+    """Returns a fingerprint that is equal for baselines with equal work, tokens and bytes."""
     digests = []
     for step in micro_steps:
         digest = hashlib.blake2b(digest_size=8)
@@ -198,14 +200,14 @@ def _fingerprint(micro_steps: Sequence[Baseline]) -> str:
 
 
 def _join(fingerprints: Sequence[int]) -> str:
-    """Returns one fingerprint of several, as hexadecimal digits."""
+    """Combines fingerprints into one, as hexadecimal digits."""
     if len(fingerprints) == 1:
         return f"{fingerprints[0]:016x}"
     text = ",".join(str(fingerprint) for fingerprint in fingerprints)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _flat(outcome: Outcome) -> dict[str, Any]:
-    """Returns an outcome and its figures side by side."""
+def _flat(outcome: Outcome) -> dict[str, object]:
+    """Returns an outcome and its figures in one flat JSON object."""
     flat = asdict(outcome)
     return {**flat.pop("figures"), **flat}

@@ -38,14 +38,14 @@ from distca_hf.shipped import LENGTHS
 
 NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
 TOKENS_COLUMN = "input_ids"
-# Lengths of the documents of each row, from TRL's packing.
+# Column of the lengths of the documents of each row, which TRL's packing adds.
 SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentLengths:
-    """`[documents]` tokens of each, and the file and column they come from."""
+    """`[documents]` lengths in tokens, and their file and column."""
 
     tokens: IntArray
     source: str
@@ -55,14 +55,14 @@ def read_lengths(path: Path) -> DocumentLengths:
     """Reads document lengths from a file or folder, or from a shipped sample of this name.
 
     Raises:
-        PackingError: it cannot be read, has no lengths, more than one column of them, or a length is out of range.
+        PackingError: the file cannot be read, has no column of lengths or several, or a length is out of range.
     """
     sample = None if path.exists() else LENGTHS.files().get(str(path))
     try:
         lengths = _read(path) if sample is None else DocumentLengths(_read(sample).tokens, str(path))
     except PackingError:
         raise
-    except Exception as error:  # readers of files raise whatever they like: all of it means the file is not readable
+    except Exception as error:  # libraries that read files may raise anything
         raise PackingError(f"{path} cannot be read: {error or type(error).__name__}") from error
     if len(lengths.tokens) == 0:
         raise PackingError(f"{lengths.source} has no documents")
@@ -70,7 +70,7 @@ def read_lengths(path: Path) -> DocumentLengths:
 
 
 def _read(path: Path) -> DocumentLengths:
-    """Reads the lengths in the way that the path's ending asks for."""
+    """Reads lengths by the ending of the path."""
     if path.is_dir():
         return _read_dataset(path)
     ending = path.name.removesuffix(".gz").rpartition(".")[2].lower()
@@ -106,7 +106,7 @@ def _read_dataset(path: Path) -> DocumentLengths:
 
 
 def _read_source(dataset: Any, path: Path) -> DocumentLengths:
-    """Reads documents as the loader finds them."""
+    """Reads document lengths as the loader does."""
     try:
         tokens = DocumentSource(dataset, sys.maxsize).document_tokens
     except PackingError as error:
@@ -134,7 +134,7 @@ def _from_arrow(values: Any, source: str) -> DocumentLengths:
 
 
 def choose_column(names: Sequence[str], path: Path) -> str:
-    """Returns the one column that says lengths.
+    """Returns the one column of lengths.
 
     Raises:
         PackingError: there is none, or more than one, or rows hold several documents; names the columns.
@@ -154,11 +154,11 @@ def choose_column(names: Sequence[str], path: Path) -> str:
 
 
 class Numbers:
-    """Whole numbers in the order in which they are read.
+    """Whole numbers in the order in which they are read. Lines are read one by one, because there may be millions.
 
     Args:
-        source: where they come from.
-        each: what one of them is called there.
+        source: their file and column, for errors.
+        each: name of one of them in errors, such as "row".
     """
 
     def __init__(self, source: str, each: str) -> None:
@@ -166,22 +166,22 @@ class Numbers:
         self._each = each
         self._numbers = array("q")
 
-    def add(self, value: Any) -> None:
-        """Takes what JSON calls an integer; refuses all others: 3.0, true."""
+    def add(self, value: object) -> None:
+        """Adds an integer; refuses all other JSON values, such as 3.0 and true."""
         if type(value) is not int:
             raise PackingError(f"{self._next} is {_kind(value)}, not a whole number")
         if abs(value) >= 2**63:
             raise PackingError(f"{self._next} is {_short(value)}, far more tokens than a document can have")
         self._numbers.append(value)
 
-    def add_length(self, value: Any) -> None:
-        """Takes the length of a list."""
+    def add_length(self, value: object) -> None:
+        """Adds the length of a list."""
         if not isinstance(value, list):
             raise PackingError(f"{self._next} is {_kind(value)}, not a list of tokens")
         self._numbers.append(len(value))
 
     def add_text(self, text: str) -> None:
-        """Takes digits."""
+        """Adds a number from its digits."""
         digits = text.strip()
         if not digits.removeprefix("-").isdecimal() or not digits.isascii():
             raise PackingError(f"{self._next} is {_short(digits)}, not a whole number")
@@ -197,7 +197,7 @@ class Numbers:
 
 
 def read_json(path: Path) -> Numbers:
-    """Reads a flat list."""
+    """Reads a flat JSON list."""
     with _open(path) as file:
         text = file.read()
     try:
@@ -213,7 +213,7 @@ def read_json(path: Path) -> Numbers:
 
 
 def read_jsonl(path: Path) -> Numbers:
-    """Reads objects, one a line; all have the column that the first has."""
+    """Reads JSON objects, one per line; all must have the column of the first."""
     column, numbers = "", Numbers(str(path), "row")
     with _open(path) as file:
         for line_number, line in enumerate(file, start=1):
@@ -231,7 +231,7 @@ def read_jsonl(path: Path) -> Numbers:
 
 
 def read_csv(path: Path) -> Numbers:
-    """Reads a column of a table whose first line has names, or one column of numbers without a name."""
+    """Reads a column of a table whose first line has names, or a single column of numbers without a name."""
     with _open(path) as file:
         rows = (row for row in csv.reader(file) if row)
         first = next(rows, [])
@@ -250,7 +250,7 @@ def read_csv(path: Path) -> Numbers:
 
 
 def read_txt(path: Path) -> Numbers:
-    """Reads one number a line."""
+    """Reads one number per line."""
     numbers = Numbers(str(path), "number")
     with _open(path) as file:
         for line in file:
@@ -270,7 +270,8 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _object(line: str, where: str) -> dict[str, object]:
+    """Reads one JSON object."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -280,14 +281,14 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _kind(value: Any) -> str:
-    """Returns the name that JSON has for a value."""
+def _kind(value: object) -> str:
+    """Describes a JSON value in a few words."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Returns a value as JSON writes it, in a few characters."""
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:20]}..."

@@ -15,11 +15,15 @@ from distca_hf.planning.heads import Heads
 
 Sharding = Literal["fsdp2", "zero3"]
 Checkpointing = Literal["saved", "recomputed", "none"]
-ADAM_BYTES = 8  # two fp32 numbers for each weight
+GIB = 2**30
+# Bytes of AdamW's state per weight: two fp32 numbers.
+ADAM_BYTES = 8
+# Bytes of a number in bf16 and in fp32.
 HALF_BYTES, SINGLE_BYTES = 2, 4
-# Logits in bf16 and fp32, and gradients of both.
+# Bytes of a token and word of the vocabulary: logits in bf16 and fp32, and gradients of both.
 LOGIT_BYTES = 12
-# DeepSpeed's own estimate of ZeRO-3 (deepspeed.runtime.zero.stage3): weights in 16 and 32 bits, gradients, AdamW.
+# Bytes of a weight in DeepSpeed's own estimate of ZeRO-3 (deepspeed.runtime.zero.stage3), without AdamW's state: of a
+# rank's share (weights in 16 and 32 bits, gradients), and of the largest layer while it is gathered.
 ZERO3_BYTES, ZERO3_LAYER_BYTES = 10, 4
 
 
@@ -32,7 +36,7 @@ class TrainingSetup:
         sharding: FSDP2, or DeepSpeed ZeRO-3.
         checkpointing: layers keep their input and attention's output ("saved"), their input ("recomputed"), or all.
         liger: Liger's kernels and its fused loss, which holds no logits.
-        optimizer_bytes: of its state, for each weight.
+        optimizer_bytes: bytes of the optimizer's state per weight.
         kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
     """
 
@@ -41,20 +45,20 @@ class TrainingSetup:
     checkpointing: Checkpointing = "saved"
     liger: bool = False
     optimizer_bytes: int = ADAM_BYTES
-    kv_budget_bytes: float = 4 * 2**30
+    kv_budget_bytes: float = 4 * GIB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank where it needs most.
+    """Bytes of one rank at the peak of a training step.
 
     Attributes:
         state: its share of weights, gradients and the optimizer's state.
-        gathered: whole weights, and gradients of weights, of what is computed at that time.
-        kept: what all layers keep until backward.
-        computed: what the head or a layer holds while its backward runs, whichever is more.
+        gathered: whole weights and gradients of weights of the layers that are computed at that time.
+        kept: activations that all layers keep until backward.
+        computed: activations of the head or of one layer while its backward runs, whichever is more.
         received: keys and values of other ranks, and their gradients.
-        optimizer_step: its share when the optimizer runs, gradients included; nothing else is there then.
+        optimizer_step: its share when the optimizer runs, gradients included, and nothing else.
     """
 
     state: int
@@ -66,7 +70,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Returns the peak: of backward, or of the optimizer where a rank has few tokens."""
+        """Peak of a step: in backward, or in the optimizer if a rank has few tokens."""
         backward = self.state + self.gathered + self.kept + self.computed + self.received
         return max(backward, self.optimizer_step)
 
@@ -74,23 +78,26 @@ class Memory:
 def estimate_memory(
     size: ModelSize, heads: Heads, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0
 ) -> Memory:
-    """Estimates the peak of the rank with most tokens.
+    """Estimates the peak memory of the rank with most tokens.
 
     Args:
-        size: of the model; a size without vocabulary is a model without a head.
-        heads: of one layer.
-        setup: how it is trained.
+        size: size of the model; a size without vocabulary is a model without a head.
+        heads: heads of one layer.
+        setup: how the model is trained.
         rank_tokens: tokens that the rank holds in a micro-step.
         received_bytes: keys and values that it receives in one layer's forward pass.
     """
+    # 1. Activations per token.
     layer_kept, layer_computed = _layer_bytes(size, heads, setup)
     logits = 0 if setup.liger else LOGIT_BYTES * size.vocabulary
     if setup.checkpointing == "none":
         kept, layer_computed = size.layers * (layer_kept + layer_computed), 0.0
     else:
         kept = size.layers * layer_kept
+    # 2. Received rows: of all layers if they fit the budget, and of the layer that runs.
     stays = received_bytes * size.layers
     layers_received = size.layers if stays <= setup.kv_budget_bytes else 1
+    # 3. Weights.
     state = _state_bytes(size, setup)
     gradients = 0 if setup.sharding == "zero3" else SINGLE_BYTES * size.parameters // setup.num_ranks
     return Memory(
@@ -104,15 +111,18 @@ def estimate_memory(
 
 
 def _state_bytes(size: ModelSize, setup: TrainingSetup) -> int:
-    """Returns bytes of a rank's share. FSDP2 has no gradients yet when backward begins, and nothing else when it has
-    all of them; DeepSpeed makes room for them once."""
+    """Returns bytes of a rank's share of weights and of the optimizer's state, for ZeRO-3 also of gradients.
+
+    FSDP2 has no gradients when backward begins, and no activations when it has all gradients. DeepSpeed allocates
+    gradients once.
+    """
     if setup.sharding == "zero3":
         return size.parameters * (ZERO3_BYTES + setup.optimizer_bytes) // setup.num_ranks
     return size.parameters * (SINGLE_BYTES + setup.optimizer_bytes) // setup.num_ranks
 
 
 def _gathered_bytes(size: ModelSize, setup: TrainingSetup) -> int:
-    """Returns bytes of whole weights: embedding, head and its gradient, a layer and its gradient, and the next one."""
+    """Returns bytes of whole weights: embedding, head with gradient, a layer with gradient, and the next layer."""
     if setup.sharding == "zero3":
         return ZERO3_LAYER_BYTES * max(size.largest_layer_parameters, size.head_parameters)
     root = size.embedding_parameters + size.head_parameters
@@ -120,7 +130,7 @@ def _gathered_bytes(size: ModelSize, setup: TrainingSetup) -> int:
 
 
 def _layer_bytes(size: ModelSize, heads: Heads, setup: TrainingSetup) -> tuple[float, float]:
-    """Returns bytes per token that a checkpointed layer keeps until backward, and those it holds in backward."""
+    """Returns bytes per token that a checkpointed layer keeps until backward, and that it holds in backward."""
     hidden, mlp = size.hidden_size, size.mlp_size(heads)
     queries, keys = heads.query * heads.dim, heads.key_value * (heads.dim + heads.value_dim)
     outputs = heads.query * heads.value_dim

@@ -10,21 +10,21 @@ from distca_hf.errors import ConfigError, did_you_mean
 from distca_hf.planning.heads import Heads
 
 
-# Gate, up and down: the matrices of an MLP as most models have it. One of two matrices counts as two thirds as wide.
+# Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
 MLP_MATRICES = 3
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of weights.
+    """Numbers of weights of a model, as far as time and memory of a step depend on them.
 
     Attributes:
         layers: decoder layers.
-        hidden_size: numbers that represent a token between layers.
-        vocabulary: words.
-        parameters: all weights.
-        layer_parameters: weights of all layers that one token meets; of many experts only those that it is sent to.
-        embedding_parameters: weights of the embedding, and of the head where that has its own.
+        hidden_size: size of a token's vector between layers.
+        vocabulary: number of words.
+        parameters: number of all weights.
+        layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
+        embedding_parameters: weights of the embedding, and of the head if it has weights of its own.
     """
 
     layers: int
@@ -46,14 +46,14 @@ class ModelSize:
         experts: int = 1,
         experts_per_token: int = 1,
     ) -> "ModelSize":
-        """Counts a decoder whose layers are attention and gated MLPs of that width, norms and biases left out.
+        """Counts the weights of a decoder of attention and gated MLPs, without norms and biases.
 
         Args:
-            heads: of attention.
+            heads: heads of attention.
             layers, hidden_size, vocabulary: as the attributes.
             mlp_size: width of an MLP, or of an expert.
-            tied: the head is the embedding.
-            experts, experts_per_token: MLPs of a layer, and how many a token is sent to.
+            tied: whether the head is the embedding.
+            experts, experts_per_token: number of MLPs of a layer, and of the ones that a token is sent to.
         """
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
         rest = attention_parameters(heads, hidden_size) + router
@@ -78,13 +78,13 @@ class ModelSize:
         return (self.parameters - self.embedding_parameters) // self.layers
 
     def mlp_size(self, heads: Heads) -> float:
-        """Returns the width of a gated MLP with as many weights as a token meets in a layer beside attention."""
+        """Returns the width of a gated MLP with as many weights as a token passes in a layer besides attention."""
         beside = self.layer_parameters / self.layers - attention_parameters(heads, self.hidden_size)
         return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
 
 
 def attention_parameters(heads: Heads, hidden_size: int) -> int:
-    """Returns weights of the projections of queries, keys, values and outputs of one layer."""
+    """Returns the number of weights of one layer's projections of queries, keys, values and outputs."""
     queries = heads.query * (heads.dim + heads.value_dim)
     keys = heads.key_value * (heads.dim + heads.value_dim)
     return hidden_size * (queries + keys)
@@ -95,8 +95,8 @@ class ModelShape:
     """Attention of one layer, and the size of the model around it.
 
     Attributes:
-        name: what to call it.
-        heads: its heads.
+        name: its name in output.
+        heads: heads of one layer.
         number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
     """
@@ -125,7 +125,7 @@ def _public(
         heads: num_attention_heads, num_key_value_heads, head_dim.
         sizes: num_hidden_layers, hidden_size, intermediate_size (that of an expert), vocab_size.
         tied: tie_word_embeddings.
-        experts: experts of a layer, and how many a token is sent to.
+        experts: number of experts of a layer, and of the ones that a token is sent to.
     """
     query, key_value, dim = heads
     shape = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
@@ -160,7 +160,7 @@ def preset(name: str) -> ModelShape:
     """Returns a model of the table.
 
     Raises:
-        ConfigError: it has no such model; names those it has.
+        ConfigError: the table has no model of this name; the message lists all names.
     """
     if name.lower() not in PRESETS:
         raise ConfigError(

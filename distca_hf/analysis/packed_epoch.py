@@ -18,12 +18,12 @@ from distca_hf.errors import PackingError, and_more
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an optimizer step was origin: it is the first one of this epoch.
+    """Place of an optimizer step in training: it is the first one of this epoch.
 
     Attributes:
-        seed: what the order of documents follows from, together with the epoch's number.
+        seed: seed of the order of documents, together with the epoch's number.
         epoch: number of the epoch, from 0.
-        epoch_micro_batches: micro-batches of every epoch.
+        epoch_micro_batches: number of micro-batches of every epoch.
     """
 
     seed: int
@@ -36,8 +36,8 @@ class OptimizerStep:
     """Documents of one optimizer step.
 
     Attributes:
-        micro_batches: for each `[documents]` lengths in the order in which they were packed.
-        origin: where from; None if they were given.
+        micro_batches: for each `[documents]` lengths in the order of packing.
+        origin: place in training; None if the documents were given as a batch.
     """
 
     micro_batches: list[IntArray]
@@ -55,9 +55,9 @@ class PackedEpoch:
     """Micro-batches of an epoch.
 
     Attributes:
-        document_tokens: `[documents]` lengths, those of documents that were cut instead of the longer ones.
-        epoch: which documents are in which micro-batch.
-        origin: where in training that is; None if they were given.
+        document_tokens: `[documents]` lengths, after overlong documents were cut.
+        epoch: numbers of the documents of each micro-batch.
+        origin: place in training; None if the documents were given as a batch.
     """
 
     document_tokens: IntArray
@@ -98,11 +98,12 @@ def pack_first_step(document_tokens: IntArray, request: PlanRequest, seed: int) 
 
 
 def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:
-    """Divides all documents, in order, among the micro-steps with nearly equal tokens. Where that gives a micro-step
-    more tokens than it holds, long documents are put together instead.
+    """Divides all documents, in order, among the micro-steps with nearly equal tokens.
+
+    If that gives a micro-step more tokens than it holds, documents are grouped as training groups them.
 
     Raises:
-        PackingError: they do not fit.
+        PackingError: the documents do not fit.
     """
     document_tokens = _fit(document_tokens, request)
     total_tokens, steps = int(document_tokens.sum()), request.micro_steps
@@ -125,7 +126,7 @@ def _fit(document_tokens: IntArray, request: PlanRequest) -> IntArray:
     """Returns lengths after the policy for documents that are longer than a micro-batch.
 
     Raises:
-        PackingError: there are some, and the policy refuses them.
+        PackingError: there are such documents, and the policy refuses them.
     """
     longest, capacity_tokens = int(document_tokens.max()), request.capacity_tokens
     if request.overlong == "error" and longest > capacity_tokens:

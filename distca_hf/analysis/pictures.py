@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.answer import PlanAnswer
 from distca_hf.errors import ConfigError
 
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from distca_hf.analysis.answer import PlanAnswer
+
+# Colours of work, of waiting, and of labels.
+WORKING, WAITING, MUTED = "#2f6fb7", "#e3e7eb", "#59636e"
+
 
 def check_can_draw(path: Path) -> None:
-    """Checks what can be known before anything is planned.
+    """Checks that a picture can be drawn into a file, before anything is planned.
 
     Raises:
-        ConfigError: matplotlib is missing, it knows no such format, or there is no such folder.
+        ConfigError: matplotlib is missing, it does not support the format, or the folder does not exist.
     """
     try:
         import matplotlib
@@ -34,8 +38,8 @@ def check_can_draw(path: Path) -> None:
         raise ConfigError(f"--plot {path} is a folder, or in a folder that does not exist")
 
 
-def draw_answer(answer: PlanAnswer, path: Path) -> None:
-    """Draws an answer; the file appears when it is complete.
+def draw_answer(answer: "PlanAnswer", path: Path) -> None:
+    """Draws an answer into a file, which appears when it is complete.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -54,9 +58,12 @@ def draw_answer(answer: PlanAnswer, path: Path) -> None:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
 
 
-def figure_of(answer: PlanAnswer) -> "Figure":
-    """Returns the work of every rank over the mean in the first optimizer step, before and after, and how imbalanced
-    the micro-batches of the epoch are in order."""
+def figure_of(answer: "PlanAnswer") -> "Figure":
+    """Returns a figure of three panels.
+
+    Two show the work of every rank over the mean in the first optimizer step, before and after. The third is a
+    histogram of the imbalance of all micro-batches in order.
+    """
     from matplotlib.figure import Figure
 
     report = answer.step
@@ -90,16 +97,14 @@ def figure_of(answer: PlanAnswer) -> "Figure":
     return figure
 
 
-WORKING, WAITING, MUTED = "#2f6fb7", "#e3e7eb", "#59636e"
-
-
 def draw_balance(work_before: Sequence[Sequence[int]], work: Sequence[Sequence[int]], path: Path) -> None:
-    """Draws how long attention of every micro-batch takes, before and after placement: the mean work of the ranks, and
-    on top of it the waiting for the busiest one; 1.0 is the mean.
+    """Draws the attention time of every micro-batch of a run, before and after placement.
+
+    A bar is the mean work of the ranks, 1.0, and on top of it the time of waiting for the busiest rank.
 
     Args:
         work_before, work: `[micro_batches][ranks]` attended pairs.
-        path: picture to write; its ending decides the format.
+        path: file to write; its ending decides the format.
     """
     import matplotlib
 

@@ -21,18 +21,18 @@ from distca_hf.analysis.tables import (
 from distca_hf.cost import IntArray
 
 
-# More ranks than bars share a bar: it shows the heaviest of them.
+# Maximum number of bars; with more ranks several share a bar, which shows the heaviest of them.
 MOST_BARS = 32
-# Below it a step is as fast as before, within what one run differs from the next.
+# Minimum ratio of step times that is called faster; runs differ by about this much from each other.
 WORTH_IT = 1.02
-# What stands beside the two bars of a rank, and how long these are.
+# Characters beside the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 
 
 def print_answer(answer: PlanAnswer, console: Console) -> None:
-    """Prints what the documents are, the answer in two sentences, the epoch, estimates, other choices, and the first
-    step with its baselines."""
+    """Prints documents, the answer in two sentences, the epoch, estimates, choices, and the first step with
+    baselines."""
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
     blocks += estimates_tables(answer, console.width)
@@ -64,7 +64,7 @@ def _world(answer: PlanAnswer) -> str:
 
 
 def in_short(answer: PlanAnswer) -> str:
-    """Returns the answer in two sentences: what balancing changes, and what that brings and needs."""
+    """Returns the answer in two sentences: the change of balance, then the speed and memory of that."""
     before, after = answer.epoch.imbalance_before.mean, answer.epoch.imbalance.mean
     words = (
         f"In short: the busiest rank has {before:.2f} times the mean attention work, with distca {after:.2f} times."
@@ -78,7 +78,7 @@ def in_short(answer: PlanAnswer) -> str:
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
-    """Returns the spread of imbalance, before and after."""
+    """Returns the table of the spread of imbalance, before and after."""
     table = plain_table("in order", layout)
     before, after = epoch.imbalance_before, epoch.imbalance
     for name, old, new in (
@@ -92,7 +92,7 @@ def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
 
 
 def _figures(report: StepReport) -> RenderableType:
-    """Returns two columns about the first optimizer step: names of figures, and their values."""
+    """Returns the table of figures of the first optimizer step."""
     table = plain_table("")
     figures, outcome = report.planned.figures, report.planned
     for name, value in (
@@ -115,16 +115,18 @@ def _figures(report: StepReport) -> RenderableType:
 
 
 def _first_step(report: StepReport) -> str:
-    """Returns which micro-batches of a training the first step has."""
+    """Returns the place of the first step in a training, in words."""
     if report.origin is None:
         return "exactly these documents"
-    steps, drawn = report.request.micro_steps, report.origin
+    steps, origin = report.request.micro_steps, report.origin
     first = f"the first {steps}" if steps > 1 else "the first"
-    return f"{first} of {counted(drawn.epoch_micro_batches, 'micro-batch')} of epoch {drawn.epoch}, seed {drawn.seed}"
+    return (
+        f"{first} of {counted(origin.epoch_micro_batches, 'micro-batch')} of epoch {origin.epoch}, seed {origin.seed}"
+    )
 
 
 def _ratio(outcome: Outcome) -> str:
-    """Returns bytes over the bound, where there is one."""
+    """Returns bytes over their lower bound, or a dash if there is none."""
     bound = outcome.bound_bytes_total
     if bound is None:
         return "-"
@@ -132,7 +134,7 @@ def _ratio(outcome: Outcome) -> str:
 
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
-    """Draws the work of the ranks over the mean, before and after."""
+    """Returns bars of the ranks' work over the mean, before and after."""
     unicode = console.encoding.lower().startswith("utf")
     characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_BESIDE_BARS) // 2))
     num_ranks = report.request.num_ranks
@@ -155,14 +157,14 @@ def _bars(report: StepReport, console: Console) -> RenderableType:
 
 
 def _heaviest(work: IntArray, each: int) -> Iterator[float]:
-    """Returns the work over the mean, of the heaviest rank of every `each` neighbours."""
+    """Yields the work over the mean of the heaviest rank of every `each` neighbours."""
     mean = max(1, int(work.sum())) / len(work)
     for first in range(0, len(work), each):
         yield float(np.max(work[first : first + each])) / mean
 
 
 def _bar(characters: float, unicode: bool) -> str:
-    """Returns a bar so long, to an eighth of a character where the terminal can draw that."""
+    """Returns a bar of a length in characters, exact to an eighth of one if the terminal has Unicode."""
     eighths = round(characters * 8)
     if not unicode:
         return "#" * round(eighths / 8)

@@ -1,4 +1,4 @@
-"""Request: ranks, tokens, model and layout that `distca plan` is asked about, and plans for them.
+"""Request: ranks, tokens, model and layout of `distca plan`, and plans for them.
 
 The planners are those of training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs of
 others.
@@ -26,27 +26,28 @@ from distca_hf.topology import Topology
 
 LAYOUTS = ("placed", "fixed")
 OVERLONG = get_args(OverlongPolicy)
-# More ranks than that have no table of bytes between each two of them.
+# Maximum number of ranks: the table of bytes between each two of them has 64M entries.
 MAX_RANKS = 8192
+# Maximum number of micro-steps of an optimizer step, all of which are planned; far more than trainings use.
 MAX_MICRO_STEPS = 1024
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The world, the model and the way of planning.
+    """Ranks, model and layout of a training.
 
     Attributes:
-        num_ranks, tokens_per_rank: the world: every rank holds up to so many tokens in a micro-step.
+        num_ranks, tokens_per_rank: number of ranks, and most tokens that each of them holds in a micro-step.
         ranks_per_node: ranks that share a node.
         micro_steps: micro-steps of an optimizer step, planned together.
-        model: shape of its attention.
-        layout: "placed" (distca chooses who holds which tokens) or "fixed" (documents in order, tasks move).
-        overlong: what to do with a document longer than all ranks hold: "error", "split" or "truncate".
+        model: shape and size of the model.
+        layout: "placed" (distca chooses the owner rank of every token) or "fixed" (documents in order, tasks move).
+        overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
 
     Raises:
-        ConfigError: a number is out of range, there is no such layout or policy, or a variable of the environment is
-            no value of its setting.
+        ConfigError: a number is out of range, the layout or policy is unknown, or a variable of the environment has an
+            invalid value.
         PackingError: the environment names a table of kernel times that cannot be read.
     """
 
@@ -73,7 +74,7 @@ class PlanRequest:
         for option, name, names in (("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, OVERLONG)):
             if name not in names:
                 raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
-        self.planner  # noqa: B018  a variable of the environment that is wrong is met here
+        self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
 
     @property
     def capacity_tokens(self) -> int:
@@ -82,13 +83,12 @@ class PlanRequest:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """Nodes of the ranks."""
         return self.planner.config.topology(self.num_ranks)
 
     @cached_property
     def planner(self) -> PlacedPlanner:
-        """The planner of a training with these numbers. The environment decides all other settings, as it does
-        there."""
+        """Planner of a training with these numbers. All other settings come from the environment, as in training."""
         config = DistCAConfig(
             tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node
         )
@@ -101,13 +101,13 @@ def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) ->
     """Plans every micro-step.
 
     Args:
-        request: world, model and way of planning.
-        micro_batches: lengths of the documents of each, in the order in which they were packed; none holds more
-            tokens than all ranks together.
+        request: ranks, model and layout.
+        micro_batches: for each `[documents]` lengths in the order of packing; at most as many tokens as all ranks
+            hold.
 
     Raises:
         PackingError: lengths are out of range.
-        PlanError: documents stay where they are, and no plan meets the request's limit of bytes.
+        PlanError: the layout is fixed, and no plan meets the limit of bytes.
     """
     if request.layout == "fixed":
         return [_plan_fixed(request, batch) for batch in micro_batches]
@@ -119,8 +119,10 @@ def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) ->
 
 
 def _plan_fixed(request: PlanRequest, document_tokens: IntArray) -> Plan:
-    """Plans documents in order, and moves tasks. In training other packers decide which documents are where; each of
-    their packs holds whole documents."""
+    """Plans documents in order, and moves tasks.
+
+    In training another packer decides which documents each rank holds, and each of its packs holds whole documents.
+    """
     return plan_by_moving(
         fill_in_order(document_tokens, request.num_ranks),
         request.model.heads.groups,

@@ -12,18 +12,43 @@ from rich.text import Text
 from distca_hf.analysis.answer import Choice, PlanAnswer
 from distca_hf.analysis.estimates import USABLE_SHARE, Estimates
 from distca_hf.analysis.first_step import StepReport
+from distca_hf.analysis.memory import GIB
 
 
-GIB = 2**30
+# Names of the ways to shard weights, of parts of memory, and of baselines.
+SHARDING = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+PARTS = {
+    "state": "weights, AdamW: a rank's share",
+    "gathered": "weights gathered, gradients",
+    "kept": "kept until backward",
+    "computed": "a layer or logits",
+    "received": "keys of other ranks",
+}
+BASELINES = {
+    "greedy": "DistCA paper",
+    "zigzag_cp": "ring/zigzag CP",
+    "ulysses": "Ulysses",
+    "lpt": "whole documents (LPT)",
+    "sorted_packs": "sorted packs",
+}
+COMPARE_NOTE = (
+    "DistCA paper: its planner, at a tolerance of 10, 5 and 0 %. CP: context parallelism. In 8s: in groups of 8 "
+    "ranks. Whole documents: each to the least loaded rank. Sorted packs: documents cut at packs' borders, equally "
+    "heavy packs at the same time. Bytes are those of one layer's forward pass."
+)
+# Minimum width of a terminal, in characters, for all columns of the table of choices.
+CHOICES_COLUMNS = 60
+# Minimum width of a terminal, in characters, for all figures of a baseline beside its name.
+COMPARE_COLUMNS = 76
 
 
 def block(title: str, table: Table, *words: str) -> RenderableType:
-    """Returns a table between its title and notes, which may be wider than it is."""
+    """Returns a table between its title and notes, which may be wider than the table."""
     return Group(Text(title, style="bold"), table, *words)
 
 
 def plain_table(*columns: str) -> Table:
-    """Returns a table whose first column may wrap, between words, and whose numbers, on the right, never do."""
+    """Returns a table without lines: names that may wrap, then right-aligned numbers that never do."""
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     table.add_column("", overflow="fold", min_width=7)
     for column in columns:
@@ -50,7 +75,7 @@ def in_gib(number: float) -> str:
 
 
 def in_thousands(number: int) -> str:
-    """Returns a number of tokens in at most six characters, as 131.1K."""
+    """Returns a number of tokens in at most six characters, such as 131.1K."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.1f}{unit}"
@@ -58,28 +83,16 @@ def in_thousands(number: int) -> str:
 
 
 def in_range(low: int, high: int) -> str:
-    """Returns one number, or the two ends."""
+    """Returns both ends of a range, or one number if they are equal."""
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-SHARDING = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
-PARTS = {
-    "state": "weights, AdamW: a rank's share",
-    "gathered": "weights gathered, gradients",
-    "kept": "kept until backward",
-    "computed": "a layer or logits",
-    "received": "keys of other ranks",
-}
-# Columns of a terminal in which the table of choices has room for all of its own.
-CHOICES_COLUMNS = 60
-
-
 def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
-    """Returns speed, memory, and other numbers of tokens per rank; a sentence where nothing is known of the model.
+    """Returns speed, memory and choices; one sentence in place of estimates if the model's size is not known.
 
     Args:
         answer: with or without estimates.
-        columns: of the terminal; some figures are left out where it is narrow.
+        columns: width of the terminal, in characters; a narrow one shows fewer figures.
     """
     if answer.estimates is None:
         words = f"{answer.step.request.model.name}: its size is not known, so speed and memory are not estimated."
@@ -92,7 +105,7 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
 
 
 def _speed(estimates: Estimates) -> RenderableType:
-    """Returns attention's share, and how much longer others take."""
+    """Returns the table of attention's share and of ratios of step times."""
     speed = estimates.speed
     table = plain_table("")
     table.add_row("attention's share of a balanced step", f"{speed.attention_share:.0%}".replace("%", " %"))
@@ -103,7 +116,7 @@ def _speed(estimates: Estimates) -> RenderableType:
 
 
 def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
-    """Returns GiB of a rank, part by part, for each way to share weights."""
+    """Returns the table of GiB per rank, by part and by way to shard weights."""
     table = plain_table(*(SHARDING[sharding] for sharding in estimates.memory))
     for part, words in PARTS.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in estimates.memory.values()))
@@ -114,7 +127,7 @@ def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
 
 
 def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
-    """Returns what has to be so for the estimates to hold."""
+    """Returns the assumptions of the estimates, in words."""
     assumed, ranks = answer.assumptions, answer.step.request.num_ranks
     kept = {
         "saved": "layers checkpointed, attention's outputs kept",
@@ -133,7 +146,7 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
 
 
 def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
-    """Returns one row for each number of tokens per rank."""
+    """Returns the table of choices, a row for each; nothing if there are none."""
     if not choices:
         return []
     headers = ("GiB", "fits", "faster", *["longest"] * wide, "too long")
@@ -157,28 +170,12 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
     return [block("tokens per rank", table, words)]
 
 
-# Columns of a terminal in which all figures of a baseline have room beside its name.
-COMPARE_COLUMNS = 76
-NAMES = {
-    "greedy": "DistCA paper",
-    "zigzag_cp": "ring/zigzag CP",
-    "ulysses": "Ulysses",
-    "lpt": "whole documents (LPT)",
-    "sorted_packs": "sorted packs",
-}
-NOTES = (
-    "DistCA paper: its planner, at a tolerance of 10, 5 and 0 %. CP: context parallelism. In 8s: in groups of 8 "
-    "ranks. Whole documents: each to the least loaded rank. Sorted packs: documents cut at packs' borders, equally "
-    "heavy packs at the same time. Bytes are those of one layer's forward pass."
-)
-
-
 def compare_table(report: StepReport, columns: int) -> RenderableType:
-    """Returns one row for each way to run the same documents.
+    """Returns the table of distca and all baselines on the same documents.
 
     Args:
         report: the first optimizer step.
-        columns: of the terminal; some figures are left out where it is narrow.
+        columns: width of the terminal, in characters; a narrow one shows fewer figures.
     """
     wide = columns >= COMPARE_COLUMNS
     headers = ("tokens", "bytes", "largest rank", "between nodes") if wide else ("largest rank",)
@@ -197,15 +194,15 @@ def compare_table(report: StepReport, columns: int) -> RenderableType:
             else (largest,)
         )
         table.add_row(spoken(name), f"{figures.imbalance:.3f}", *cells)
-    return block("other ways to run the same documents", table, NOTES)
+    return block("other ways to run the same documents", table, COMPARE_NOTE)
 
 
 def spoken(name: str) -> str:
-    """Returns the name that people know of a baseline: "DistCA paper, 10 %" of "greedy_0.10"."""
-    known = max((short for short in NAMES if name.startswith(short)), key=len, default=None)
+    """Returns the full name of a baseline: "DistCA paper, 10 %" for "greedy_0.10"."""
+    known = max((short for short in BASELINES if name.startswith(short)), key=len, default=None)
     if known is None:
         return name
     rest = name.removeprefix(known).strip("_")
     if known == "greedy":
-        return f"{NAMES[known]}, {float(rest):.0%}"
-    return f"{NAMES[known]} in {rest}s" if rest else NAMES[known]
+        return f"{BASELINES[known]}, {float(rest):.0%}"
+    return f"{BASELINES[known]} in {rest}s" if rest else BASELINES[known]

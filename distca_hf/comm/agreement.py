@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distca_hf.comm.text import integers_of, text_of
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -34,6 +33,8 @@ class Occasion(enum.IntEnum):
     UNABLE = 7  # give up, because it cannot do its part
 
 
+# Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
+BYTES_PER_INTEGER = 4
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
 WIDTH = 12
 # The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
@@ -159,3 +160,15 @@ def _named(ranks: list[str]) -> str:
     if len(ranks) > RANKS_SHOWN:
         return f"ranks {', '.join(ranks[: RANKS_SHOWN - 1])} and {len(ranks) - RANKS_SHOWN + 1} more"
     return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"
+
+
+def integers_of(text: bytes, most_bytes: int) -> list[int]:
+    """Encodes at most `most_bytes` bytes of a text; equally many integers for every text."""
+    count = -(-most_bytes // BYTES_PER_INTEGER)
+    padded = text[:most_bytes].ljust(count * BYTES_PER_INTEGER)
+    return [int.from_bytes(padded[at : at + BYTES_PER_INTEGER]) for at in range(0, len(padded), BYTES_PER_INTEGER)]
+
+
+def text_of(integers: Sequence[int]) -> str:
+    """Decodes integers of `integers_of`; spaces at the end are lost."""
+    return b"".join(number.to_bytes(BYTES_PER_INTEGER) for number in integers).decode(errors="replace").rstrip()

@@ -7,8 +7,7 @@ here does that; this finds out who does, at the price of one more message per ex
 
 from collections.abc import Sequence
 
-from distca_hf.comm.agreement import by_value
-from distca_hf.comm.text import integers_of, text_of
+from distca_hf.comm.agreement import by_value, integers_of, text_of
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import PlanMismatchError
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.transport import LocalTransport, TorchTransport, Transport
+from distca_hf.comm.torch_transport import TorchTransport
+from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError, PeerLostError
 from distca_hf.torch_private import default_store

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.rows.add import add_rows
-from distca_hf.kernels.rows.copy import copy_rows
+from distca_hf.kernels.row_views import some_rows
+from distca_hf.kernels.rows import add_rows, copy_rows
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceRouting, ExchangeSplits, QueryRouting
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients, apart, row_width, side_by_side
-from distca_hf.runtime.views import some_rows
 
 
 class KVDispatch:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, accumulation_dtype, without_mask
-from distca_hf.kernels.rows.merge import merge
+from distca_hf.kernels.row_views import part, transposed
+from distca_hf.kernels.rows import merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
-from distca_hf.runtime.views import part, transposed
 
 
 # Members of an enumeration are slow to look up, and each call asks for two of them.

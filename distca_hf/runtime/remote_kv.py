@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows.copy import copy_rows
+from distca_hf.kernels.row_views import some_rows
+from distca_hf.kernels.rows import copy_rows
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
-from distca_hf.runtime.views import some_rows
 
 
 @dataclass(eq=False, slots=True)

@@ -20,7 +20,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
 from distca_hf.kernels.registry import choose_kernel
-from distca_hf.kernels.rows.merge import merge
+from distca_hf.kernels.rows import merge
 
 
 QUERY_TOKENS = (128, 512, 2048, 8192, 32768, 131072)

@@ -7,7 +7,7 @@ import pytest
 
 import distca_hf
 from support.ranks import run_ranks
-from support.resuming import TOKENS_PER_RANK, all_tokens, count_tokens, numbered_trainer, train
+from support.resuming import TOKENS_PER_RANK, all_tokens, count_tokens, numbered_trainer, resumes_on_cpu_ranks, train
 
 
 def _train(folder: Path, accumulation: int, resume: bool, stop_at: int | None) -> tuple[Counter[int], int, int, float]:
@@ -19,6 +19,7 @@ def _train(folder: Path, accumulation: int, resume: bool, stop_at: int | None) -
     return seen, trainer.state.global_step, trainer.state.max_steps, trainer.state.epoch
 
 
+@resumes_on_cpu_ranks
 @pytest.mark.parametrize(("worlds", "accumulation"), [((1, 3, 2), (1, 3, 1)), ((4, 1, 3), (1, 1, 3))], ids=str)
 def test_every_document_is_trained_once_per_epoch_on_all_ranks_together(
     worlds: tuple[int, int, int], accumulation: tuple[int, int, int], tmp_path: Path

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import distca_hf
-from distca_hf.comm import gloo_threads
+from distca_hf.comm import torch_transport
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll
 from distca_hf.errors import ConfigError
@@ -134,13 +134,13 @@ def _end_with_threads(_: Path, end: str) -> int:
     transport = plugin.transport(CPU)
     transport.exchange(AllToAll(torch.arange(4.0)[:, None], [2, 2], [2, 2], "here")).wait()
     transport.gather([1], "here").wait()
-    while len(gloo_threads.states()) < 6:  # two of each group; they name themselves when they first run
+    while len(torch_transport.gloo_thread_states()) < 6:  # two of each group; they name themselves when they first run
         time.sleep(0.02)
     if end == "close":
         plugin.close()
     else:
         atexit._run_exitfuncs()
-    return len(gloo_threads.states())
+    return len(torch_transport.gloo_thread_states())
 
 
 @pytest.mark.parametrize("end", ["close", "the end of the process"])
@@ -181,18 +181,18 @@ def test_operations_that_nobody_waits_for_are_forgotten(tmp_path: Path) -> None:
 
 def test_threads_of_other_groups_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter(["SSR", "RSS", "SSS", "SSR"])
-    monkeypatch.setattr(gloo_threads, "states", lambda: next(seen))
+    monkeypatch.setattr(torch_transport, "gloo_thread_states", lambda: next(seen))
 
-    gloo_threads.let_rest()
+    torch_transport.let_gloo_threads_rest()
 
     assert next(seen) == "SSR"
 
 
 def test_a_thread_that_computes_is_seen_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     own_name = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
-    monkeypatch.setattr(gloo_threads, "NAME", own_name)
+    monkeypatch.setattr(torch_transport, "GLOO_THREAD", own_name)
 
-    assert "R" in gloo_threads.states()
+    assert "R" in torch_transport.gloo_thread_states()
 
 
 ABANDONED_LOOP = """

@@ -22,6 +22,7 @@ from support.commands import HANG_SECONDS, REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import Outcome, run_ranks, start_ranks
+from support.resuming import resumes_on_cpu_ranks
 from support.training import quiet_arguments
 
 
@@ -158,6 +159,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], d
     return losses
 
 
+@resumes_on_cpu_ranks
 @pytest.mark.parametrize(
     ("batches", "ranks", "number"),
     [

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows.add import RowSums, add_rows
-from distca_hf.kernels.rows.copy import copy_rows
-from distca_hf.kernels.rows.merge import merge
+from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge
 
 
 pytestmark = pytest.mark.gpu

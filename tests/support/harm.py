@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import distca_hf
-from distca_hf.comm.transport import TorchTransport
+from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.testing.faults import Fault, FaultTransport, fail
 from support.commands import HANG_SECONDS
 from support.data import random_dataset, random_documents

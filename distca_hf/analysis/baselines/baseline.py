@@ -18,10 +18,10 @@ from distca_hf.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """One global micro-batch as a baseline would run it.
+    """One global micro-batch, as a baseline would run it.
 
     Attributes:
-        name: how tables call it.
+        name: its short name, a key of the JSON output.
         work: `[ranks]` attended pairs each rank computes (times heads, where heads are divided).
         tokens: `[ranks]` tokens each rank holds.
         bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; nothing to oneself.
@@ -34,31 +34,34 @@ class Baseline:
 
     @classmethod
     def of_plan(cls, name: str, plan: Plan, token_bytes: TokenBytes) -> "Baseline":
-        """What a plan says: queries and outputs of tasks that move, keys and values once per document and server."""
+        """Returns work, tokens and bytes of a plan.
+
+        Queries and outputs of tasks that move are sent once. Keys and values are sent once per document and server.
+        """
         return cls(name, plan.work, plan.layout.rank_tokens, bytes_between(plan, token_bytes))
 
     @cached_property
     def imbalance(self) -> float:
-        """Max over mean of `work`."""
+        """Max/mean of `work`; 1.0 is perfect."""
         return imbalance(self.work)
 
 
 def nothing_sent(num_ranks: int) -> IntArray:
-    """`[source, destination]` zeros."""
+    """Returns `[source, destination]` zeros: the bytes of a baseline that sends nothing."""
     return np.zeros((num_ranks, num_ranks), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What ranks hold, compute and send, all micro-steps of an optimizer step together.
+    """Balance and bytes of all micro-steps of an optimizer step together.
 
     Attributes:
         tokens_min, tokens_max: tokens of the emptiest and the fullest rank in any micro-step.
-        imbalance: max/mean work, 1.0 is perfect; of several micro-steps, the sum of the heaviest ranks over the sum of
-            the means.
-        bytes_total: bytes between ranks, forward, of one layer.
-        bytes_max_rank: what the busiest rank sends or receives, whichever is more; summed over micro-steps.
-        bytes_internode_max: the same, of what goes from one node to another.
+        imbalance: max/mean work, 1.0 is perfect. For several micro-steps it is the sum of the heaviest ranks over the
+            sum of the means.
+        bytes_total: bytes between ranks in the forward pass of one layer.
+        bytes_max_rank: the most of these bytes that one rank sends or receives; summed over micro-steps.
+        bytes_internode_max: the same for bytes between nodes.
     """
 
     tokens_min: int
@@ -70,7 +73,7 @@ class Figures:
 
 
 def figures_of(micro_steps: Sequence[Baseline], topology: Topology) -> Figures:
-    """Figures of the micro-steps of one optimizer step."""
+    """Returns the figures of the micro-steps of one optimizer step."""
     total_work = sum(int(step.work.sum()) for step in micro_steps)
     heaviest_work = sum(int(step.work.max()) for step in micro_steps)
     crosses = topology.node_of[:, None] != topology.node_of[None, :]
@@ -85,15 +88,15 @@ def figures_of(micro_steps: Sequence[Baseline], topology: Topology) -> Figures:
 
 
 def _busiest(bytes_between: np.ndarray) -> int:
-    """Most bytes that any rank sends or receives."""
+    """Returns the most bytes that any rank sends or receives."""
     return int(max(bytes_between.sum(axis=1).max(), bytes_between.sum(axis=0).max()))
 
 
 def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
-    """Lengths of each group's documents: sequential fill with equal tokens.
+    """Fills groups in order with equal tokens, and returns the lengths of each group's documents.
 
-    Attention of such a group knows nothing of the others: a document cut at the border of two groups goes on as a new
-    one. That is less work than the documents ask for, in favour of whoever groups.
+    Groups attend separately: a document cut at the border of two groups continues as a new document. That is less
+    attention work than uncut documents have, to the advantage of baselines with groups.
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.
@@ -102,14 +105,16 @@ def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
     ends = np.cumsum(lengths)
     total_tokens = int(ends[-1]) if len(ends) else 0
     borders = np.array([total_tokens * group // num_groups for group in range(num_groups + 1)], dtype=np.int64)
-    cuts = np.union1d(borders, ends)
+    cuts = np.union1d(borders, ends)  # a piece of a document lies between each two of them
     pieces = np.diff(cuts)
     first = np.searchsorted(cuts, borders)
     return [pieces[first[group] : first[group + 1]] for group in range(num_groups)]
 
 
 def groups_of_ranks(document_tokens: IntArray, num_ranks: int, group_ranks: int) -> Iterator[tuple[slice, IntArray]]:
-    """Ranks of each group of neighbours, and the lengths of its documents. The last group may have fewer ranks.
+    """Yields the ranks of each group of neighbours, and the lengths of its documents.
+
+    The last group may have fewer ranks.
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.

@@ -1,12 +1,12 @@
-"""Packing alone: whole documents or whole packs are dealt out to ranks; no token and no task moves.
+"""Packing alone: whole documents or whole packs are assigned to ranks; no token and no task moves.
 
 **Whole documents**: longest processing time first (Graham 1969), the reference for packing without cuts. Documents,
 the longest first, each go to the rank with the least work so far. Some rank has the work of the longest document.
 Ranks hold unequal tokens, possibly more than they have room for.
 
 **Sorted packs**: the order of packs within one optimizer step changes no gradient, so packs of equal cost run at the
-same time. Documents fill packs one after the other; a document cut at a pack's border goes on as a new one. Packs are
-sorted by attention work and dealt out micro-step by micro-step.
+same time. Documents fill packs in order; a document cut at a pack's border continues as a new one. Packs are sorted by
+attention work and assigned micro-step by micro-step.
 """
 
 import heapq
@@ -19,12 +19,12 @@ from distca_hf.layout import check_document_tokens
 
 
 def whole_documents(document_tokens: IntArray, num_ranks: int, token_bytes: TokenBytes) -> Baseline:
-    """Whole documents to the least loaded rank, the longest first; of equally loaded ranks to the first.
+    """Assigns whole documents to the least loaded rank, the longest first; of equally loaded ranks to the first.
 
     Args:
         document_tokens: `[documents]` lengths, in tokens.
-        num_ranks: ranks; how many tokens they have room for is not asked.
-        token_bytes: not needed, nothing is sent.
+        num_ranks: ranks, without a limit of tokens.
+        token_bytes: unused: nothing is sent. All baselines have this argument.
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.
@@ -40,12 +40,12 @@ def assign_whole_documents(document_tokens: IntArray, num_ranks: int) -> list[In
 
     Args:
         document_tokens: `[documents]` lengths, in tokens.
-        num_ranks: ranks; how many tokens they have room for is not asked.
+        num_ranks: ranks, without a limit of tokens.
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
-    least = [(0, rank) for rank in range(num_ranks)]
+    least = [(0, rank) for rank in range(num_ranks)]  # a heap: the least loaded rank is first
     numbers: list[list[int]] = [[] for _ in range(num_ranks)]
     for number in np.argsort(-check_document_tokens(document_tokens), kind="stable").tolist():
         load, rank = least[0]
@@ -55,7 +55,7 @@ def assign_whole_documents(document_tokens: IntArray, num_ranks: int) -> list[In
 
 
 def sorted_packs(document_tokens: IntArray, num_ranks: int, micro_steps: int) -> list[Baseline]:
-    """The micro-steps of one optimizer step, packs of most work first.
+    """Returns the micro-steps of one optimizer step, packs of most work first.
 
     Args:
         document_tokens: `[documents]` lengths of all micro-steps together, in tokens.

@@ -24,7 +24,7 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import Tasks
 
 
-# What the published code uses unless told otherwise.
+# Share of the mean work that a rank may lack; the default of the published code.
 PUBLISHED_TOLERANCE = 0.1
 
 
@@ -34,12 +34,12 @@ def published_greedy(
     token_bytes: TokenBytes,
     tolerance: float = PUBLISHED_TOLERANCE,
 ) -> Baseline:
-    """The published planner on documents filled in order.
+    """Runs the published planner on documents filled in order.
 
     Args:
         document_tokens: `[documents]` lengths, in tokens.
         num_ranks: ranks, each of them a server as well.
-        token_bytes: bytes of a token, which the planner weighs queries and keys with.
+        token_bytes: bytes of a token, by which the planner weighs queries and keys.
         tolerance: share of the mean work that a rank may lack.
 
     Raises:
@@ -52,17 +52,19 @@ def published_greedy(
 def plan_published_greedy(
     document_tokens: IntArray, num_ranks: int, token_bytes: TokenBytes, tolerance: float
 ) -> Plan:
-    """The plan behind `published_greedy`."""
+    """Returns the plan behind `published_greedy`."""
+    # 1. Items, and the surplus of every rank over the mean.
     layout = fill_head_and_tail(document_tokens, num_ranks)
     items = _Items.of(layout)
     work = layout.rank_work.copy()
     mean = int(work.sum()) // num_ranks
     surplus = work - mean
     giving = np.flatnonzero(surplus[items.rank] > 0)
+    # 2. Takers, the neediest first, each from the cheapest items; a move is (document, two ranges, taker).
     moved: list[tuple[int, int, int, int, int, int]] = []
     for taker in np.argsort(surplus, kind="stable").tolist():
         needed = -int(surplus[taker])
-        # Items of ranks that have nothing more to give never come back: who takes stays at or below the mean.
+        # Items of ranks without a surplus never become givers again: takers stay at or below the mean.
         giving = giving[(surplus[items.rank[giving]] > 0) & (items.work[giving] > 0)]
         while needed > tolerance * mean and len(giving):
             most = np.minimum(np.minimum(surplus[items.rank[giving]], needed), items.work[giving])
@@ -80,10 +82,10 @@ def plan_published_greedy(
 
 
 def _cheapest(items: "_Items", giving: IntArray, most: IntArray, token_bytes: TokenBytes) -> tuple[int, int]:
-    """The item with the fewest bytes per work, as the published planner counts them, and the work it can give; -1 if
-    none can give any.
+    """Returns the item with the fewest bytes per work and the work it can give; -1 if none can give any.
 
-    The planner takes the keys of the whole document, and one query for every pair of them that moves.
+    Bytes are counted as the published planner does it: keys of the whole document, and one query for every pair of
+    queries that moves.
     """
     whole = items.tokens[giving] + 1
     with np.errstate(divide="ignore"):
@@ -107,8 +109,10 @@ class _Items:
 
     @classmethod
     def of(cls, layout: Layout) -> "_Items":
-        """One item for each document and rank, in the order of documents. A single segment is a head and a tail that
-        meet in its middle."""
+        """Returns one item for each document and rank, in the order of documents.
+
+        A single segment is a head and a tail that meet in its middle.
+        """
         order = np.lexsort((layout.segment_start, layout.segment_rank, layout.segment_document))
         document, rank = layout.segment_document[order], layout.segment_rank[order]
         start, stop = layout.segment_start[order], layout.segment_stop[order]
@@ -125,7 +129,7 @@ class _Items:
         return cls(document[first], tokens, rank[first], start[first], head_stop, tail_start, stop[last], work)
 
     def give(self, item: int, most_work: int) -> tuple[int, tuple[int, int, int, int]]:
-        """Takes about `most_work` out of an item: the work, and the two ranges of queries, that it gave."""
+        """Takes about `most_work` out of an item; returns the work and the two ranges of queries that it gave."""
         head_start, head_stop = int(self.head_start[item]), int(self.head_stop[item])
         tail_start, tail_stop = int(self.tail_start[item]), int(self.tail_stop[item])
         if most_work >= self.work[item]:
@@ -142,7 +146,7 @@ class _Items:
 
 
 def _tasks(items: _Items, moved: list[tuple[int, int, int, int, int, int]]) -> Tasks:
-    """Heads and tails that stayed and that moved; neighbours on one server become one task."""
+    """Returns tasks of all heads and tails, moved or not; neighbours on one server become one task."""
     there = np.array(moved, dtype=np.int64).reshape(-1, 6)
     document = np.concatenate([items.document, items.document, there[:, 0], there[:, 0]])
     start = np.concatenate([items.head_start, items.tail_start, there[:, 1], there[:, 3]])
@@ -159,7 +163,13 @@ def _tasks(items: _Items, moved: list[tuple[int, int, int, int, int, int]]) -> T
 
 
 def fill_head_and_tail(document_tokens: IntArray, num_ranks: int) -> Layout:
-    """Sequential fill; tokens are equal to within one, documents that span ranks are laid out head and tail.
+    """Fills ranks in order with tokens that are equal to within one.
+
+    A document that spans ranks is laid out head and tail (`batch_to_items_general` of the published planner.py). Every
+    rank takes tokens from its beginning and as many from its end, so that all have its mean cost per token.
+
+        document 0 .......................................... L
+                 |  a  |   b   | c | c |   b   |  a  |           ranks a, b, c
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.
@@ -184,8 +194,10 @@ def fill_head_and_tail(document_tokens: IntArray, num_ranks: int) -> Layout:
 
 
 def _head_and_tail(document: int, head: int, tail: int, take: int) -> list[tuple[int, int, int]]:
-    """Segments of the outer `take` tokens of [head, tail), half of them from either end; one segment if that is all
-    there is."""
+    """Returns segments of the outer `take` tokens of [head, tail), half of them from either end.
+
+    If these are all tokens there is one segment.
+    """
     if take == tail - head:
         return [(document, head, tail)]
     from_head = take // 2

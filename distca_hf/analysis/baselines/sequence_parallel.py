@@ -1,16 +1,16 @@
-"""Sequence parallelism: a group of ranks shares every document, over context parallelism or Ulysses.
+"""Sequence parallelism: a group of ranks shares every document, by context parallelism or Ulysses.
 
 **Context parallelism** (Llama 3, arXiv 2407.21783, section 3.3.2; for each document separately as in WLB-LLM, arXiv
-2503.17924). A document is cut in two chunks per rank. Rank r has the r-th chunk and the r-th from the end, so that all
-ranks have its mean cost. Before attention each rank gathers keys and values of all tokens of the group, needed or not.
-Balance is perfect, and bytes grow with the group.
+2503.17924). A document is cut into two chunks per rank. Rank r has the r-th chunk and the r-th from the end, so that
+all ranks have its mean cost. Before attention each rank gathers keys and values of all tokens of the group, needed or
+not. Balance is perfect, and bytes grow with the group.
 
     document    | 0 | 1 | 2 | 2 | 1 | 0 |      ranks of its chunks, in a group of three
 
-**Ulysses** (arXiv 2309.14509, section 3). Tokens are divided among a group of ranks, and for attention heads are. An
-all-to-all gives every rank some heads of all tokens of the group, another one brings outputs back. All ranks of a
-group have equal work if they can have equally many heads. Groups differ, as their documents do. A key and value head
-goes to every rank that has one of its query heads.
+**Ulysses** (arXiv 2309.14509, section 3). Tokens are divided among a group of ranks; for attention the heads are
+divided instead. One all-to-all gives every rank some heads of all tokens of the group, another one returns outputs.
+All ranks of a group have equal work if they can have equally many heads. Work differs between groups, because their
+documents do. A key and value head is sent to every rank that has one of its query heads.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from distca_hf.errors import ConfigError
 def context_parallel(
     document_tokens: IntArray, num_ranks: int, token_bytes: TokenBytes, group_ranks: int | None = None
 ) -> Baseline:
-    """Zigzag context parallelism over groups of `group_ranks` neighbours, or over all ranks.
+    """Runs documents under zigzag context parallelism in groups of `group_ranks` neighbours, or over all ranks.
 
     Args:
         document_tokens: `[documents]` lengths, in tokens.
@@ -45,10 +45,10 @@ def context_parallel(
 
 
 def _zigzag(document_tokens: IntArray, num_ranks: int) -> tuple[IntArray, IntArray]:
-    """`[ranks]` work and tokens of the ranks of one group.
+    """Returns `[ranks]` work and tokens of the ranks of one group.
 
-    Lengths that chunks do not divide make some chunks a token longer. Others pad; here the ranks of a document begin
-    one further than those of the document before, so that nobody has all the longer ones.
+    If chunks do not divide a length, some chunks are a token longer. Implementations pad; here every document starts
+    one rank further than the document before, so that the longer chunks spread over all ranks.
     """
     chunks = 2 * num_ranks
     work, tokens = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
@@ -69,7 +69,9 @@ def ulysses(
     key_value_heads: int,
     group_ranks: int | None = None,
 ) -> Baseline:
-    """Ulysses over groups of `group_ranks` neighbours, or over all ranks; ranks beyond the number of heads are idle.
+    """Runs documents under Ulysses in groups of `group_ranks` neighbours, or over all ranks.
+
+    Ranks beyond the number of heads are idle.
 
     Args:
         document_tokens: `[documents]` lengths, in tokens.
@@ -79,7 +81,7 @@ def ulysses(
         group_ranks: ranks that share their documents.
 
     Raises:
-        ConfigError: heads are not a multiple of those of keys and values.
+        ConfigError: query heads are not a multiple of key and value heads.
         PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
     if min(heads, key_value_heads) < 1 or heads % key_value_heads:
@@ -88,12 +90,15 @@ def ulysses(
     work, tokens = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     sent = nothing_sent(num_ranks)
     for ranks, documents in groups_of_ranks(document_tokens, num_ranks, group):
+        # 1. Heads of each rank, as equally many as possible.
         borders = np.arange(ranks.stop - ranks.start + 1)
         of_query = np.diff(heads * borders // borders[-1])
         of_key_value = _key_value_heads(heads * borders // borders[-1], heads // key_value_heads)
+        # 2. Work: all pairs of the group, times heads. Tokens: equal.
         pairs = int(causal_pairs_of(np.zeros_like(documents), documents).sum())
         work[ranks] = pairs * of_query
         tokens[ranks] = np.diff(int(documents.sum()) * borders // borders[-1])
+        # 3. Bytes of one token to each rank, and of its outputs back.
         there = of_query * token_bytes.query // heads + of_key_value * token_bytes.key_value // key_value_heads
         back = of_query * token_bytes.output // heads
         sent[ranks, ranks] = np.outer(tokens[ranks], there) + np.outer(back, tokens[ranks])
@@ -102,6 +107,6 @@ def ulysses(
 
 
 def _key_value_heads(borders: IntArray, queries_per_key: int) -> IntArray:
-    """`[ranks]` heads of keys and values that the query heads [borders[r], borders[r + 1]) attend."""
+    """Returns `[ranks]` numbers of key and value heads that query heads [borders[r], borders[r + 1]) attend."""
     begin, end = borders[:-1], borders[1:]
     return np.where(end > begin, -(-end // queries_per_key) - begin // queries_per_key, 0)

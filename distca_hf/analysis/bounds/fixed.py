@@ -1,17 +1,17 @@
-"""Bound: bytes that no plan for a fixed layout can do without. A linear program, for tests and reports.
+"""Fixed: a lower bound of the bytes of all plans for a fixed layout. A linear program, for tests and reports.
 
-Whatever a plan does, some numbers of it are a feasible point of the program, and the program charges it at most what
-the plan pays; so its optimum is below every plan. Units: *rows*, one token of one group of heads, and work, pairs x
-groups. Variables are, for every holding (see `holdings`), work, queries and keys that leave it, and for every rank
-work, queries and keys that arrive. Constraints:
+Every plan gives a feasible point of the program, and the objective at that point is at most the bytes of the plan. So
+the optimum is a lower bound. Units are *rows* (one token of one group of heads) and work (pairs x groups). Variables
+are, for every holding (see `relaxation`), the work, queries and keys that leave it. For every rank they are the work,
+queries and keys that arrive. Constraints:
 
-    a rank's own work - what leaves + what arrives <= its limit
-    what leaves in all = what arrives in all                              of work, queries, keys
-    work <= slope x queries + keys_worth(slope) x keys                    see `bound_lines`
-    keys of a segment >= what later segments of its document need, if these are computed by anybody else
+    local work of a rank - work that leaves + work that arrives <= its limit
+    sum over holdings that leaves = sum over ranks that arrives           for work, queries, keys
+    work <= slope x queries + keys_worth(slope) x keys                    see `relaxation`
+    keys of a segment >= keys that later segments of its document need, if another rank computes these
     bytes that a rank sends <= largest, bytes that it receives <= largest
 
-and either the largest or the sum of sent bytes is minimised.
+Either `largest` or the sum of sent bytes is minimised.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
 
-# Lines above each curve: more make the bound tighter and slower.
+# Number of lines above each curve; more make the bound tighter and slower.
 NUM_SLOPES = 13
-# This share of the optimum is given away, so that rounding inside the solver never makes the bound too large.
+# Share of the optimum that is subtracted, so that rounding inside the solver never makes the bound too large.
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class BytesBound:
-    """Forward bytes of one layer that every plan needs: of the rank that sends or receives most, and of all ranks."""
+    """Lower bounds of the forward bytes of one layer: of the rank that sends or receives most, and of all ranks."""
 
     largest_rank: int
     total: int
@@ -45,10 +45,16 @@ def bytes_bound(
     head_groups: int = 1,
     token_bytes: TokenBytes | None = None,
 ) -> BytesBound:
-    """Bound for all plans in which rank r computes at most `work_limits[r]` attended pairs x groups of heads.
+    """Returns lower bounds of the bytes of all plans whose ranks stay within limits of work.
+
+    Args:
+        layout: the ranks' tokens.
+        work_limits: `[ranks]` most attended pairs x groups of heads that each rank computes.
+        head_groups: groups in which plans may divide heads.
+        token_bytes: bytes of a token; None: the default of `TokenBytes`.
 
     Raises:
-        PlanError: the limits add up to less than there is to compute.
+        PlanError: the limits add up to less than the work of the layout.
         ImportError: scipy is not installed.
     """
     limits = np.asarray(work_limits, dtype=np.float64)
@@ -63,8 +69,11 @@ def bytes_bound(
 
 
 class _Bound:
-    """The program of one layout. Rows are counted in longest documents, work in mean ranks: solvers like numbers
-    around one."""
+    """The linear program of one layout.
+
+    Rows are in units of the longest document, work in units of a rank's mean: solvers are most exact with numbers near
+    one.
+    """
 
     def __init__(self, layout: Layout, limits: NDArray[np.float64], head_groups: int, token_bytes: TokenBytes) -> None:
         self.holdings = held = Holdings.of(layout)
@@ -84,11 +93,11 @@ class _Bound:
         self.work_out = program.variables(count, held.pairs * head_groups / self.work_unit)
         self.queries_out = program.variables(count, held.tokens * head_groups / self.row_unit)
         self.keys_out = program.variables(count)
-        of_kin = np.where(held.document < 0, 0, np.inf)
-        self.work_to_elders, self.work_to_kin = program.variables(count, of_kin), program.variables(count, of_kin)
+        if_cut = np.where(held.document < 0, 0, np.inf)
+        self.work_to_earlier, self.work_to_later = program.variables(count, if_cut), program.variables(count, if_cut)
         self.work_in, self.queries_in, self.keys_in = (program.variables(ranks) for _ in range(3))
-        self.elder_work, self.elder_queries, self.elder_keys = (program.variables(ranks) for _ in range(3))
-        self.kin_work, self.kin_queries = (program.variables(ranks) for _ in range(2))
+        self.earlier_work, self.earlier_queries, self.earlier_keys = (program.variables(ranks) for _ in range(3))
+        self.later_work, self.later_queries = (program.variables(ranks) for _ in range(2))
         self.largest = program.variables(1)[0]
         self.own_keys_in: list[list[int]] = [[] for _ in self.ranks]
         self._holdings_of: list[list[int]] = [[] for _ in self.ranks]
@@ -96,7 +105,7 @@ class _Bound:
             self._holdings_of[rank].append(holding)
 
     def solve(self) -> tuple[float, float]:
-        """Bytes of the largest rank and of all."""
+        """Returns the bytes of the largest rank and of all ranks."""
         self._leave()
         self._span_ranks()
         self._arrive()
@@ -107,12 +116,12 @@ class _Bound:
         return largest * scale, self.program.minimise(sent) * scale
 
     def _line(self, slope: float, start: int, stop: int) -> tuple[float, float]:
-        """What a row of queries and a row of keys are worth."""
+        """Returns the work that one row of queries and one row of keys allow."""
         unit = self.row_unit / self.work_unit
         return slope * unit, keys_worth(slope, start, stop, self.most_pairs) * unit
 
     def _leave(self) -> None:
-        """Work that leaves a holding takes queries and keys along."""
+        """Adds constraints: work that leaves a holding needs queries and keys that leave it, too."""
         held = self.holdings
         for holding, (start, stop) in enumerate(zip(held.start.tolist(), held.stop.tolist(), strict=True)):
             for slope in slopes(stop, NUM_SLOPES).tolist():
@@ -123,34 +132,36 @@ class _Bound:
                 )
 
     def _span_ranks(self) -> None:
-        """Documents that span ranks. Their other holders may have keys already: *elders* of a segment hold only what
-        is before it, and need the segment's own keys; *kin* may need none. A segment's keys go wherever later segments
-        are computed, at home or not."""
+        """Adds constraints for documents that span ranks: their other owner ranks may have keys already.
+
+        *Earlier* owners of a segment hold only tokens before it, and need the keys of the segment itself. *Later*
+        owners may need no keys. The keys of a segment are sent to every rank that computes later segments.
+        """
         held = self.holdings
-        to_elders: list[list[int]] = [[] for _ in self.ranks]
-        to_kin: list[list[int]] = [[] for _ in self.ranks]
+        to_earlier: list[list[int]] = [[] for _ in self.ranks]
+        to_later: list[list[int]] = [[] for _ in self.ranks]
         for parts in held.of_document.values():
             last_of = {int(held.rank[part]): place for place, part in enumerate(parts)}
             for place, holding in enumerate(parts):
-                leaves = [(self.work_to_elders[holding], 1.0), (self.work_to_kin[holding], 1.0)]
+                leaves = [(self.work_to_earlier[holding], 1.0), (self.work_to_later[holding], 1.0)]
                 self.program.at_most([*leaves, (self.work_out[holding], -1)], 0)
                 for other, last in sorted(last_of.items()):
                     if other != held.rank[holding]:
-                        (to_elders if last < place else to_kin)[other].append(holding)
+                        (to_earlier if last < place else to_later)[other].append(holding)
                 for part in parts[:place]:
                     self._keys_sent_for(part, holding)
             self._keys_received(parts)
         for rank in self.ranks:
             for work, holdings, source in (
-                (self.elder_work, to_elders[rank], self.work_to_elders),
-                (self.kin_work, to_kin[rank], self.work_to_kin),
+                (self.earlier_work, to_earlier[rank], self.work_to_earlier),
+                (self.later_work, to_later[rank], self.work_to_later),
             ):
                 sources = [(source[holding], -1.0) for holding in holdings]
                 self.program.at_most([(work[rank], 1), *sources], 0)
-            self._arrive_at_elder(rank, to_elders[rank])
+            self._arrive_at_earlier(rank, to_earlier[rank])
 
     def _keys_received(self, parts: list[int]) -> None:
-        """A rank that computes its own queries receives the keys before them, for the share of work that stays."""
+        """Adds constraints: a rank that computes local queries receives the keys before them."""
         held, received = self.holdings, dict[int, int]()
         for place, holding in enumerate(parts):
             rank = int(held.rank[holding])
@@ -163,8 +174,8 @@ class _Bound:
             share = lacks * self.work_unit / float(held.pairs[holding])
             self.program.at_most([(received[rank], -1), (self.work_out[holding], -share)], -lacks * self.groups)
 
-    def _arrive_at_elder(self, rank: int, holdings: list[int]) -> None:
-        """Work of later segments takes along their queries and keys."""
+    def _arrive_at_earlier(self, rank: int, holdings: list[int]) -> None:
+        """Adds constraints: work of later segments arrives at an earlier owner with their queries and keys."""
         for slope in slopes(self.longest, NUM_SLOPES).tolist():
             lines = [
                 self._line(slope, int(self.holdings.start[holding]), int(self.holdings.stop[holding]))
@@ -172,44 +183,53 @@ class _Bound:
             ]
             if lines:
                 query, key = max(lines)
-                terms = [(self.elder_work[rank], 1), (self.elder_queries[rank], -query), (self.elder_keys[rank], -key)]
+                terms = [
+                    (self.earlier_work[rank], 1),
+                    (self.earlier_queries[rank], -query),
+                    (self.earlier_keys[rank], -key),
+                ]
                 self.program.at_most(terms, 0)
 
     def _keys_sent_for(self, part: int, later: int) -> None:
-        """All keys of a segment go to the home of a later one if that computes any query of its own, once for each
-        head, and to every stranger that does."""
+        """Adds constraints: all keys of a segment are sent to every rank that computes queries of a later segment.
+
+        The owner rank of the later segment is one of these ranks, as far as work of that segment stays.
+        """
         held = self.holdings
         tokens, pairs = int(held.tokens[part]) / self.row_unit, float(held.pairs[later])
         stays = 0.0 if held.rank[part] == held.rank[later] else 1.0
-        by_home = stays * tokens * self.work_unit / pairs
-        by_strangers = tokens * self.work_unit / min(pairs, self.most_pairs)
+        by_owner = stays * tokens * self.work_unit / pairs
+        by_others = tokens * self.work_unit / min(pairs, self.most_pairs)
         self.program.at_most(
             [
                 (self.keys_out[part], -1),
-                (self.work_out[later], by_strangers - by_home),
-                (self.work_to_elders[later], -by_strangers),
-                (self.work_to_kin[later], -by_strangers),
+                (self.work_out[later], by_others - by_owner),
+                (self.work_to_earlier[later], -by_others),
+                (self.work_to_later[later], -by_others),
             ],
             -stays * tokens * self.groups,
         )
 
     def _arrive(self) -> None:
-        """Work that arrives takes queries along, and to strangers all keys up to them."""
+        """Adds constraints: work arrives with its queries, and at ranks without the document with all keys before."""
         lines = [self._line(slope, 0, self.longest) for slope in slopes(self.longest, NUM_SLOPES).tolist()]
         most = (self.longest + 0.5) * self.row_unit / self.work_unit
         for rank in self.ranks:
-            known = [(self.elder_work[rank], self.elder_queries[rank]), (self.kin_work[rank], self.kin_queries[rank])]
+            known = [
+                (self.earlier_work[rank], self.earlier_queries[rank]),
+                (self.later_work[rank], self.later_queries[rank]),
+            ]
             for query, key in lines:
-                strange = [(self.work_in[rank], 1.0), (self.queries_in[rank], -query), (self.keys_in[rank], -key)]
+                others = [(self.work_in[rank], 1.0), (self.queries_in[rank], -query), (self.keys_in[rank], -key)]
                 for work, queries in known:
-                    strange += [(work, -1.0), (queries, query)]
-                self.program.at_most(strange, 0)
-            self.program.at_most([(self.kin_work[rank], 1), (self.kin_queries[rank], -most)], 0)
+                    others += [(work, -1.0), (queries, query)]
+                self.program.at_most(others, 0)
+            self.program.at_most([(self.later_work[rank], 1), (self.later_queries[rank], -most)], 0)
             for place, whole in ((0, self.work_in[rank]), (1, self.queries_in[rank])):
                 self.program.at_most([*((pair[place], 1.0) for pair in known), (whole, -1)], 0)
 
     def _balance(self) -> None:
-        """Ranks stay within their limits, and what leaves arrives."""
+        """Adds constraints: ranks stay within their limits, and all that leaves also arrives."""
         held = self.holdings
         own = np.zeros(len(self.ranks))
         np.add.at(own, held.rank, held.pairs.astype(np.float64) * self.groups)
@@ -221,14 +241,14 @@ class _Bound:
         for arrives, leaves in (
             (self.work_in, self.work_out),
             (self.queries_in, self.queries_out),
-            (self.elder_work, self.work_to_elders),
-            (self.kin_work, self.work_to_kin),
-            ([*self.keys_in, *self.elder_keys, *own_keys], self.keys_out),
+            (self.earlier_work, self.work_to_earlier),
+            (self.later_work, self.work_to_later),
+            ([*self.keys_in, *self.earlier_keys, *own_keys], self.keys_out),
         ):
             self.program.equal([(variable, 1.0) for variable in arrives] + [(variable, -1.0) for variable in leaves])
 
     def _count_bytes(self) -> list[tuple[int, float]]:
-        """Largest is at least what any rank sends or receives; returns the sum of what all send."""
+        """Adds constraints: no rank sends or receives more than `largest`. Returns the bytes that all ranks send."""
         total = []
         for rank in self.ranks:
             holdings = self._holdings_of[rank]
@@ -236,7 +256,7 @@ class _Bound:
             sent += [(self.keys_out[holding], self.keys) for holding in holdings]
             sent.append((self.queries_in[rank], self.output))
             received = [(self.queries_out[holding], self.output) for holding in holdings]
-            keys = [self.keys_in[rank], self.elder_keys[rank], *self.own_keys_in[rank]]
+            keys = [self.keys_in[rank], self.earlier_keys[rank], *self.own_keys_in[rank]]
             received += [(variable, self.keys) for variable in keys]
             received.append((self.queries_in[rank], self.query))
             for moved in (sent, received):

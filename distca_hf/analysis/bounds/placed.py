@@ -1,15 +1,15 @@
-"""Bound: bytes of keys and values that every layout as balanced as a given one has to move.
+"""Placed: a lower bound of the keys and values that every layout as balanced as a given one has to move.
 
-Counted for one document at a time. Let b1 = length >= b2 >= b3 ... be the last positions that ranks hold of it. A rank
-that holds position b - 1 needs the keys of all b tokens before and has its own, so the ranks receive b2 + b3 + ...
-tokens together. All tokens after b(j+1) are on j ranks. These hold no more than j ranks' tokens and do no more than j
-ranks' work, and what else they hold weighs at least what the lightest tokens of the batch weigh:
+Keys are counted for one document at a time. Let b1 = length >= b2 >= b3 ... be the last positions that ranks hold of
+it. A rank that holds position b - 1 needs the keys of all b tokens before and has its own, so the ranks receive b2 +
+b3 + ... tokens together. All tokens after b(j+1) are on j ranks. These hold no more than j ranks' tokens and compute
+no more than j ranks' work. The other tokens that they hold have at least the work of the lightest tokens of the batch:
 
     work(b .. length) + lightest(j x fewest_tokens - (length - b))  <=  j x most_work
     length - b                                                      <=  j x most_tokens
 
-The smallest b that satisfies both bounds b(j+1) from below. Valid for all layouts whose ranks compute the queries they
-hold, in any number of segments; dividing heads (stripes) may go below.
+The smallest b that satisfies both bounds b(j+1) from below. It is valid for all layouts whose ranks compute the
+queries they hold, in any number of segments. Layouts that divide heads (stripes) may need less.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,16 @@ from distca_hf.cost import IntArray, TokenBytes, causal_pairs_of
 from distca_hf.layout import Layout, check_document_tokens
 
 
-# How finely the smallest position is searched: in two steps, so to 1/256 x 1/256 of the document.
+# Number of parts of the range in each step of the search for the smallest position; two steps find 1/65,536 of it.
 PARTS = 256
 
 
 def key_value_bytes_bound(layout: Layout, token_bytes: TokenBytes | None = None) -> int:
-    """Bytes of one layer, forward, below which no layout of the same documents gets whose ranks have at most the same
-    work, and tokens in the same range."""
+    """Returns the fewest forward bytes of one layer of any layout as balanced as this one.
+
+    These layouts have the same documents. Their ranks have at most the largest work of this one, and tokens in its
+    range.
+    """
     token_bytes = token_bytes or TokenBytes()
     return token_bytes.key_value * key_tokens_bound(
         layout.document_tokens,
@@ -40,13 +43,13 @@ def key_value_bytes_bound(layout: Layout, token_bytes: TokenBytes | None = None)
 def key_tokens_bound(
     document_tokens: Sequence[int] | IntArray, num_ranks: int, most_work: int, fewest_tokens: int, most_tokens: int
 ) -> int:
-    """Tokens whose keys and values have to move, all ranks together.
+    """Returns the tokens whose keys and values have to move, of all ranks together.
 
     Args:
         document_tokens: lengths, in tokens.
         num_ranks: ranks.
-        most_work: attended pairs of a rank, at most.
-        fewest_tokens, most_tokens: tokens of a rank, at least and at most.
+        most_work: most attended pairs of a rank.
+        fewest_tokens, most_tokens: range of the tokens of a rank.
 
     Raises:
         PackingError: a length is out of range.
@@ -64,7 +67,7 @@ def key_tokens_bound(
 
 
 class _LightestTokens:
-    """Work of the lightest tokens of a batch: of all documents those at position 0, then 1, and so on."""
+    """Work of the lightest tokens of a batch: the tokens at position 0 of all documents, then at 1, and so on."""
 
     def __init__(self, lengths: IntArray) -> None:
         lengths = np.sort(lengths)
@@ -77,11 +80,12 @@ class _LightestTokens:
         )
 
     def work(self, tokens: IntArray) -> IntArray:
-        """Attended pairs of so many lightest tokens; of all, if there are fewer."""
+        """Returns the attended pairs of a number of lightest tokens; of all tokens if there are fewer."""
         tokens = np.clip(tokens, 0, self._tokens[-1])
         at = np.minimum(np.searchsorted(self._tokens, tokens, side="right") - 1, len(self._tokens) - 2)
         if at.size and len(self._reach) == 1:
             return np.zeros_like(tokens)
+        # Positions before `position` are full in all longer documents; `more` tokens are at that position.
         full, more = np.divmod(tokens - self._tokens[at], np.maximum(1, self._documents[at]))
         position = self._reach[at] + full
         pairs = causal_pairs_of(self._reach[at], position) * self._documents[at]
@@ -89,10 +93,16 @@ class _LightestTokens:
 
 
 def _longest_tail(length: int, light: _LightestTokens, most_work: int, fewest_tokens: int, most_tokens: int) -> int:
-    """Tokens at the end of a document that fit ranks of so much work and so many tokens together, or a few more."""
+    """Returns the most tokens at the end of a document that may fit some ranks together, or a few more.
+
+    Args:
+        length: tokens of the document.
+        light: the lightest tokens of the batch.
+        most_work, fewest_tokens, most_tokens: limits of these ranks together.
+    """
 
     def may_fit(fewest: IntArray, most: IntArray) -> np.ndarray:
-        """Whether a tail of `fewest` to `most` tokens may fit: as much work as the one, as few others as the other."""
+        """Checks whether a tail of `fewest` to `most` tokens may fit: work of the fewest, beside the most of them."""
         tail_work = causal_pairs_of(length - fewest, np.full_like(fewest, length))
         return (fewest <= most_tokens) & (tail_work + light.work(fewest_tokens - most) <= most_work)
 

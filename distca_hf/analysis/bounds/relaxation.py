@@ -1,4 +1,4 @@
-"""Relaxation: the parts of which the bound for fixed layouts is made a linear program.
+"""Relaxation: the parts that make the bound for fixed layouts a linear program.
 
 1. Lines above a curve (`keys_worth`, `slopes`): the most pairs that a server can compute for the rows that it
    receives. A server that computes x queries of [start, stop), the last of them at position start + k, needs the k
@@ -28,17 +28,21 @@ from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
 
-# Positions at which the line above a server's greatest work is evaluated; between two it is rounded up.
+# Number of positions at which the line above a server's greatest work is evaluated; between two it is rounded up.
 POSITIONS = 400
+# Largest ratio of lengths of whole documents on one rank that are one holding: a closer ratio costs the solver time.
+LENGTH_RATIO = 1.1
+
+Terms = Sequence[tuple[int, float]]  # (variable, coefficient)
 
 
 def keys_worth(slope: float, start: int, stop: int, most_pairs: float) -> float:
-    """c(slope): pairs that one key is worth if a query is worth `slope`.
+    """Returns c(slope): the pairs that one key allows if a query allows `slope`.
 
     Args:
         slope: pairs per query.
         start, stop: range of the queries, all of one head of one document.
-        most_pairs: no server computes more of one head.
+        most_pairs: most pairs of one head that a server computes.
     """
     length, offset = stop - start, start + 0.5 - slope
     if offset >= 0:
@@ -53,7 +57,8 @@ def keys_worth(slope: float, start: int, stop: int, most_pairs: float) -> float:
 
 
 def _worth_to_a_busy_server(slope: float, stop: int, most_pairs: float, otherwise: float) -> float:
-    """The same where a server has no time for all that the keys would allow: then fewer queries come with them."""
+    """Returns c(slope) if the limit of a server is below the pairs that its keys allow: fewer queries come with
+    them."""
     first = np.sqrt(2 * most_pairs + slope * slope)
     if first >= stop + 0.5:
         return otherwise
@@ -63,25 +68,23 @@ def _worth_to_a_busy_server(slope: float, stop: int, most_pairs: float, otherwis
 
 
 def slopes(stop: int, count: int) -> NDArray[np.float64]:
-    """`[count]` slopes for documents of `stop` tokens, from queries that are worth nothing to those worth all."""
+    """Returns `[count]` evenly spaced slopes for documents of `stop` tokens, from the first query to the last."""
     return np.linspace(0, stop, count) + 0.5
-
-
-# Whole documents of one rank whose lengths differ by less than this factor are one holding.
-LENGTH_RATIO = 1.1
 
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Arrays of one length. A holding is one segment of a document that spans ranks, or several whole documents of
-    about the same length on one rank, which are described by the longest.
+    """Parts of a layout, as `[holdings]` arrays.
+
+    A holding is one segment of a document that spans ranks. Or it is several whole documents of about the same length
+    on one rank, with the length of the longest.
 
     Attributes:
-        rank: who holds it.
+        rank: its owner rank.
         document: number of a document that spans ranks, or -1.
-        start, stop: segment; of whole documents 0 and the greatest length.
+        start, stop: the segment; of whole documents 0 and the greatest length.
         pairs: attended pairs of its queries.
-        tokens: tokens.
+        tokens: number of its tokens.
     """
 
     rank: IntArray
@@ -93,17 +96,19 @@ class Holdings:
 
     @classmethod
     def of(cls, layout: Layout) -> "Holdings":
-        """Holdings of a layout; segments of one document follow each other in order."""
+        """Returns the holdings of a layout; segments of one document follow each other in order."""
         document, start, stop, rank = (
             layout.segment_document,
             layout.segment_start,
             layout.segment_stop,
             layout.segment_rank,
         )
+        # 1. Segments of documents that span ranks: one holding each.
         pairs = causal_pairs_of(start, stop)
         whole = stop - start == layout.document_tokens[document]
         cut = np.flatnonzero(~whole)
         cut = cut[np.lexsort((start[cut], document[cut]))]
+        # 2. Whole documents: one holding for each rank and class of lengths.
         kept = np.flatnonzero(whole)
         size = np.floor(np.log(stop[kept]) / np.log(LENGTH_RATIO)).astype(np.int64)
         order = np.lexsort((size, rank[kept]))
@@ -113,6 +118,7 @@ class Holdings:
         first = np.flatnonzero(first)
         if len(first) == 0:
             return cls(rank[cut], document[cut], start[cut], stop[cut], pairs[cut], (stop - start)[cut])
+        # 3. Both, whole documents first.
         none = np.zeros(len(first), dtype=np.int64)
         return cls(
             rank=np.concatenate([rank[kept][first], rank[cut]]),
@@ -135,11 +141,8 @@ class Holdings:
         return parts
 
 
-Terms = Sequence[tuple[int, float]]  # (variable, coefficient)
-
-
 class LinearProgram:
-    """Variables are numbers, at least 0. Solved by HiGHS, which comes with scipy."""
+    """A linear program over variables that are at least 0, solved by HiGHS, which comes with scipy."""
 
     def __init__(self) -> None:
         self._highest: list[float] = []
@@ -151,18 +154,18 @@ class LinearProgram:
         }
 
     def variables(self, count: int, highest: NDArray[np.float64] | None = None) -> list[int]:
-        """New variables, `[count]` of them with a highest value."""
+        """Adds variables; `highest` has the largest value of each, `[count]`. Returns their numbers."""
         first = len(self._highest)
         self._highest += [np.inf] * count if highest is None else highest.tolist()
         return list(range(first, first + count))
 
     def at_most(self, terms: Terms, bound: float) -> None:
-        """Constraint: the sum of the terms is at most `bound`."""
+        """Adds the constraint that the sum of the terms is at most `bound`."""
         self._add("at_most", len(self._bounds), terms)
         self._bounds.append(bound)
 
     def equal(self, terms: Terms) -> None:
-        """Constraint: the sum of the terms is 0."""
+        """Adds the constraint that the sum of the terms is 0."""
         self._add("equal", self._equalities, terms)
         self._equalities += 1
 
@@ -173,10 +176,10 @@ class LinearProgram:
         coefficients += [coefficient for _, coefficient in terms]
 
     def minimise(self, objective: Terms) -> float:
-        """The smallest value of the sum of the objective's terms.
+        """Returns the smallest value of the sum of the objective's terms.
 
         Raises:
-            PlanError: there is none.
+            PlanError: the program has no optimum.
             ImportError: scipy is not installed.
         """
         from scipy.optimize import linprog  # type: ignore[import-untyped]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distca_hf.comm import transport
+from distca_hf.comm import torch_transport
 from distca_hf.kernels.interface import Kernel
 from distca_hf.runtime import exchanges, kernel_calls
 from lib.wires import Wires
@@ -48,7 +48,7 @@ def named_parts(kernel: Kernel) -> Iterator[None]:
     parts: list[tuple[Any, str, str]] = [
         *STEPS,
         *((Wires, name, f"bench {name}") for name in ("exchange", "all_gather", "reduce_scatter")),
-        (transport.TorchExchange, "wait", "bench wait for an exchange"),
+        (torch_transport.TorchExchange, "wait", "bench wait for an exchange"),
         *((type(kernel), name, f"kernel {name}") for name in ("forward", "backward")),
     ]
     with ExitStack() as stack:

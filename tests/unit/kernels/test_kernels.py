@@ -27,7 +27,7 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
 from distca_hf.kernels.registry import KERNELS, Entry, choose_kernel, chosen_kernel
-from distca_hf.kernels.rows.merge import merge
+from distca_hf.kernels.rows import merge
 from distca_hf.kernels.torch_varlen import TorchVarlenKernel
 
 

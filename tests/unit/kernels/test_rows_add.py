@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows.add import RowSums, add_rows
+from distca_hf.kernels.rows import RowSums, add_rows
 
 
 # Rows 1, 4 and 5 of six get something: 4 from the store, 1 and 5 from the first server, all three from the second.

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from distca_hf.kernels.rows.copy import copy_rows
+from distca_hf.kernels.rows import copy_rows
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 4)], ids=str)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels.rows import triton_launcher
-from distca_hf.kernels.rows.triton_launcher import ALIGNMENT, Launch
+from distca_hf.kernels import triton_launcher
+from distca_hf.kernels.triton_launcher import ALIGNMENT, Launch
 
 
 DEVICE = torch.device("cuda", 3)
@@ -93,3 +93,12 @@ def test_first_address_may_be_any(kernel: Kernel) -> None:
 
     assert len(kernel.compiled) == 2
     assert len(kernel.launched) == 1
+
+
+def test_another_triton_launches_itself(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Compiled, "packed_metadata")
+    copy, x = Launch(kernel, (8,), DEVICE), aligned(4, 8)
+    for _ in range(3):
+        copy(1, 1, x, x)
+
+    assert (len(kernel.compiled), len(kernel.launched)) == (3, 0)

@@ -1,13 +1,17 @@
 """Launches of Triton kernels that cost the host little.
 
-`kernel[grid](...)` finds out with every launch what the kernel is to be specialised on, and looks for settings in the
-environment: 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are constants; whoever
-launches keeps a `Launch` for each kind of tensors, and what its first call compiled is launched as Triton itself does
-it in the end, but for the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how
+`kernel[grid](...)` finds out with every launch on which values the kernel is specialised, and looks for settings in
+the environment: 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are constants, and callers
+keep a `Launch` for each kind of tensors. Its first call compiles. Later ones launch the result as Triton itself does
+in the end, but without the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how
 far pointers reach.
+
+Names of Triton that it does not document are used here alone: `function`, `packed_metadata` and `run` of a compiled
+kernel.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,9 +19,9 @@ import torch
 from distca_hf.torch_private import current_stream
 
 
-# Bytes; Triton compiles for addresses that are multiples of it, or for any.
+# Bytes. Triton compiles for addresses that are multiples of it, or for all addresses.
 ALIGNMENT = 16
-# What Triton's hooks are told, and the hooks before and after a launch.
+# Metadata for Triton's hooks, and the hooks before and after a launch.
 _NO_HOOKS = None, None, None
 
 
@@ -57,8 +61,9 @@ class Launch:
             return
         if self._run is None:
             compiled = self._kernel[rows, blocks, 1](*tensors, *index, *others)
-            self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
-            self._run = compiled.run
+            with suppress(AttributeError):  # another Triton: its own launch, slower, each time
+                self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
+                self._run = compiled.run
             return
         for x in index:
             addresses.append(x.data_ptr())

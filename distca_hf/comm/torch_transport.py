@@ -1,0 +1,206 @@
+"""Transport over process groups of torch: rows over NCCL or gloo, integers over gloo, and a quiet end.
+
+Threads of gloo come to rest before the interpreter ends. A thread that has finished an operation lets go of it a
+moment later, which a machine under load makes long. It needs the interpreter for that: tensors belong to Python
+objects. If the interpreter begins to end while the thread waits for it, CPython ends the thread inside of a C++
+destructor. The process then dies of SIGABRT with "terminate called without an active exception". A thread that comes
+later does no harm: torch leaves the object where it is.
+"""
+
+import atexit
+import ctypes
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.rollcall import RollCall
+from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
+from distca_hf.torch_private import AllToAllFunction, all_to_all_of
+
+
+# The name that torch gives threads of gloo, in Linux's words.
+GLOO_THREAD = "pt_gloo_runloop"
+POLL_SECONDS = 0.001
+# A thread that still computes is no reason to wait longer.
+LONGEST_WAIT_SECONDS = 2.0
+
+
+class TorchTransport:
+    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over a gloo group beside it.
+
+    Args:
+        data_group: group for rows.
+        control_group: gloo group for integers.
+        rollcall: finds out who was lost when one of the groups fails.
+        device: where the rows live.
+    """
+
+    def __init__(
+        self,
+        data_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        rollcall: RollCall,
+        device: torch.device,
+    ) -> None:
+        self.rank = dist.get_rank(data_group)
+        self.world_size = dist.get_world_size(data_group)
+        self.traffic = Traffic()
+        self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
+        self._control_group: dist.ProcessGroup | None = control_group
+        self._rollcall = rollcall
+        self._groups = [data_group, control_group]
+        self._under_way: set[dist.Work] = set()
+        atexit.register(self.at_exit)
+
+    def exchange(self, asked: AllToAll) -> "TorchExchange":
+        self._check_open(asked.where)
+        assert self._all_to_all is not None
+        received = asked.room()
+        self.traffic.count(asked, self.rank)
+        try:
+            work = self._all_to_all(received, asked.rows, asked.receive_counts, asked.send_counts)
+        except RuntimeError as error:
+            raise self.failure(error, asked.where) from error
+        self._note(work)
+        return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
+
+    def gather(self, values: Sequence[int], where: str) -> "TorchGather":
+        self._check_open(where)
+        mine = torch.tensor(values, dtype=torch.int64)
+        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
+        except RuntimeError as error:
+            raise self.failure(error, where) from error
+        self._note(work)
+        return TorchGather(self, work, where, time.monotonic(), theirs)
+
+    def _check_open(self, where: str) -> None:
+        if not self._groups:
+            raise ConfigError(
+                f"rank {self.rank}, {where}: the plugin was closed; make another one, and enable the model with it"
+            )
+
+    def _note(self, work: dist.Work) -> None:
+        """Notes an operation that is under way. Nobody waits for some: agreements of passes without backward."""
+        if len(self._under_way) >= REMEMBERED_EXCHANGES:
+            self._under_way = {earlier for earlier in self._under_way if not earlier.is_completed()}
+        self._under_way.add(work)
+
+    def wait_for(self, work: dist.Work, where: str, began: float) -> None:
+        """Waits for an operation.
+
+        Raises:
+            PeerLostError, StepTimeoutError: it failed; names the ranks and the place.
+        """
+        try:
+            self.traffic.wait_for(work)
+        except RuntimeError as error:
+            raise self.failure(error, where, began) from error
+        finally:
+            self._under_way.discard(work)
+
+    def close(self) -> None:
+        """Ends both groups, and joins their threads unless an operation is still under way."""
+        atexit.unregister(self.at_exit)
+        self._end(self._groups)
+        self._rollcall.be_silent()
+
+    def at_exit(self) -> None:
+        """Ends groups of gloo before the interpreter ends, which their threads need to the last.
+
+        NCCL's group stays: to end it may wait for a GPU.
+        """
+        groups = [group for group in self._groups if group.name() == "gloo"]
+        if not self._is_at_rest():
+            for group in groups:  # one reference more: no destructor shall join threads that wait for other ranks
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._end(groups)
+        let_gloo_threads_rest()
+
+    def _is_at_rest(self) -> bool:
+        return all(work.is_completed() for work in self._under_way)
+
+    def _end(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""
+        for group in groups:
+            with suppress(ValueError):  # all groups were ended before
+                dist.destroy_process_group(group)
+        self._groups = []
+        if self._is_at_rest():
+            self._all_to_all = self._control_group = None
+
+    def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
+        """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""
+        missing = self._rollcall.missing(0.0 if began is None else time.monotonic() - began)
+        recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
+        told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
+        cause = str(error).partition("\n")[0][:300] or type(error).__name__
+        message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {cause}"
+        if "timed out" in str(error).lower():
+            return StepTimeoutError(
+                f"{message}. Deadlines are exchange_timeout_seconds and agreement_timeout_seconds."
+            )
+        return PeerLostError(message)
+
+
+@dataclass(eq=False, slots=True)
+class TorchExchange:
+    """An all-to-all under way. Keeps the sent rows alive until they have left."""
+
+    transport: TorchTransport
+    work: dist.Work
+    where: str
+    began: float
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        self.transport.wait_for(self.work, self.where, self.began)
+        return self.received
+
+
+@dataclass
+class TorchGather:
+    """An all-gather of integers under way."""
+
+    transport: TorchTransport
+    work: dist.Work
+    where: str
+    began: float
+    received: list[torch.Tensor]
+
+    def wait(self) -> list[list[int]]:
+        self.transport.wait_for(self.work, self.where, self.began)
+        return [values.tolist() for values in self.received]
+
+
+def let_gloo_threads_rest() -> None:
+    """Waits until all threads of gloo sleep, also of groups that others have opened and still hold."""
+    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+    while True:
+        time.sleep(POLL_SECONDS)  # a thread that waits for the interpreter gets it, or is awake
+        if "R" not in gloo_thread_states() or time.monotonic() > deadline:
+            break
+
+
+def gloo_thread_states() -> str:
+    """Returns a letter for every thread of gloo in this process: R if it runs or could run, S if it sleeps.
+
+    Empty where the system has no /proc.
+    """
+    letters = []
+    for file in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = file.read_text().partition("(")[2].rpartition(") ")
+        except OSError:  # it ended meanwhile
+            continue
+        if name == GLOO_THREAD:
+            letters.append(rest[0])
+    return "".join(letters)

@@ -1,0 +1,52 @@
+"""Rows without a copy: views of some of them, and the kinds of rows that a Triton kernel is kept for.
+
+Each view costs the host microseconds in every layer, so one is made only where something is left out. All are made by
+`as_strided`: between kernel functions, which fill the processor's caches, the second use of any of torch's functions
+takes half the time of the first use of another one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, or `x` itself if these are all rows."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else part(x, rows)
+
+
+def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, of rows that there are."""
+    strides = x.stride()
+    first = x.storage_offset() + rows.start * strides[0]
+    return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x.t()` of `[rows, columns]`."""
+    (rows, columns), (of_row, of_column) = x.shape, x.stride()
+    return x.as_strided((columns, rows), (of_column, of_row))
+
+
+# Shape of one row of a tensor, strides of the tensor, dtype: alike from layer to layer and from batch to batch.
+KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
+    """Returns the kind of each tensor's rows."""
+    return tuple([(x.shape[1:], x.stride(), x.dtype) for x in tensors])
+
+
+def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
+    """Returns the elements of a row of each tensor that is copied.
+
+    Raises:
+        ValueError: rows of sources and targets are not the same.
+    """
+    rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
+    widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
+    same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)
+    if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
+        told = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
+        raise ValueError(f"cannot copy rows {' to '.join(told)}")
+    return max(widths, room, key=len)

@@ -1,0 +1,144 @@
+"""Rows: copied by an index, added by an index, and attention merged by log-sum-exps.
+
+On a GPU a Triton kernel does each of these at once, and reads and writes every element once (`kernels.rows_triton`).
+Elsewhere torch does the same step by step. Shape legend in `kernels.interface`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from distca_hf.kernels.interface import accumulation_dtype, has_fused_kernels
+from distca_hf.kernels.row_views import kinds_of_rows, widths_of_parts
+
+
+def copy_rows(
+    sources: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    targets: Sequence[torch.Tensor],
+    places: torch.Tensor | None,
+) -> None:
+    """Writes rows `rows` `[n]` of the sources to rows `places` `[n]` of the targets; None, for one of the two, means
+    all of them in order. No place occurs twice. Rows may lie apart; elements of a row follow each other.
+
+    One or two tensors are copied. Two on one side may be one on the other, in which their rows lie side by side.
+
+    Raises:
+        ValueError: there are more rows than places or fewer, or others: another shape (side by side: width) or
+            dtype; or neither is given.
+    """
+    if rows is None and places is None:
+        raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
+    count = _count(sources, rows)
+    if count != _count(targets, places):
+        raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
+    if targets[0].is_cuda:
+        from distca_hf.kernels.rows_triton import copy_rows_on_gpu
+
+        copy_rows_on_gpu(sources, rows, targets, places, count)
+        return
+    widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
+    for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
+        chosen = (source if rows is None else source.index_select(0, rows)).reshape(count, *target.shape[1:])
+        if places is None:
+            target.copy_(chosen)
+        else:
+            target.index_copy_(0, places, chosen)
+
+
+def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
+    """Returns how many rows are read or written: the chosen ones, or those of all tensors."""
+    if chosen is not None:
+        return chosen.shape[0]
+    count = tensors[0].shape[0]
+    if tensors[-1].shape[0] != count:
+        raise ValueError(f"cannot copy rows of tensors with {count} and {tensors[-1].shape[0]} of them together")
+    return count
+
+
+def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
+    """Returns the tensors that are copied, apart where they lie side by side."""
+    return [*tensors] if len(tensors) == len(widths) else [*tensors[0].flatten(1).split(list(widths), dim=1)]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSums:
+    """Which rows are added to which. Within one part no row comes twice.
+
+    Attributes:
+        rows: `[shared]` rows that something is added to.
+        own_rows, own_in_shared: `[own]` rows of the first part, and the place in `rows` that they are added to.
+        returned_in_shared: `[returned]` the same of each returned row.
+        parts: consecutive returned rows of each server; added by rank, after the first part.
+    """
+
+    rows: torch.Tensor
+    own_rows: torch.Tensor
+    own_in_shared: torch.Tensor
+    returned_in_shared: torch.Tensor
+    parts: tuple[slice, ...]
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """`[returned]` returned rows, sorted by the row they are added to, then by server."""
+        return torch.argsort(self.returned_in_shared, stable=True)
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """`[shared + 1]` where the returned rows of each row begin in `order`."""
+        offsets = self.rows.new_zeros(len(self.rows) + 1)
+        offsets.index_add_(0, self.returned_in_shared + 1, torch.ones_like(self.returned_in_shared))
+        return offsets.cumsum(0)
+
+    @cached_property
+    def own_of_shared(self) -> torch.Tensor:
+        """`[shared]` row of the first part, or -1."""
+        own = torch.full_like(self.rows, -1)
+        own[self.own_in_shared] = self.own_rows
+        return own
+
+
+def add_rows(target_RD: torch.Tensor, own_RD: torch.Tensor, returned_RD: torch.Tensor, sums: RowSums) -> None:
+    """Adds own rows, then returned ones, to rows of `target`, in max(fp32, dtype); elements of a row follow each
+    other."""
+    if not len(sums.rows):
+        return
+    if has_fused_kernels(target_RD):
+        from distca_hf.kernels.rows_triton import add_rows_on_gpu
+
+        add_rows_on_gpu(target_RD, own_RD, returned_RD, sums.rows, sums.own_of_shared, sums.order, sums.offsets)
+        return
+    total = target_RD.index_select(0, sums.rows).to(accumulation_dtype(target_RD.dtype))
+    total.index_add_(0, sums.own_in_shared, own_RD.index_select(0, sums.own_rows).to(total.dtype))
+    for part in sums.parts:
+        total.index_add_(0, sums.returned_in_shared[part], returned_RD[part].to(total.dtype))
+    target_RD.index_copy_(0, sums.rows, total.to(target_RD.dtype))
+
+
+def merge(
+    out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_RNV: torch.Tensor, far_lse_NR: torch.Tensor, start: int = 0
+) -> None:
+    """Adds to attention over some keys (`out` and `lse`, in place) that over other ones, for R rows from `start` on,
+    in the dtype of the log-sum-exps: max(fp32, dtype).
+
+    Rows may lie apart; heads and values of a row follow each other, and so do rows of `far_lse`, which is as kernels
+    return it.
+
+    Raises:
+        ValueError: there are fewer rows to add to.
+    """
+    stop = start + far_out_RNV.shape[0]
+    if stop > out_TNV.shape[0]:
+        raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")
+    if has_fused_kernels(out_TNV):
+        from distca_hf.kernels.rows_triton import merge_on_gpu
+
+        merge_on_gpu(out_TNV, lse_TN, far_out_RNV, far_lse_NR, start)
+        return
+    out_RNV, lse_RN, far_lse_RN = out_TNV[start:stop], lse_TN[start:stop], far_lse_NR.t()
+    total = torch.logaddexp(lse_RN, far_lse_RN)
+    share, far_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse_RN, far_lse_RN))
+    out_RNV.copy_(share * out_RNV + far_share * far_out_RNV)
+    lse_RN.copy_(total)

@@ -1,0 +1,225 @@
+"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`.
+
+Shape legend in `kernels.interface`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from distca_hf.kernels.row_views import KindOfRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.triton_launcher import Launch
+
+
+# Most elements, and most heads, of a row that one program holds in registers.
+MOST_ELEMENTS_OF_A_BLOCK = 2048
+MOST_HEADS_OF_A_BLOCK = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_block(source, target, block, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "places"])  # type: ignore[untyped-decorator]
+def _copy_row(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    other_source,
+    other_target,
+    rows,
+    places,
+    SOURCE_STRIDE: tl.constexpr,
+    TARGET_STRIDE: tl.constexpr,
+    OTHER_SOURCE_STRIDE: tl.constexpr,
+    OTHER_TARGET_STRIDE: tl.constexpr,
+    OTHER_SOURCE_COLUMN: tl.constexpr,
+    OTHER_TARGET_COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OTHER_WIDTH: tl.constexpr,
+    ANY_ROWS: tl.constexpr,
+    ANY_PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = row
+    if ANY_PLACES:
+        place = tl.load(places + row)
+    if ANY_ROWS:
+        row = tl.load(rows + row)
+    block = tl.program_id(1)
+    if block < tl.cdiv(WIDTH, BLOCK):
+        _copy_block(source + row * SOURCE_STRIDE, target + place * TARGET_STRIDE, block, WIDTH, BLOCK)
+    else:
+        from_row = other_source + row * OTHER_SOURCE_STRIDE + OTHER_SOURCE_COLUMN
+        to_row = other_target + place * OTHER_TARGET_STRIDE + OTHER_TARGET_COLUMN
+        _copy_block(from_row, to_row, block - tl.cdiv(WIDTH, BLOCK), OTHER_WIDTH, BLOCK)
+
+
+def copy_rows_on_gpu(
+    sources: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    targets: Sequence[torch.Tensor],
+    places: torch.Tensor | None,
+    count: int,
+) -> None:
+    """Does `copy_rows` for `count` rows."""
+    any_rows, any_places = rows is not None, places is not None
+    kinds = kinds_of_rows(sources), kinds_of_rows(targets)
+    launch, blocks = _copy_launch(targets[0].device, *kinds, any_rows, any_places)
+    index = places if rows is None else rows
+    assert index is not None
+    indices = index if rows is None else rows, index if places is None else places
+    if count:
+        launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], index=indices)
+
+
+@lru_cache
+def _copy_launch(
+    device: torch.device,
+    sources: tuple[KindOfRows, ...],
+    targets: tuple[KindOfRows, ...],
+    any_rows: bool,
+    any_places: bool,
+) -> tuple[Launch, int]:
+    """Returns the kernel for such tensors, and its blocks of a row.
+
+    Raises:
+        ValueError: rows do not fit, or their elements do not follow each other.
+    """
+    width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
+    for row, (_, *apart), _ in (*sources, *targets):
+        if not _follow_each_other(row, apart):
+            raise ValueError(f"cannot copy rows {tuple(row)} whose elements lie {apart} apart: make them contiguous")
+    strides = (kinds[end][1][0] for end in (0, -1) for kinds in (sources, targets))
+    block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(width, other_width)))
+    columns = (width if len(sources) < len(targets) else 0, width if len(targets) < len(sources) else 0)
+    constants = *strides, *columns, width, other_width, any_rows, any_places, block
+    return Launch(_copy_row, constants, device), -(-width // block) - (-other_width // block)
+
+
+def _follow_each_other(row: torch.Size, strides: Sequence[int]) -> bool:
+    """Returns whether elements of a row with this shape lie one behind the other."""
+    expected = 1
+    for size, stride in zip(reversed(row), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "own_of_shared", "order", "offsets"])  # type: ignore[untyped-decorator]
+def _add_row(  # type: ignore[no-untyped-def]
+    target,
+    own,
+    returned,
+    rows,
+    own_of_shared,
+    order,
+    offsets,
+    TARGET_STRIDE: tl.constexpr,
+    OWN_STRIDE: tl.constexpr,
+    RETURNED_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    shared = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = target + tl.load(rows + shared) * TARGET_STRIDE + column
+    total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    own_row = tl.load(own_of_shared + shared)
+    if own_row >= 0:
+        total += tl.load(own + own_row * OWN_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    for at in range(tl.load(offsets + shared), tl.load(offsets + shared + 1)):
+        row = tl.load(order + at)
+        total += tl.load(returned + row * RETURNED_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, total.to(target.dtype.element_ty), mask=inside)
+
+
+def add_rows_on_gpu(
+    target_RD: torch.Tensor,
+    own_RD: torch.Tensor,
+    returned_RD: torch.Tensor,
+    rows: torch.Tensor,
+    own_of_shared: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Does `add_rows`, whose index tensors are those of `RowSums`; sums in fp32."""
+    strides = target_RD.stride(0), own_RD.stride(0), returned_RD.stride(0)
+    dtypes = target_RD.dtype, own_RD.dtype, returned_RD.dtype
+    launch = _add_launch(target_RD.device, dtypes, strides, target_RD.shape[1])
+    index = rows, own_of_shared, order, offsets
+    launch(rows.shape[0], 1, target_RD, own_RD, returned_RD, index=index)
+
+
+@lru_cache
+def _add_launch(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[int, int, int], width: int
+) -> Launch:
+    """Returns the kernel for such tensors."""
+    return Launch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)
+
+
+@triton.jit(do_not_specialize=["far_head_stride", "start"])  # type: ignore[untyped-decorator]
+def _merge_block(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    far_out,
+    far_lse,
+    far_head_stride,
+    start,
+    OUT_STRIDE: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    FAR_OUT_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_OF_BLOCK: tl.constexpr,
+    DIM_OF_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
+    column = tl.arange(0, DIM_OF_BLOCK)
+    is_head = head < HEADS
+    out += (start + row) * OUT_STRIDE
+    lse += (start + row) * LSE_STRIDE
+    near = tl.load(lse + head, mask=is_head, other=0.0)
+    far = tl.load(far_lse + head * far_head_stride + row, mask=is_head, other=0.0)
+    largest = tl.maximum(near, far)
+    near_part, far_part = tl.exp(near - largest), tl.exp(far - largest)
+    both = near_part + far_part
+    places = head[:, None] * DIM + column[None, :]
+    inside = is_head[:, None] & (column < DIM)[None, :]
+    near_values = tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
+    far_values = tl.load(far_out + row * FAR_OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
+    merged = near_values * (near_part / both)[:, None] + far_values * (far_part / both)[:, None]
+    tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + head, largest + tl.log(both), mask=is_head)
+
+
+def merge_on_gpu(
+    out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_RNV: torch.Tensor, far_lse_NR: torch.Tensor, start: int
+) -> None:
+    """Does `merge`; log-sum-exps are in fp32."""
+    rows, heads, dim = far_out_RNV.shape
+    if not rows:
+        return
+    strides = out_TNV.stride(0), lse_TN.stride(0), far_out_RNV.stride(0)
+    launch, blocks = _merge_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch(rows, blocks, out_TNV, lse_TN, far_out_RNV, far_lse_NR, numbers=(far_lse_NR.stride(0), start))
+
+
+@lru_cache
+def _merge_launch(
+    device: torch.device, dtype: torch.dtype, strides: tuple[int, int, int], heads: int, dim: int
+) -> tuple[Launch, int]:
+    """Returns the kernel for such tensors, and its blocks of heads."""
+    block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
+    constants = *strides, heads, dim, block, triton.next_power_of_2(dim)
+    return Launch(_merge_block, constants, device), -(-heads // block)
