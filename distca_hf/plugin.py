@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.comm.groups import default_device
 from distca_hf.comm.uncaught import show_errors_once
 from distca_hf.config import unknown_environment_settings
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.placed_loader import placed_loader
+from distca_hf.integrations.models.parts import head_groups_of
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.settings import describe_settings
 from distca_hf.telemetry import get_logger
@@ -69,7 +70,20 @@ class DistCAPlugin(ParallelContext):
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
-        return placed_loader(self, dataset, seed, shuffle, device, prefetch, model, micro_steps, unlearnt_token)
+        target = default_device() if device is None else torch.device(device)
+        head_groups = 1 if model is None else head_groups_of(model)
+        return PlacedLoader(
+            dataset,
+            self,
+            self.transport(target),
+            target,
+            seed,
+            shuffle,
+            prefetch,
+            head_groups,
+            micro_steps,
+            unlearnt_token,
+        )
 
     def attach(self, trainer: "Trainer") -> None:
         """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.

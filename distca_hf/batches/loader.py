@@ -21,8 +21,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prefetch import Prefetcher
 from distca_hf.batches.prepare import Cursor, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.batches.shared_facts import shared_facts
-from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts
+from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts, shared_facts
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig

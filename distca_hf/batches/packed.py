@@ -9,19 +9,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from distca_hf.batches.local_documents import documents_at, whole_rows
-from distca_hf.batches.mask_numbers import check_mask_numbers
-from distca_hf.batches.shared_facts import shared_facts
+from distca_hf.batches.batch_documents import document_lengths, tokens_of
+from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import IntArray, TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, as_int_array, check_cu_seqlens
+from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.rank_plan import PlanFacts, PlanTotals, rank_plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.device_routing import PinnedRankPlan
@@ -160,12 +158,6 @@ def _ranks(flags: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
-def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Returns a tensor with one element per token of a batch."""
-    tokens = batch.get("input_ids")
-    return batch["inputs_embeds"][..., 0] if tokens is None else tokens
-
-
 def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
     ranks."""
@@ -181,62 +173,3 @@ def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
             number = -100 if name.endswith("labels") else int(name == "attention_mask")  # a mean over no token is NaN
             filled[name] = values.new_full((1, 1, *values.shape[2:]), number)
     return filled
-
-
-def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
-    """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
-
-    `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.
-
-    Raises:
-        PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
-    """
-    tokens = tokens_of(batch)
-    check_mask_numbers(batch)
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
-        return None
-    if tokens.numel() == 0:
-        return as_int_array([], "document lengths")
-    offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
-    if offsets is not None and positions is not None and positions.ndim != 2:
-        positions = None  # several positions per token, as of images: they need not restart with the documents
-    if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
-        raise PackingError(
-            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
-        )
-    if offsets is not None and positions is not None:
-        lengths = _agreed_lengths(offsets, positions.expand(tokens.shape))
-    else:
-        offsets = _offsets_of_rows(tokens, positions) if offsets is None else offsets
-        lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
-    return lengths[lengths > 0]
-
-
-def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Returns `[documents + 1]` offsets: a document begins with every row, and where positions restart."""
-    if positions is None:
-        rows, length = tokens.shape
-        return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
-    return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
-
-
-def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
-    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart.
-
-    Raises:
-        PackingError: names the first token where they disagree.
-    """
-    # Side by side, so that one copy brings both to the host.
-    numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
-    lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())
-    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    given, expected = numbers[offsets.numel() :], np.arange(positions.numel()) - begins
-    wrong = np.flatnonzero(given != expected)
-    if len(wrong):
-        at = int(wrong[0])
-        raise PackingError(
-            f"token {at}: position_ids say position {given[at]}, but cu_seq_lens_q says {expected[at]} (its document "
-            f"begins at token {begins[at]}); leave one of the two out of the batch, or make them agree"
-        )
-    return lengths

@@ -1,21 +1,35 @@
-"""Taking: before a placed micro-batch is handed out, all ranks show each other that they hold the same one."""
+"""Taking: ranks compare versions, settings and the micro-batch before they take it.
+
+Versions and settings are compared for packs of others, too.
+"""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
 from distca_hf.data.contents import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.telemetry import get_logger
+from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
 
-# So many micro-batches in a row may be handed out unused, to be looked at, before that is worth a warning.
+# Packages whose versions decide what a rank computes, or in which order it makes its collective calls.
+PACKAGES = ("torch", "transformers", "accelerate")
+# Micro-batches in a row that may be handed out unused, to be looked at, before a warning.
 UNUSED_BATCHES = 4
+
+
+def shared_facts(config: DistCAConfig) -> dict[str, object]:
+    """Returns versions of packages, and settings, by name."""
+    return {**_versions(), **config.shared_settings()}
 
 
 def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: Mapping[str, object]) -> Agreement:
@@ -91,3 +105,9 @@ class UnusedBatches:
                 len(self._latest),
             )
         self._latest.append(plan.use)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Returns versions without the part that names a build ("+cu130"): builds for several GPUs may train together."""
+    return {"distca_hf": __version__} | {name: version(name).partition("+")[0] for name in PACKAGES}

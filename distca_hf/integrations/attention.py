@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distca_hf.batches.local_documents import Documents
+from distca_hf.batches.batch_documents import Documents
 from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.layer_window import check_window, name_of, shortest_window
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.refusals import check_call, check_mask
+from distca_hf.integrations.refusals import check_call, check_window, name_of, shortest_window
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
 from distca_hf.runtime.live_plan import LivePlan
@@ -72,9 +71,8 @@ def distca_attention(
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
-    mask = check_call(module, attention_mask, dropout, is_causal, kwargs)
-    if mask is not None:
-        check_mask(module, mask, query.shape[2], key.shape[2])
+    check_call(module, dropout, is_causal, kwargs)
+    mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
     window_tokens = shortest_window(sliding_window, None if mask is None else mask.window_tokens)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
@@ -103,6 +101,25 @@ def distca_attention(
     if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
         _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     return _attend_locally(query, key, value, documents, spec, kernel), None
+
+
+def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:
+    """Returns the mask of an attention call, checked; None if there is none.
+
+    Raises:
+        UnsupportedAttentionError: it is a tensor of the caller's own, is not causal, or has another shape.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, RowMask):
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: got an attention mask of shape {tuple(mask.shape)} of the caller's own; distca "
+            "computes causal attention inside documents. Give attention_mask as zeros and ones of shape [batch, "
+            "tokens], or position_ids that begin at 0 in every document, or load the model with another "
+            "attn_implementation"
+        )
+    mask.check(module, queries, keys)
+    return mask
 
 
 def _attend_locally(

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from distca_hf.batches.local_documents import (
+from distca_hf.batches.batch_documents import (
     Documents,
     check_beginnings,
     check_goes_on,
+    check_mask_numbers,
     documents_at,
     given_documents,
     offsets_of,
     padded_rows,
     whole_rows,
 )
-from distca_hf.batches.mask_numbers import check_mask_numbers
 from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.layer_window import check_window
+from distca_hf.integrations.refusals import check_window
 from distca_hf.runtime.custom_op import define_op
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from distca_hf.batches.local_documents import Documents
+from distca_hf.batches.batch_documents import Documents
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
+from distca_hf.integrations.refusals import name_of
 from distca_hf.runtime.attention_in_graph import DocumentsInGraph
 from distca_hf.torch_private import without_torch_functions
 
@@ -72,6 +74,20 @@ class RowMask:
             f"a layer computed {getattr(function, '__name__', function)} with the mask of a packed or padded batch "
             "instead of attending through distca; it would see tokens it must not see, and no step was taken"
         )
+
+    def check(self, layer: nn.Module, queries: int, keys: int) -> None:
+        """Checks that the mask is causal, and made for so many queries and keys per row.
+
+        Raises:
+            UnsupportedAttentionError: it is not; names the layer.
+        """
+        if self.refusal is not None:
+            raise UnsupportedAttentionError(f"{name_of(layer)}: {self.refusal}")
+        if self.shape[2:] != (queries, keys):
+            raise UnsupportedAttentionError(
+                f"{name_of(layer)}: has {queries} queries and {keys} keys per row, but the model made its mask for "
+                f"{self.shape[2]} and {self.shape[3]}; load it with another attn_implementation"
+            )
 
     def contiguous(self) -> "RowMask":
         """Returns itself: `generate` asks, where it makes the mask of a static cache."""

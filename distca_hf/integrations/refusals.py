@@ -1,14 +1,15 @@
-"""Refusals: attention calls that are not computed, by the name of the layer, the argument and its value."""
+"""Refusals: attention calls that are not computed, by the name of the layer, the argument and its value.
+
+A window as long as every document changes nothing. A shorter one is refused by the layer.
+"""
 
 import warnings
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.layer_window import name_of
-from distca_hf.integrations.mask import RowMask
 from distca_hf.telemetry import this_rank
 
 
@@ -36,13 +37,11 @@ HARMLESS_KEYWORDS = frozenset(
 )
 
 
-def check_call(
-    module: nn.Module, mask: Any, dropout: float, is_causal: bool | None, keywords: dict[str, Any]
-) -> RowMask | None:
-    """Returns the mask of an attention call, if there is one. Weights that are asked for are left out, with a warning.
+def check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywords: Mapping[str, object]) -> None:
+    """Checks an attention call. Weights that are asked for are left out, with a warning.
 
     Args:
-        keywords: those that the attention function does not know.
+        keywords: of the call, except for parameters of the attention function.
 
     Raises:
         UnsupportedAttentionError: something is asked for that is not computed.
@@ -52,13 +51,6 @@ def check_call(
         for name, given in keywords.items()
         if given is not None and given is not False and name not in HARMLESS_KEYWORDS
     }
-    if mask is not None and not isinstance(mask, RowMask):
-        raise UnsupportedAttentionError(
-            f"{name_of(module)}: got an attention mask of shape {tuple(mask.shape)} of the caller's own; distca "
-            "computes causal attention inside documents. Give attention_mask as zeros and ones of shape [batch, "
-            "tokens], or position_ids that begin at 0 in every document, or load the model with another "
-            "attn_implementation"
-        )
     if dropout:
         raise UnsupportedAttentionError(
             f"{name_of(module)}: attention dropout {dropout} is not computed; set it to 0 in the config"
@@ -77,23 +69,36 @@ def check_call(
     if keywords.get("output_attentions") and not torch.compiler.is_compiling() and this_rank() == 0:
         # Shown once per process by default, as all warnings of one text.
         warnings.warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
-    return mask
 
 
-def check_mask(module: nn.Module, mask: RowMask, queries: int, keys: int) -> None:
-    """Checks the mask of a layer.
+def check_window(window_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:
+    """Checks a window against the longest document.
+
+    Args:
+        layer: whose window it is; its number is looked at in an error alone, because graphs are made for each value
+            of an attribute.
 
     Raises:
-        UnsupportedAttentionError: it is not causal, or was made for other queries and keys per row.
+        UnsupportedAttentionError: it is shorter.
     """
-    if mask.refusal is not None:
-        raise UnsupportedAttentionError(f"{name_of(module)}: {mask.refusal}")
-    if mask.shape[2:] != (queries, keys):
+    if window_tokens is not None and window_tokens < longest_tokens:
+        place = "a compiled layer" if layer is None else name_of(layer)
         raise UnsupportedAttentionError(
-            f"{name_of(module)}: has {queries} queries and {keys} keys per row, but the model made its mask for "
-            f"{mask.shape[2]} and {mask.shape[3]}; load it with another attn_implementation"
+            f"{place}: sliding window {window_tokens} is shorter than a document of {longest_tokens} tokens, and "
+            "windows are not computed; split documents at the window, or disable it in the config"
         )
 
 
-def _short(given: Any) -> str:
+def shortest_window(*windows: int | None) -> int | None:
+    """Returns the window of a layer, if any. Some models speak of it to their layers, some in the mask alone."""
+    return min([window for window in windows if window is not None], default=None)
+
+
+def name_of(module: nn.Module) -> str:
+    """Returns class and number of a layer."""
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+
+
+def _short(given: object) -> str:
+    """Returns a value as it is written, a tensor as its shape."""
     return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)

@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import nn
 
 import distca_hf
-from distca_hf.batches import shared_facts as facts
+from distca_hf.batches import taking as facts
 from distca_hf.data import contents
 from support.data import random_documents
 from support.models import tiny_model

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from distca_hf.flops import StepFlops
-from distca_hf.integrations.models.attention_shape import heads_of
-from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.integrations.models.parts import attention_layers, heads_of, transformers_model
 
 
 # Names that configurations have for the experts of a layer, and for those that a token takes.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distca_hf.batches.mask_numbers import check_mask_numbers
-from distca_hf.batches.packed import PackPlanner, fill_empty, tokens_of
+from distca_hf.batches.batch_documents import check_mask_numbers, tokens_of
+from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.run_report import RunReport
 from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError
@@ -25,14 +25,15 @@ from distca_hf.integrations.checkpointing.policies import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.attention_shape import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.facts import ConfigFacts, module_facts
 from distca_hf.integrations.models.flops import step_flops
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
+    head_groups_of,
     names_by_position,
+    token_bytes_of,
     transformers_model,
 )
 from distca_hf.parallel_context import ParallelContext

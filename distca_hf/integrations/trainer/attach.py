@@ -16,16 +16,18 @@ from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable, restorer
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.parts import transformers_model
-from distca_hf.integrations.placed_loader import placed_loader
+from distca_hf.integrations.models.parts import head_groups_of, transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback
-from distca_hf.integrations.trainer.check import arguments_without_effect, packed_by, wrong_settings
-from distca_hf.integrations.trainer.checkpoints import check_checkpoint
-from distca_hf.integrations.trainer.collators import unlearnt_token
+from distca_hf.integrations.trainer.check import (
+    arguments_without_effect,
+    packed_by,
+    unlearnt_token,
+    wrong_settings,
+)
 from distca_hf.integrations.trainer.console import print_in_short
 from distca_hf.integrations.trainer.evaluation import check_evaluation, check_placed_evaluation, loss_over_all_labels
-from distca_hf.integrations.trainer.resuming import Resuming
+from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
@@ -190,15 +192,16 @@ def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attach
 
 def _training_loader(trainer: Trainer, plugin: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
-    args = trainer.args
-    return placed_loader(
-        plugin,
+    args, head_groups = trainer.args, head_groups_of(trainer.model)
+    return PlacedLoader(
         _dataset(trainer),
+        plugin,
+        plugin.transport(args.device),
+        args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        device=args.device,
         # A window's micro-batches are taken one right after the other: have all of the next one ready.
         prefetch=max(plugin.prefetch, args.gradient_accumulation_steps + 1),
-        model=trainer.model,
+        head_groups=head_groups,
         micro_steps=args.gradient_accumulation_steps if plugin.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
     )
@@ -220,12 +223,14 @@ def _evaluation_loader(trainer: Trainer, plugin: ParallelContext, dataset: Any) 
     """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
-    return placed_loader(
-        plugin,
+    device, head_groups = trainer.args.device, head_groups_of(trainer.model)
+    return PlacedLoader(
         dataset,
+        plugin,
+        plugin.transport(device),
+        device,
         shuffle=False,
-        device=trainer.args.device,
-        model=trainer.model,
+        head_groups=head_groups,
         unlearnt_token=unlearnt_token(trainer.data_collator),
     )
 

@@ -5,9 +5,13 @@ With other ranks, tokens or accumulation steps than before, that is another plac
 another number of steps than those after it. So Trainer is given both: the epoch that the saved position is in, and
 the rest of that epoch as an epoch of its own, which the loader begins at the position. There is no public seam for
 it. Methods are replaced on the instance; the class and every other Trainer are left alone.
+
+Trainer writes its state last. A full disk, or a process that was killed while it saved, leaves a checkpoint without
+it, and `resume_from_checkpoint=True` takes the newest one. So a checkpoint must be whole.
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.data.epochs import ResumedEpoch
@@ -38,6 +43,36 @@ COUNTING = {
     "_init_training_state": {"resume_from_checkpoint"},
     "_run_epoch": {"epoch", "steps_in_epoch", "num_update_steps_per_epoch", "steps_trained_in_current_epoch"},
 }
+
+
+def check_checkpoint(output_dir: str, resume_from_checkpoint: Any) -> None:
+    """Checks that a checkpoint has been written to its end.
+
+    Args:
+        output_dir: where the Trainer saves.
+        resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
+
+    Raises:
+        ConfigError: it has not, or is not there; names the newest one that has.
+    """
+    if not resume_from_checkpoint:
+        return
+    named = isinstance(resume_from_checkpoint, str | Path)
+    given = resume_from_checkpoint if named else get_last_checkpoint(output_dir)
+    if given is None or not Path(given).is_dir():
+        raise ConfigError(
+            f"there is no checkpoint to resume from at {given or output_dir}: name the folder of one (checkpoint-9), "
+            "or leave resume_from_checkpoint out to begin anew"
+        )
+    reason = _why_not_whole(Path(given))
+    if reason is None:
+        return
+    whole = [folder for folder in Path(given).parent.glob("checkpoint-*") if _why_not_whole(folder) is None]
+    newest = max(whole, key=_step_of, default=None)
+    advice = f'resume_from_checkpoint="{newest}" goes on from there' if newest else "no whole checkpoint is beside it"
+    raise ConfigError(
+        f"{given} was not written to its end: {reason}. The disk was full, or a process ended while it saved; {advice}"
+    )
 
 
 class Resuming(TrainerCallback):
@@ -172,3 +207,20 @@ def _missing_methods() -> list[str]:
         for name, arguments in COUNTING.items()
         if not hasattr(Trainer, name) or not arguments <= inspect.signature(getattr(Trainer, name)).parameters.keys()
     ]
+
+
+def _why_not_whole(folder: Path) -> str | None:
+    """Returns why a checkpoint is not whole; None if it is."""
+    state = folder / TRAINER_STATE_NAME
+    if not state.is_file():
+        return f"it has no {TRAINER_STATE_NAME}"
+    try:
+        json.loads(state.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"its {TRAINER_STATE_NAME} ends early ({error})"
+    return None
+
+
+def _step_of(folder: Path) -> int:
+    number = folder.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1

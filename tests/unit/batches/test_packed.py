@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.batches.mask_numbers import check_mask_numbers
+from distca_hf.batches.batch_documents import check_mask_numbers
 from distca_hf.batches.packed import document_lengths
 from distca_hf.errors import PackingError
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.cost import TokenBytes
-from distca_hf.integrations.models.attention_shape import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.planning.heads import divide_heads, head_groups
 
 

@@ -1,12 +1,19 @@
-"""Local documents: which rows of queries and keys belong to which document of a batch that its own rank attends to."""
+"""Documents of a batch: where each begins, by offsets, positions or rows.
 
-from typing import NamedTuple
+Offsets (`cu_seq_lens_q`) count most. Without them a document begins with every row, and where `position_ids` restart.
+A mask that numbers documents must agree with positions. Packs of all ranks (`batches.packed`) need lengths; a batch
+that one rank attends to alone needs rows of queries and of keys, too.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from distca_hf.cost import IntArray
 from distca_hf.errors import PackingError
-from distca_hf.layout import check_cu_seqlens
+from distca_hf.layout import as_int_array, check_cu_seqlens
 
 
 class Documents(NamedTuple):
@@ -158,3 +165,97 @@ def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
     starts = begins.flatten().nonzero().flatten()
     offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
     return offsets, int(offsets.diff().max()) if len(starts) else 0
+
+
+def check_mask_numbers(batch: Mapping[str, Any]) -> None:
+    """Checks a mask that numbers the documents of its rows (1 1 1 2 2), where no positions say the same.
+
+    Transformers takes every number but 0 for "no padding": documents would see each other.
+
+    Raises:
+        PackingError: the mask numbers documents, and there are no positions, or positions of other documents.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.is_floating_point():
+        return
+    if batch.get("past_key_values") is not None or mask.numel() == 0 or int(mask.max()) <= 1:
+        return
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.shape[-1] == mask.shape[-1]:
+        changes = (mask[:, 1:] != mask[:, :-1]) & (mask[:, 1:] > 0)
+        restarts = positions[:, 1:] != positions[:, :-1] + 1
+        if bool(((changes & ~restarts) | (restarts & ~changes & (mask[:, 1:] > 0))).any()):
+            raise PackingError(
+                f"attention_mask numbers {int(mask.max())} documents, but position_ids restart at other tokens; leave "
+                "the numbers out (ones instead), or make them agree"
+            )
+        return
+    raise PackingError(
+        f"attention_mask numbers documents (its largest value is {int(mask.max())}), and no position_ids restart with "
+        "them: documents would see each other. Give position_ids that begin at 0 in every document, as "
+        "DataCollatorWithFlattening does"
+    )
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Returns a tensor with one element per token of a batch."""
+    tokens = batch.get("input_ids")
+    return batch["inputs_embeds"][..., 0] if tokens is None else tokens
+
+
+def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
+    """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
+
+    `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.
+
+    Raises:
+        PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
+    """
+    tokens = tokens_of(batch)
+    check_mask_numbers(batch)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        return None
+    if tokens.numel() == 0:
+        return as_int_array([], "document lengths")
+    offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if offsets is not None and positions is not None and positions.ndim != 2:
+        positions = None  # several positions per token, as of images: they need not restart with the documents
+    if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
+        raise PackingError(
+            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
+        )
+    if offsets is not None and positions is not None:
+        lengths = _agreed_lengths(offsets, positions.expand(tokens.shape))
+    else:
+        offsets = _offsets_of_rows(tokens, positions) if offsets is None else offsets
+        lengths = check_cu_seqlens(offsets.flatten().cpu().numpy(), tokens.numel())
+    return lengths[lengths > 0]
+
+
+def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Returns `[documents + 1]` offsets: a document begins with every row, and where positions restart."""
+    if positions is None:
+        rows, length = tokens.shape
+        return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
+    return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
+
+
+def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
+    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart.
+
+    Raises:
+        PackingError: names the first token where they disagree.
+    """
+    # Side by side, so that one copy brings both to the host.
+    numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
+    lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    given, expected = numbers[offsets.numel() :], np.arange(positions.numel()) - begins
+    wrong = np.flatnonzero(given != expected)
+    if len(wrong):
+        at = int(wrong[0])
+        raise PackingError(
+            f"token {at}: position_ids say position {given[at]}, but cu_seq_lens_q says {expected[at]} (its document "
+            f"begins at token {begins[at]}); leave one of the two out of the batch, or make them agree"
+        )
+    return lengths
