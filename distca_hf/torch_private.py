@@ -113,7 +113,7 @@ def unknown_size() -> int | torch.SymInt:
         shape_env, allocate_size = context._shape_env, torch._library.fake_impl.allocate_size
     except AttributeError:
         return context.new_dynamic_size()
-    # Without an environment of shapes all sizes are numbers; torch says what that means for this operator.
+    # Without an environment of shapes all sizes are numbers, which torch refuses or takes by its own rules.
     return context.new_dynamic_size() if shape_env is None else allocate_size(shape_env)
 
 

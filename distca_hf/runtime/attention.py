@@ -50,8 +50,8 @@ def attend(
         kept: rows of other ranks that are kept for backward.
 
     Raises:
-        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says, or what
-            they need does not fit the device.
+        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says; or the
+            device lacks room.
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
@@ -110,7 +110,7 @@ def attend_backward(
     spec: AttentionSpec,
     plan: LivePlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v from those of the output; what was not kept is fetched again.
+    """Returns gradients of q, k and v from those of the output; rows that were not kept are fetched again.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
