@@ -13,7 +13,7 @@ from distca_hf.analysis.baselines.sequence_parallel import context_parallel, uly
 from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.analysis.bounds.placed import key_tokens_bound
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.planning.plan import Plan
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from distca_hf.analysis.baselines.baseline import Baseline
 from distca_hf.analysis.baselines.packing import sorted_packs
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import causal_pairs_of
 from distca_hf.data.epochs import Epoch
 
 

@@ -11,7 +11,7 @@ from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
 from distca_hf.analysis.compare import bound_bytes_total, run_baselines
 from distca_hf.analysis.packed_epoch import OptimizerStep, Origin
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.errors import PlanError
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan

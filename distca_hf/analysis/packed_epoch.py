@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.data.accumulation import group_documents
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch, EpochPacker

@@ -18,7 +18,7 @@ from distca_hf.analysis.tables import (
     in_range,
     plain_table,
 )
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 
 
 # Maximum number of bars; with more ranks several share a bar, which shows the heaviest of them.

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of
 from distca_hf.layout import Layout, check_document_tokens
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import Tasks

@@ -16,7 +16,8 @@ documents do. A key and value head is sent to every rank that has one of its que
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline, groups_of_ranks, nothing_sent
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.errors import ConfigError
 
 

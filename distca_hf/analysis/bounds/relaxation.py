@@ -23,7 +23,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
