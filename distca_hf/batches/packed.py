@@ -35,8 +35,7 @@ class PackPlanner:
 
     Attributes:
         history: facts of the latest micro-batches.
-        totals, times: sums over those that a model was trained on, and how long planning them took, for whoever
-            reports them.
+        totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class PackPlanner:
             return None
         layout = Layout.from_packs(lengths_of_ranks)
         if not layout.num_documents:
-            raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
+            raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
         mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
         maps = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
@@ -97,7 +96,7 @@ class PackPlanner:
         )
 
     def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray | None:
-        """Returns document lengths of this rank, None if its batch is padded. Other ranks are shown a failure."""
+        """Returns document lengths of this rank; None if its batch is padded. Announces a failure to others."""
         try:
             return document_lengths(batch)
         except Exception:
@@ -136,11 +135,11 @@ class PackPlanner:
         return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
 
     def _warn_of_padding(self, ranks: str, number: int) -> None:
-        """Says once that padded batches are not balanced."""
+        """Warns once that padded batches are not balanced."""
         if not self._warned_of_padding:
             self._warned_of_padding = True
             log.warning(
-                "micro-batch %d is padded on rank %s: every rank attends to such batches alone, and nothing is "
+                "micro-batch %d is padded on rank %s: every rank attends to this batch alone, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,

@@ -115,7 +115,7 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
         raise UnsupportedAttentionError(
             f"{name_of(module)}: got an attention mask of shape {tuple(mask.shape)} of the caller's own; distca "
             "computes causal attention inside documents. Give attention_mask as zeros and ones of shape [batch, "
-            "tokens], or position_ids that begin at 0 in every document, or load the model with another "
+            "tokens], or position_ids that begin at 0 in every document; or load the model with another "
             "attn_implementation"
         )
     mask.check(module, queries, keys)

@@ -76,7 +76,7 @@ class RowMask:
         )
 
     def check(self, layer: nn.Module, queries: int, keys: int) -> None:
-        """Checks that the mask is causal, and made for so many queries and keys per row.
+        """Checks that the mask is causal, and made for these numbers of queries and keys per row.
 
         Raises:
             UnsupportedAttentionError: it is not; names the layer.

@@ -1,4 +1,4 @@
-"""Offload: what checkpointing saves of attention waits for backward in host memory.
+"""Offload: attention outputs that checkpointing saves wait for backward in host memory.
 
     forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
                             └──▶ host, beside the next layers                 └──▶ fetch the layer before, meanwhile
@@ -39,13 +39,13 @@ class OffloadedAttention:
         return _Storing(region), _Restoring(region)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of copies."""
+        """Returns the stream of copies."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
     def before(self, region: "_Region") -> "_Region | None":
-        """The region whose forward pass came before: the next one in backward."""
+        """Returns the region whose forward pass came before, the next one in backward; None if there is none."""
         known = [found for reference in self._regions if (found := reference()) is not None]
         at = known.index(region)
         return known[at - 1] if at else None
@@ -65,7 +65,7 @@ class _Region:
         self._saved.append([(self._to_host(x), x.device) for x in outputs])
 
     def begin(self) -> None:
-        """Recomputation begins; with `retain_graph` perhaps not for the first time."""
+        """Begins recomputation; with `retain_graph` perhaps not for the first time."""
         self._taken = 0
         self.fetch()
 
@@ -75,7 +75,11 @@ class _Region:
             self._fetched = [[self._to_device(x, device) for x, device in outputs] for outputs in self._saved]
 
     def take(self) -> tuple[torch.Tensor, ...]:
-        """Outputs of the next call, on the device; the region before is fetched meanwhile."""
+        """Returns outputs of the next call, on the device. The region before is fetched meanwhile.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did.
+        """
         if self._fetched is None or self._taken >= len(self._saved):
             raise RuntimeError(
                 f"recomputation made more than the {len(self._saved)} attention calls of its forward pass; "
@@ -124,7 +128,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Storing(_Mode):
-    """Forward: what attention returns is copied to the host."""
+    """Forward: outputs of attention are copied to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -134,7 +138,7 @@ class _Storing(_Mode):
 
 
 class _Restoring(_Mode):
-    """Recomputation: attention returns what it did before."""
+    """Recomputation: attention returns its earlier outputs."""
 
     def __enter__(self) -> Self:
         self._region.begin()

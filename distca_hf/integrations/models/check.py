@@ -3,11 +3,10 @@ refuses others by name.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
 tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
-without a word. So everything that is not known to be right is refused before the first step.
+silently. So everything that is not known to be right is refused before the first step.
 
-The work of a layer or a loss is read from its source and its settings. Two checks at run time stand behind that: an
-attention call with an unknown argument is refused, and the first forward pass must come through distca's attention as
-often as the model has layers.
+The work of a layer or a loss is read from its source and its settings. Two checks at run time follow. An attention
+call with an unknown argument is refused. In the first forward pass every attention layer must come through distca.
 """
 
 import inspect

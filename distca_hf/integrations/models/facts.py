@@ -12,8 +12,8 @@ from torch import nn
 from distca_hf.integrations.models.parts import transformers_model
 
 
-# Entries of a config that say where a model comes from and how it answers, not what it computes. Saving a model sets
-# some of them, on the rank that saves.
+# Entries of a config that do not change the numbers of a forward pass: origin of the model, kind of its answers.
+# Saving a model sets some of them, on the rank that saves.
 ABOUT_A_CONFIG = frozenset(
     {
         "architectures",

@@ -10,7 +10,7 @@ from distca_hf.flops import StepFlops
 from distca_hf.integrations.models.parts import attention_layers, heads_of, transformers_model
 
 
-# Names that configurations have for the experts of a layer, and for those that a token takes.
+# Names that configurations have for the experts of a layer, and for the experts of one token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 

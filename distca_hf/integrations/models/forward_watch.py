@@ -216,7 +216,7 @@ class ForwardWatch:
                     self.report.begin(plan, self._step_cost(module))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
-        """Returns what a step costs as the model is checkpointed; None if its operations are not known."""
+        """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
         if self.flops is None:
             return None
         checkpointed = self._checkpointed_modules(module)

@@ -40,7 +40,7 @@ def attach(trainer: Trainer, plugin: ParallelContext) -> None:
     """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
     packs and Trainer's loader: then attention tasks move between ranks.
 
-    Attaching again undoes what was attached before; the last plugin counts.
+    Attaching again undoes the attachment before; the last plugin counts.
 
     Raises:
         ConfigError: all settings that would make the loss wrong, or would silently have no effect.
@@ -168,7 +168,7 @@ def _train_from_whole_checkpoint(
 
 
 def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
-    """Sets arguments that placed batches need, and names those that have no effect on them."""
+    """Sets arguments that placed batches need, and names arguments that have no effect on them."""
     args = trainer.args
     if not args.average_tokens_across_devices:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")

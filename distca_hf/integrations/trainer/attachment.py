@@ -116,7 +116,7 @@ class Attachment:
         """Checks that the Trainer is still the one that was attached to.
 
         Raises:
-            ConfigError: names what was changed since.
+            ConfigError: names the parts and arguments that were changed since.
         """
         changed = [name for name, value in self._parts.items() if getattr(self.trainer, name, None) is not value]
         arguments = self.trainer.args

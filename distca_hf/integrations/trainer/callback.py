@@ -1,4 +1,4 @@
-"""Callback: checks the model, and logs what balancing brought."""
+"""Callback: checks the model, and logs balance and speed."""
 
 import sys
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 class DistCACallback(TrainerCallback):
-    """Gives a Trainer that packs by itself balanced attention: tokens stay, attention tasks move.
+    """Balances attention for a Trainer that makes its own packs: tokens stay, attention tasks move.
 
     ```python
     Trainer(model=model, args=args, train_dataset=packed, callbacks=[distca_hf.DistCACallback(plugin)])
@@ -66,8 +66,8 @@ class DistCACallback(TrainerCallback):
         """
         if self._plugin.sort_packs:
             raise ConfigError(
-                "sort_packs chooses which rank runs which pack, and a callback cannot tell Trainer so: call "
-                "plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
+                "sort_packs chooses which rank runs which pack, and a callback cannot replace Trainer's sampler: "
+                "call plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
             )
         self.watch(enable(model, self._plugin))
         leave = LeaveOnSignal(self._plugin.transport) if self._plugin.save_on_signal else None
@@ -127,7 +127,7 @@ class DistCACallback(TrainerCallback):
         if watch.plugin is not self._plugin:
             raise ConfigError(
                 "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
-                "batches would go separate ways. Use one plugin, or call plugin.attach(trainer) again"
+                "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
             )
         return watch
 
@@ -138,7 +138,7 @@ class DistCACallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the evaluation that has ended out of what is measured."""
+        """Leaves the evaluation that has ended out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
 
@@ -203,8 +203,8 @@ class DistCACallback(TrainerCallback):
             state.log_history[-1].update(metrics)
 
     def _read(self, meter: Meter | None, step: int) -> Reading | None:
-        """Reads what was trained; None if nothing was planned. A collective call: every rank reads after the same
-        steps."""
+        """Returns a reading of the training; None if nothing was planned. A collective call: every rank reads after
+        the same steps."""
         watch = watch_of(self._model)
         source = None if watch is None else self._source(watch)
         if meter is None or watch is None or source is None:
@@ -222,8 +222,8 @@ def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | No
 def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
     """Returns the list of callbacks that is being called; None where it is not found.
 
-    Trainer puts callbacks of the user behind its own, among them those that report to trackers, and passes everything
-    to them but the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
+    Trainer puts callbacks of the user behind its own, some of which report to trackers. It passes everything to them
+    but the list they are in. So the list is taken from the caller of the event, `CallbackHandler.call_event`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

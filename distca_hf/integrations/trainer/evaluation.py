@@ -1,5 +1,5 @@
-"""Evaluating: can a Trainer evaluate what it was given? Found out before training, not at its first evaluation. And
-the loss of evaluation batches that are placed on all ranks."""
+"""Evaluation: whether a Trainer can evaluate its datasets is found out before training, not at its first evaluation.
+And the loss of evaluation batches that are placed on all ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,9 +1,9 @@
 """Resuming: a Trainer goes on where the data is, and counts epochs and steps from there.
 
 Trainer keeps the number of steps and works its place in the data out of it, with one number of steps for all epochs.
-With other ranks, tokens or accumulation steps than before, that is another place, and the epoch it goes on in has
-another number of steps than those after it. So Trainer is given both: the epoch that the saved position is in, and
-the rest of that epoch as an epoch of its own, which the loader begins at the position. There is no public seam for
+With other ranks, tokens or accumulation steps than before, that is another place. And the epoch that it goes on in has
+another number of steps than later epochs. So Trainer is given two numbers: the epoch of the saved position, and the
+steps that are left in it. The loader begins at the position. There is no public seam for
 it. Methods are replaced on the instance; the class and every other Trainer are left alone.
 
 Trainer writes its state last. A full disk, or a process that was killed while it saved, leaves a checkpoint without
@@ -134,7 +134,7 @@ class Resuming(TrainerCallback):
         return self._resumed.number, self._resumed.steps_done * self._resumed.accumulation_steps
 
     def _run_epoch(self, run: Method, *, epoch: int, **others: Any) -> None:
-        """Trains an epoch, or what is left of it."""
+        """Trains an epoch, or the rest of it."""
         resumed = self._resumed
         if resumed is None or epoch != resumed.number:
             run(epoch=epoch, **others)
@@ -154,7 +154,7 @@ class Resuming(TrainerCallback):
         """Puts the loader where the checkpoint was saved; to the beginning if there is none.
 
         Raises:
-            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all.
+            ConfigError: the checkpoint is of another dataset or order, or has no position at all.
         """
         self._loader.restart()
         self._resumed = None

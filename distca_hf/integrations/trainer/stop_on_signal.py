@@ -19,7 +19,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# The signals, and what handles them in a Python program that does not care.
+# The signals, and their handlers in a Python program that installs none.
 USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 # Steps after which a signal that no agreement has carried is passed on: an agreement takes place in every micro-batch.
 MOST_STEPS_UNSHOWN = 2
@@ -28,8 +28,8 @@ MOST_STEPS_UNSHOWN = 2
 class LeaveOnSignal(TrainerCallback):
     """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
 
-    It should be the last callback: then an evaluation that was due does not come before the checkpoint, and those that
-    report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
+    It should be the last callback: then an evaluation that was due does not come before the checkpoint, and callbacks
+    that report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
     example, stays; so do the default ones where training does not run on the main thread. A second Ctrl-C ends
     training at once, without a checkpoint.
 
@@ -103,7 +103,7 @@ class LeaveOnSignal(TrainerCallback):
         """Ends the process if a rank has got a signal.
 
         Raises:
-            SystemExit: with what a shell reports of a process that the signal has ended, after the checkpoint.
+            SystemExit: after the checkpoint, with the status of a process that the signal has ended.
         """
         self._restore()
         if self._signal:
