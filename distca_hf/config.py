@@ -300,7 +300,7 @@ def check_settings(values: object, where: str) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
+def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
     return {ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in settings.items()}
 

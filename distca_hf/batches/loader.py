@@ -7,7 +7,7 @@ Every rank computes the same layouts and plans from lengths alone and reads only
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import copy
 from dataclasses import asdict, replace
@@ -149,11 +149,11 @@ class PlacedLoader:
         """Begins the first epoch with the next iteration."""
         self._next, self._loaded, self._position, self._is_left_early = Cursor(), None, Cursor(), False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
         return {**self._identity(), **self._sizes(), **asdict(self._position)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
         rest of the epoch is packed anew: no document is lost, none comes twice.
 
@@ -311,7 +311,7 @@ class PlacedLoader:
             "micro_steps": self._micro_steps,
         }
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return {
             "version": STATE_VERSION,
             "dataset": self._source.fingerprint,

@@ -6,12 +6,11 @@ from cu_seq_lens_q, position_ids or rows                    moving tasks     of 
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from distca_hf.batches.batch_documents import document_lengths, tokens_of
+from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
 from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
@@ -56,7 +55,7 @@ class PackPlanner:
         self._warned_of_padding = False
         self._next_number = 0
 
-    def plan(self, batch: Mapping[str, Any], trains: bool = True) -> LivePlan | None:
+    def plan(self, batch: Batch, trains: bool = True) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
 
         Args:
@@ -95,7 +94,7 @@ class PackPlanner:
             fingerprint=plan.fingerprint,
         )
 
-    def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray | None:
+    def _lengths(self, batch: Batch, number: int) -> IntArray | None:
         """Returns document lengths of this rank; None if its batch is padded. Announces a failure to others."""
         try:
             return document_lengths(batch)
@@ -146,7 +145,7 @@ class PackPlanner:
             )
 
 
-def _learns_nothing(batch: Mapping[str, Any]) -> bool:
+def _learns_nothing(batch: Batch) -> bool:
     """Returns whether a batch has labels and none of them is learnt; waits for the device."""
     labels = batch.get("labels")
     return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
@@ -157,12 +156,14 @@ def _ranks(flags: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
-def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
+def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int]:
     """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
     ranks."""
     if tokens_of(batch).numel():
         return {}
-    filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    filled: dict[str, torch.Tensor | int] = (
+        {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    )
     for name, values in batch.items():
         if not isinstance(values, torch.Tensor):
             continue

@@ -5,7 +5,7 @@ layers) ranks attend together. Without one a layer attends locally: to each docu
 """
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def distca_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     distca_plan: LivePlan | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Computes causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
 

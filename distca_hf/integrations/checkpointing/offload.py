@@ -8,6 +8,7 @@ outputs where they are.
 """
 
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -130,7 +131,13 @@ class _Mode(TorchDispatchMode):
 class _Storing(_Mode):
     """Forward: outputs of attention are copied to the host."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         outputs = func(*args, **(kwargs or {}))
         if func in SAVED_OPERATORS:
             self._region.save(outputs)
@@ -145,7 +152,13 @@ class _Restoring(_Mode):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in SAVED_OPERATORS:
             return self._region.take()
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,6 @@ cannot save a part of a layer, and torch.compile traces contexts of torch's own 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +29,10 @@ log = get_logger(__name__)
 FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Attribute of a checkpointed module: for each of these names our function, and the one that it replaced.
 REPLACED = "_distca_replaced"
-Checkpoint = functools.partial[Any]
+Checkpoint = functools.partial[object]
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -99,12 +98,12 @@ def keep_received(modules: Sequence[nn.Module]) -> bool:
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-def _checkpoint_on_host(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_on_host(function: Checkpoint, *args: object, **kwargs: object) -> object:
     """Runs a checkpointed region whose outputs wait on the host. Graphs of a compiled model break here."""
     return function(*args, **kwargs)
 
 
-def _checkpoint_keeping_received(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_keeping_received(function: Checkpoint, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     return function(*args, **kwargs, context_fn=retaining_contexts)

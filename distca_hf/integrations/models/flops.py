@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from distca_hf.flops import StepFlops
 from distca_hf.integrations.models.parts import attention_layers, heads_of, transformers_model
@@ -66,7 +66,7 @@ def _shape(parameter: nn.Parameter) -> Sequence[int]:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def _share_of_experts(config: Any) -> float | None:
+def _share_of_experts(config: PreTrainedConfig) -> float | None:
     """Returns which part of its experts a token takes; None if the configuration does not say."""
     total, taken = (
         next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)

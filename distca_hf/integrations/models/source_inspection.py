@@ -6,10 +6,9 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
 
 
-Function = Callable[..., Any] | None
+Function = Callable[..., object] | None
 
 
 def source_of(function: Function) -> str:

@@ -159,8 +159,12 @@ def _check_model(trainer: Trainer) -> None:
 
 
 def _train_from_whole_checkpoint(
-    attachment: Attachment, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    attachment: Attachment,
+    train: Callable[..., object],
+    resume_from_checkpoint: str | bool | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Trains, unless the checkpoint to resume from was not written to its end."""
     check_checkpoint(attachment.trainer.args.output_dir, resume_from_checkpoint)
     with attachment.training():
@@ -208,13 +212,13 @@ def _training_loader(trainer: Trainer, plugin: ParallelContext) -> PlacedLoader:
 
 
 def _report_loss_only(
-    evaluate: Callable[..., Any],
-    dataloader: Any,
+    evaluate: Callable[..., object],
+    dataloader: object,
     description: str,
     prediction_loss_only: bool | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Runs Trainer's evaluation without its predictions, of which every rank has other parts."""
     return evaluate(dataloader, description, True, *args, **kwargs)
 

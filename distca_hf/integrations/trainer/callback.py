@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
@@ -48,7 +49,7 @@ class DistCACallback(TrainerCallback):
     def __init__(self, plugin: ParallelContext, loader: PlacedLoader | None = None) -> None:
         self._plugin = plugin
         self._loader = loader
-        self._model: Any = None
+        self._model: nn.Module | None = None
         self._since_log: Meter | None = None
         self._since_begin: Meter | None = None
         self._first_step = 0
@@ -56,7 +57,12 @@ class DistCACallback(TrainerCallback):
         self._leave: LeaveOnSignal | None = None
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
     ) -> None:
         """Checks and enables the model before it is wrapped.
 
@@ -83,7 +89,7 @@ class DistCACallback(TrainerCallback):
         if leave is not None:
             handler.add_callback(leave)
 
-    def watch(self, model: Any) -> None:
+    def watch(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
 
@@ -92,8 +98,8 @@ class DistCACallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        train_dataloader: object = None,
+        **kwargs: object,
     ) -> None:
         """Begins to measure.
 
@@ -136,7 +142,7 @@ class DistCACallback(TrainerCallback):
         return watch.packs if self._loader is None else self._loader
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Leaves the evaluation that has ended out of the measurement."""
         for meter in self._meters():
@@ -148,7 +154,12 @@ class DistCACallback(TrainerCallback):
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
     ) -> None:
         """Notes that a step has ended, and compares weights, where that is due.
 
@@ -166,13 +177,13 @@ class DistCACallback(TrainerCallback):
             self._leave.on_step_end(args, state, control)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self._leave is not None:
             self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         reading = self._read(self._since_begin, state.global_step)
         if reading is not None:
@@ -187,7 +198,7 @@ class DistCACallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if logs is None or "loss" not in logs:
             return

@@ -136,7 +136,7 @@ def _keeps(trainer: Trainer, name: str) -> bool:
     return True
 
 
-def _overrides(trainer: Trainer, name: str) -> list[Callable[..., Any]]:
+def _overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     """Returns all methods of a name, of the instance first and then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
 
@@ -146,7 +146,7 @@ def unlearnt_token(collator: Any) -> int | None:
     return collator.tokenizer.pad_token_id if type(collator) is DataCollatorForLanguageModeling else None
 
 
-def refused_collator(collator: Callable[..., Any], columns: Sequence[str]) -> Iterator[str]:
+def refused_collator(collator: Callable[..., object], columns: Sequence[str]) -> Iterator[str]:
     """Yields reasons why batches made here would differ from the batches of a collator.
 
     Args:
@@ -173,7 +173,7 @@ def refused_collator(collator: Callable[..., Any], columns: Sequence[str]) -> It
                 yield f"the dataset's column {column!r} would be its labels; rename it to 'labels', or remove it"
 
 
-def _is_known(collator: Callable[..., Any]) -> bool:
+def _is_known(collator: Callable[..., object]) -> bool:
     kind = type(collator)
     of_trl = f"{kind.__module__}.{kind.__qualname__}" == OF_TRL
     return collator is default_data_collator or kind in KEEP_LABELS or of_trl
