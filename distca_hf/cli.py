@@ -26,7 +26,7 @@ app = typer.Typer(
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr where bad input is refused."""
+    """Ends the command with status 2 and one line on stderr if bad input is refused."""
     try:
         yield
     except DistCAError as error:
@@ -35,6 +35,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _print_version(wanted: bool) -> None:
+    """Prints the version and ends the command, if `--version` is given."""
     if wanted:
         typer.echo(f"distca_hf {__version__}")
         raise typer.Exit
@@ -63,12 +64,13 @@ def examples(name: str = typer.Argument(None, help="example whose path to print;
 
 
 def _print_shipped(shipped: Shipped, name: str | None) -> None:
+    """Prints all names of one kind of shipped files, or the path of one file."""
     with _one_line_errors():
         typer.echo("\n".join(sorted(shipped.files())) if name is None else shipped.find(name))
 
 
 class LauncherBehindDashes(TyperCommand):
-    """A command whose arguments behind `--` are a launcher's; they are the context's object."""
+    """A command whose arguments after `--` are for a launcher. They become the object of the context."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -219,11 +221,11 @@ def env() -> None:
 
 
 def main() -> None:
-    """Runs the console script; bad usage is one line, like all bad input."""
+    """Runs the console script. Bad usage ends with one line, like all bad input."""
     try:
         sys.exit(app(standalone_mode=False))
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # of click's exceptions, which newer typers have of their own
+        usage = getattr(error, "format_message", None)  # in exceptions of click, of which newer typers have their own
         if usage is None:
             raise
         if words := " ".join(usage().split()):

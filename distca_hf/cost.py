@@ -1,20 +1,29 @@
-"""What attention costs: attended pairs.
+"""Cost of attention: attended pairs, as a mask has them.
 
 A causal query token at position p of its document attends p + 1 keys. Work is counted in such pairs, once for all
 heads: the same factor for every task, and exact integers up to documents of 2 ** 31 tokens.
 
-A `Cost` is what placement balances. Layers may differ: some attend the last tokens only (a sliding window), and some
-models attend their whole document from every token. A cost is then the sum over the types of layers, which in every
-case does not fall from one token of a document to the next; this is all that placement needs.
+    keys        0 1 2 3 4 5        0 1 2 3 4 5
+    query 0     x                  x
+    query 1     x x                x x
+    query 2     x x x              x x x
+    query 3     x x x x              x x x           pairs(2, 5): 3 + 4 + 5, and 3 + 3 + 3
+    query 4     x x x x x              x x x         first_key(4): 0, and 2
+                Mask()             Mask(window_tokens=3)
+
+Planning and placement ask a `Mask` for pairs and positions, and have no formula of their own. A `DocumentCost` is the
+quantity that placement balances: a sum over the masks of a model's layers (`Cost`), or one weighted by kernel times.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isqrt, sqrt
 from typing import Protocol
 
 import numpy as np
 
 from distca_hf.arrays import IntArray as IntArray
+from distca_hf.arrays import Integers
 from distca_hf.errors import ConfigError
 
 
@@ -34,99 +43,128 @@ class TokenBytes:
 
 
 def causal_pairs(start: int, stop: int) -> int:
-    """Attended pairs of the query range [start, stop) of one document."""
+    """Counts attended pairs of the query range [start, stop) of one document, under the causal mask."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
 def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
-    """`causal_pairs` for arrays of ranges."""
+    """Counts `causal_pairs` for arrays of ranges."""
     return (stops * (stops + 1) - starts * (starts + 1)) // 2
 
 
-class DocumentCost(Protocol):
-    """What placement balances: exact integers, which do not fall from one token of a document to the next."""
-
-    def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
-        """Work of query ranges [start, stop) of documents of such lengths; below 2 ** 63."""
-
-    def of_documents(self, document_tokens: Sequence[int]) -> Work:
-        """The same for one range, as a function of (document, start, stop), for code that asks a million times."""
-
-
-@dataclass(frozen=True)
-class LayerType:
-    """Layers that attend alike.
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The keys that a query attends: its own and the ones before it in its document, all of them or a sliding window.
 
     Attributes:
-        layers: how many there are, or how much one of them weighs.
-        window_tokens: a token attends this many tokens at most, itself included; None for all before it.
-        causal: whether a token attends only itself and tokens before it, or its whole document.
+        window_tokens: keys that a query attends at most, its own among them; None for the whole causal prefix.
 
     Raises:
-        ConfigError: a number is below 1, or a window without causality.
+        ConfigError: a window below 1.
     """
 
-    layers: int = 1
     window_tokens: int | None = None
-    causal: bool = True
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or (self.window_tokens is not None and self.window_tokens < 1):
-            raise ConfigError(f"layers={self.layers} and window_tokens={self.window_tokens} must be at least 1")
-        if not self.causal and self.window_tokens is not None:
-            raise ConfigError(f"window_tokens={self.window_tokens} needs causal=True")
+        if self.window_tokens is not None and self.window_tokens < 1:
+            raise ConfigError(f"window_tokens={self.window_tokens} must be at least 1")
 
-    def work(self, start: int, stop: int, document_tokens: int) -> int:
-        """Attended pairs of the query range [start, stop) in all these layers; exact for any integers."""
-        if not self.causal:
-            return self.layers * (stop - start) * document_tokens
+    def first_key(self, start: Integers) -> Integers:
+        """Returns the first key that the query at `start` attends; an int, or an int64 array of any shape."""
         if self.window_tokens is None:
-            return self.layers * causal_pairs(start, stop)
-        rising_start, rising_stop = min(start, self.window_tokens), min(stop, self.window_tokens)
-        flat_tokens = stop - rising_stop - (start - rising_start)
-        return self.layers * (causal_pairs(rising_start, rising_stop) + flat_tokens * self.window_tokens)
+            return start * 0
+        if isinstance(start, int):
+            return max(0, start + 1 - self.window_tokens)
+        return np.maximum(0, start + 1 - self.window_tokens)
+
+    def pairs(self, start: int, stop: int) -> int:
+        """Counts attended pairs of the query range [start, stop) of a document; exact for any integers."""
+        return self.pairs_before(stop) - self.pairs_before(start)
+
+    def pairs_before(self, position: int) -> int:
+        """Counts attended pairs of the first queries of a document, up to a position; exact for any integers."""
+        window_tokens = self.window_tokens
+        if window_tokens is None or position <= window_tokens:
+            return position * (position + 1) // 2
+        return window_tokens * (2 * position - window_tokens + 1) // 2
+
+    def pairs_of(self, starts: IntArray, stops: IntArray) -> IntArray:
+        """Counts `pairs` for arrays of ranges; below 2 ** 63."""
+        if self.window_tokens is None:
+            return causal_pairs_of(starts, stops)
+        rising_starts, rising_stops = np.minimum(starts, self.window_tokens), np.minimum(stops, self.window_tokens)
+        queries_in_full = (stops - rising_stops) - (starts - rising_starts)
+        return causal_pairs_of(rising_starts, rising_stops) + queries_in_full * self.window_tokens
+
+    def queries_of(self, pairs: int) -> int:
+        """Returns the largest n for which the first n queries of a document have at most `pairs` pairs; exact."""
+        if self.window_tokens is None or pairs <= (rising_pairs := self.pairs_before(self.window_tokens)):
+            return (isqrt(8 * pairs + 1) - 1) // 2
+        return self.window_tokens + (pairs - rising_pairs) // self.window_tokens
+
+    def area(self, position: float) -> float:
+        """Approximates the pairs of the queries before a position by the area under the mask, without the diagonal:
+        position² / 2 for the causal mask. It has an inverse for any number of pairs, `position`."""
+        if self.window_tokens is None or position <= self.window_tokens:
+            return position * position / 2
+        return (position - self.window_tokens / 2) * self.window_tokens
+
+    def position(self, area: float) -> float:
+        """Returns the position with this `area`."""
+        if self.window_tokens is None or 2 * area <= self.window_tokens * self.window_tokens:
+            return sqrt(2 * area)
+        return area / self.window_tokens + self.window_tokens / 2
+
+
+CAUSAL_MASK = Mask()
+
+
+class DocumentCost(Protocol):
+    """The cost that placement balances: exact integers, which do not fall from one token of a document to the next."""
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
-        """`work` for arrays; below 2 ** 63."""
-        if not self.causal:
-            return self.layers * (stops - starts) * document_tokens
-        if self.window_tokens is None:
-            return self.layers * causal_pairs_of(starts, stops)
-        rising_starts, rising_stops = np.minimum(starts, self.window_tokens), np.minimum(stops, self.window_tokens)
-        flat_tokens = stops - rising_stops - (starts - rising_starts)
-        return self.layers * (causal_pairs_of(rising_starts, rising_stops) + flat_tokens * self.window_tokens)
+        """Returns the work of query ranges [start, stop) of documents of these lengths; below 2 ** 63."""
+
+    def of_documents(self, document_tokens: Sequence[int]) -> Work:
+        """Makes a function (document, start, stop) of the same work, for code that calls it a million times."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Sum over the types of layers of a model; by default every layer is causal, and counted once.
+    """Sum over the layers of a model; by default every layer is causal, and counted once.
 
-    One full layer to five with a window of 1024 tokens is `Cost((LayerType(1), LayerType(5, window_tokens=1024)))`.
+    One full layer to five with a window of 1024 tokens is `Cost(((Mask(), 1), (Mask(1024), 5)))`.
+
+    Attributes:
+        layers: each mask with the number of layers that have it, or their weight.
 
     Raises:
-        ConfigError: there are no layers.
+        ConfigError: there are no layers, or fewer than 1 of a mask.
     """
 
-    layer_types: tuple[LayerType, ...] = (LayerType(),)
+    layers: tuple[tuple[Mask, int], ...] = ((CAUSAL_MASK, 1),)
 
     def __post_init__(self) -> None:
-        if not self.layer_types:
-            raise ConfigError("a cost needs at least one type of layers")
+        if not self.layers:
+            raise ConfigError("a cost needs at least one mask with its number of layers")
+        few = [(mask, count) for mask, count in self.layers if count < 1]
+        if few:
+            raise ConfigError(f"{few[0][1]} layers have {few[0][0]}; the number must be at least 1")
 
-    def work(self, start: int, stop: int, document_tokens: int) -> int:
-        """Attended pairs of the query range [start, stop) of a document, all layers together; exact."""
-        return sum(layer_type.work(start, stop, document_tokens) for layer_type in self.layer_types)
+    def work(self, start: int, stop: int) -> int:
+        """Counts attended pairs of the query range [start, stop) of a document, all layers together; exact."""
+        return sum(count * mask.pairs(start, stop) for mask, count in self.layers)
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
-        """`work` for arrays; below 2 ** 63."""
-        work = [layer_type.work_of(starts, stops, document_tokens) for layer_type in self.layer_types]
+        """Counts `work` for arrays; below 2 ** 63. Lengths of documents do not matter."""
+        work = [count * mask.pairs_of(starts, stops) for mask, count in self.layers]
         return np.sum(work, axis=0, dtype=np.int64)
 
     def of_documents(self, document_tokens: Sequence[int]) -> Work:
-        """`work` as a function of (document, start, stop)."""
+        """Makes a function (document, start, stop) of `work`."""
         if self == CAUSAL:
             return _causal_work
-        return lambda document, start, stop: self.work(start, stop, document_tokens[document])
+        return lambda document, start, stop: self.work(start, stop)
 
 
 CAUSAL = Cost()
@@ -137,6 +175,6 @@ def _causal_work(document: int, start: int, stop: int) -> int:
 
 
 def imbalance(work: Sequence[int] | IntArray) -> float:
-    """Max over mean work of the ranks: 1.0 is perfect, and what an empty batch has."""
+    """Divides the maximum by the mean work of the ranks: 1.0 is perfect, and the value of an empty batch."""
     total = sum(int(value) for value in work)
     return int(max(work)) * len(work) / total if total else 1.0

@@ -53,18 +53,18 @@ class StepTimeoutError(DistCAError, TimeoutError):
 
 
 def and_more(others: int) -> str:
-    """Returns how many others there are, to say behind the first of some things that are wrong; nothing if none."""
+    """Returns words for other wrong things, to follow the first one in a message; nothing if there are none."""
     return f" (and {others} more like it)" if others else ""
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Returns the known name that a misspelt one resembles most, or None if it resembles none."""
+    """Returns the known name that is most similar to a misspelt one; None if none is similar."""
     by_lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns a sentence with the nearest known name, to go behind the one with the unknown name; or nothing."""
+    """Returns a question with the nearest known name, to follow a message; nothing if none is similar."""
     near = nearest(name, known)
     return f" Did you mean {near!r}?" if near else ""

@@ -1,7 +1,7 @@
-"""Floating-point operations of a training step, and the time they take: of matrices per token, of core attention per
-attended pair.
+"""Flops: floating-point operations and time of a training step.
 
-From them come utilisation, the share of attention in a step, and how much longer a step takes where work is unequal.
+Matrices are counted per token, core attention per attended pair. Utilisation, the share of attention in a step, and
+the time of waiting for unequal work follow from these.
 """
 
 import re
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from distca_hf.cost import IntArray
 
 
-# Dense bf16 operations per second by data sheet, and the names of devices as torch has them.
+# Dense bf16 operations per second by data sheet, under a pattern of the device name that torch returns.
 PEAK_FLOPS = {
     r"\bB200\b": 2250e12,
     r"\bH200 NVL\b": 835e12,
@@ -28,7 +28,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Returns dense bf16 operations per second of a GPU; None if they are not known (also of a part of one)."""
+    """Returns dense bf16 operations per second of a GPU; None if unknown, or for a part of a GPU (MIG)."""
     known = (flops for name, flops in PEAK_FLOPS.items() if re.search(name, device_name) and "MIG" not in device_name)
     return next(known, None)
 
@@ -38,8 +38,8 @@ class Rates:
     """Operations per second of one GPU.
 
     Attributes:
-        matrix: of everything beside attention, counted as the operations of its matrix products.
-        attention_forward, attention_backward: of the attention kernel.
+        matrix: rate of all layers except core attention: operations of their matrix products over all of their time.
+        attention_forward, attention_backward: rates of the attention kernel.
     """
 
     matrix: float
@@ -47,37 +47,40 @@ class Rates:
     attention_backward: float
 
 
-# Fitted to steps of whole layers (docs/benchmarks/2026-11-23-plan.md); Liger's kernels shorten norms, rotary
-# embeddings and activations. Ratios of two steps hold for other GPUs as far as all rates change alike.
+# Rates of an H200, fitted to measured steps of whole layers (docs/benchmarks/2026-11-23-plan.md), without and with
+# Liger's kernels, which shorten norms, rotary embeddings and activations. Ratios of two steps hold for other GPUs if
+# all rates change by the same factor.
 H200 = Rates(matrix=518e12, attention_forward=650e12, attention_backward=600e12)
 H200_LIGER = Rates(matrix=622e12, attention_forward=650e12, attention_backward=600e12)
-# Of two products of one forward pass backward makes four, and computes scores once more.
+# Operations of attention's backward over its forward pass: four matrix products and the scores again, for two.
 ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one token and one attended pair cost a rank in forward and backward of all layers. Left out: exchanges,
-    which computation hides where links are fast enough, the optimizer, and what a step of few tokens costs the host.
+    """Seconds of one token and of one attended pair on a rank, forward and backward of all layers.
+
+    Left out are exchanges (hidden behind computation if links are fast enough), the optimizer, and time of the host in
+    steps of few tokens.
 
     Attributes:
-        token_seconds: of a token that the rank holds, attention left out.
-        pair_seconds: of a (query, key) pair that the rank attends, all heads and layers together.
+        token_seconds: time of a token that the rank holds, without attention.
+        pair_seconds: time of a (query, key) pair that the rank attends, all heads and layers together.
     """
 
     token_seconds: float
     pair_seconds: float
 
     def step_seconds(self, rank_tokens: IntArray, rank_pairs: IntArray) -> float:
-        """Returns the time of a micro-step, which is that of its slowest rank.
+        """Returns the seconds of the slowest rank, and with it of the micro-step.
 
         Args:
-            rank_tokens, rank_pairs: `[ranks]` tokens held and pairs attended.
+            rank_tokens, rank_pairs: `[ranks]` tokens that each rank holds, and pairs that it attends.
         """
         return float((rank_tokens * self.token_seconds + rank_pairs * self.pair_seconds).max())
 
     def attention_share(self, tokens: float, pairs: float) -> float:
-        """Returns attention's share of the time of a rank with so many tokens and pairs; between 0 and 1."""
+        """Returns attention's share of the time of a rank, between 0 and 1, from its tokens and pairs."""
         attention = pairs * self.pair_seconds
         return attention / (attention + tokens * self.token_seconds)
 
@@ -88,11 +91,12 @@ class StepCost:
         imbalance_before: NDArray[np.float64],
         imbalance: NDArray[np.float64],
     ) -> float:
-        """Returns how many times faster micro-batches get. In each all ranks wait for the busiest one, as they do in
-        every layer under FSDP and ZeRO-3.
+        """Returns the time of micro-batches before over their time after.
+
+        In each of them all ranks wait for the busiest one, as in every layer under FSDP and ZeRO-3.
 
         Args:
-            tokens, pairs: `[micro-batches]` of all ranks together.
+            tokens, pairs: `[micro-batches]` tokens and attended pairs of all ranks together.
             imbalance_before, imbalance: `[micro-batches]` max/mean attended pairs over ranks, before and after.
         """
         matrices, attention = self.token_seconds * tokens.sum(), self.pair_seconds * pairs
@@ -104,9 +108,10 @@ class StepFlops:
     """Operations of a model's forward and backward pass, all layers together.
 
     Attributes:
-        token_forward, token_backward: of all matrices, for one token; of a mixture, the experts that a token takes.
-        head_forward: of these, of the last matrix, which checkpointing does not recompute.
-        pair_forward: of core attention, for one attended pair.
+        token_forward, token_backward: operations of all matrices for one token; of a mixture, of the experts that a
+            token is sent to.
+        head_forward: the part of `token_forward` of the last matrix, which checkpointing does not recompute.
+        pair_forward: operations of core attention for one attended pair.
     """
 
     token_forward: float
@@ -116,8 +121,11 @@ class StepFlops:
 
     @classmethod
     def of(cls, weights: int, trained_weights: int, pair_forward: float, head_weights: int = 0) -> "StepFlops":
-        """Counts those of a model with so many weights in matrices: a product each for the output and for the gradient
-        of the input, and one for the gradient of every trained weight."""
+        """Counts the operations of a model from its numbers of weights in matrices.
+
+        Every weight has a product for the output and one for the gradient of the input. A trained weight has a third
+        one for its own gradient.
+        """
         return cls(2.0 * weights, 2.0 * (weights + trained_weights), pair_forward, 2.0 * head_weights)
 
     @property
@@ -126,15 +134,15 @@ class StepFlops:
         return self.token_forward - self.head_forward
 
     def useful(self, tokens: float, pairs: float) -> float:
-        """Returns operations that count for utilisation: nothing twice, neither recomputed layers nor scores."""
+        """Returns the operations that count for utilisation, without recomputed layers and scores."""
         return (self.token_forward + self.token_backward) * tokens + 3 * self.pair_forward * pairs
 
     def cost(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> StepCost:
-        """Returns what a token and a pair cost under activation checkpointing.
+        """Returns the seconds of a token and of a pair under activation checkpointing.
 
         Args:
-            recomputes_layers, recomputes_attention: whether these run forward once more in backward.
-            rates: of the GPU.
+            recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
+            rates: operations per second of the GPU.
         """
         token_flops = self.token_forward + self.token_backward + recomputes_layers * self.layers_forward
         pair_seconds = (

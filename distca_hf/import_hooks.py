@@ -57,7 +57,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _MovedModules(importlib.abc.MetaPathFinder):
-    """Finds nothing. It is asked last, for modules that all other finders have missed."""
+    """A finder that finds nothing. It is last, so that it sees only modules that all other finders have missed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -70,8 +70,10 @@ class _MovedModules(importlib.abc.MetaPathFinder):
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds one module the way the finders behind it do, and gives it a loader that runs the action. It stays until an
-    import has succeeded: others may only ask whether the module is there."""
+    """A finder of one module: it asks the finders after it, and returns their loader with the action added.
+
+    It stays installed until an import has succeeded, because `find_spec` is also called without an import.
+    """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
@@ -96,7 +98,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 class _ReportingLoader(importlib.abc.Loader):
-    """Runs another loader, then an action."""
+    """A loader that runs another loader, then an action."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
         self._loader = loader

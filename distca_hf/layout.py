@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
-from distca_hf.cost import causal_pairs_of
+from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PackingError, and_more
 
 
@@ -219,8 +219,12 @@ class Layout:
 
     @cached_property
     def rank_work(self) -> IntArray:
-        """`[ranks]` attended pairs if every rank computed the rows it holds."""
-        pairs = offsets(causal_pairs_of(self.segment_start, self.segment_stop))
+        """`[ranks]` attended pairs of the rows that each rank holds, under the causal mask."""
+        return self.rank_work_of(CAUSAL_MASK)
+
+    def rank_work_of(self, mask: Mask) -> IntArray:
+        """Counts `[ranks]` attended pairs of the rows that each rank holds."""
+        pairs = offsets(mask.pairs_of(self.segment_start, self.segment_stop))
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
 
     def segments_of(self, rank: int) -> slice:

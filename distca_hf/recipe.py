@@ -1,4 +1,4 @@
-"""Launch: a recipe prepares the process, then the user's script runs unchanged.
+"""Recipe: it prepares the process, then the user's script runs unchanged.
 
 A recipe is a YAML file with up to four sections:
 
@@ -7,7 +7,7 @@ A recipe is a YAML file with up to four sections:
     plugin:       settings of `DistCAPlugin`; the script's `DistCAPlugin()` finds them
     script:       arguments of the script; those on the command line go first
 
-Nothing here imports torch: libraries must find the environment prepared.
+Nothing here imports torch: the environment must be set before libraries are imported.
 """
 
 import json
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from distca_hf.config import as_environment, check_settings, read_yaml
 from distca_hf.errors import ConfigError, did_you_mean
@@ -30,11 +29,11 @@ LAUNCHED = ("script", "accelerate")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sections of a recipe, checked."""
+    """Sections of a recipe, after all checks."""
 
     launch: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    plugin: dict[str, Any] = field(default_factory=dict)
+    plugin: dict[str, object] = field(default_factory=dict)
     script: list[str] = field(default_factory=list)
 
     @classmethod
@@ -68,14 +67,14 @@ class Recipe:
         )
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Sets the recipe's variables. Variables that are set already keep their value, the plugin's do not."""
+        """Sets the recipe's variables. Variables that are set keep their values, except settings of the plugin."""
         for name, value in self.environment.items():
             environment.setdefault(name, value)
         environment.update(as_environment(self.plugin))
 
 
 def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script as `python script arguments` would, with the recipe's arguments before those given.
+    """Runs a script as `python script arguments` would, with the recipe's arguments before the given ones.
 
     Raises:
         ConfigError: there is no such script.
@@ -88,8 +87,8 @@ def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _launch(section: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Returns the section `launch`, checked."""
+def _launch(section: Mapping[str, object], path: Path) -> dict[str, str]:
+    """Returns the section `launch` after its checks."""
     for name in section:
         if name not in LAUNCHED:
             raise ConfigError(
@@ -98,14 +97,15 @@ def _launch(section: Mapping[str, Any], path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in section.items()}
 
 
-def _check_values(section: Mapping[str, Any], where: str) -> None:
+def _check_values(section: Mapping[str, object], where: str) -> None:
+    """Refuses names without a value."""
     for name, value in section.items():
         if value is None:
             raise ConfigError(f"{where} {name!r} has no value; remove it, or write the value")
 
 
-def _arguments(section: Mapping[str, Any]) -> list[str]:
-    """`name: value` as `--name value`; lists as several values, mappings as JSON."""
+def _arguments(section: Mapping[str, object]) -> list[str]:
+    """Returns `--name value` for each `name: value`, with lists as several values and mappings as JSON."""
     arguments: list[str] = []
     for name, value in section.items():
         values = value if isinstance(value, list) else [value]
@@ -113,5 +113,6 @@ def _arguments(section: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
+    """Returns a value of YAML as an argument."""
     return json.dumps(value) if isinstance(value, Mapping) else str(value)

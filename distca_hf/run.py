@@ -24,7 +24,7 @@ OPTION = "--recipe"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the script; ends the process with status 2 and one line if the command line or the recipe is wrong."""
+    """Runs the script. If the command line or the recipe is wrong, the process ends with status 2 and one line."""
     if list(arguments[:1]) in (["--help"], ["-h"]):
         sys.stdout.write(f"{__doc__}\n{USAGE}\n")
         return
@@ -44,10 +44,12 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
     """Returns the script to run: the given one, or the recipe's own.
 
     Args:
-        name: of the recipe, as it was given.
+        recipe: the recipe.
+        script: file, or name of a shipped example; None: the recipe's own.
+        name: name of the recipe, for errors.
 
     Raises:
-        ConfigError: there is neither, or no such file.
+        ConfigError: no script is named, or there is no such file.
     """
     wanted = script or recipe.launch.get("script")
     if wanted is None:
@@ -56,7 +58,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """Returns recipe, script if one is given, and the script's arguments."""
+    """Returns the recipe, the script if one is given, and the script's arguments."""
     rest = list(arguments)
     recipes = []
     for at in reversed(range(len(rest))):

@@ -1,6 +1,6 @@
-"""Files that come with the package and are found by name: recipes, Slurm scripts, examples, samples of lengths.
+"""Shipped: files that come with the package and have names: recipes, Slurm scripts, examples, samples of lengths.
 
-They are folders of the checkout that an installation puts inside the package (`setup.cfg`).
+In a checkout their folders are beside the package; an installation puts them inside (`setup.cfg`).
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Shipped:
-    """One kind of files.
+    """One kind of shipped files.
 
     Attributes:
-        kind: what one of them is called in messages.
+        kind: name of one of them in messages.
         place: their folder, in the package or beside it.
-        endings: of their names; what is left without them is the name they are found by.
+        endings: endings of the files; a file is found by its name without the ending.
     """
 
     kind: str
@@ -27,10 +27,10 @@ class Shipped:
     endings: tuple[str, ...]
 
     def folder(self) -> Path:
-        """Returns where they are: inside the installed package, or beside it in a checkout.
+        """Returns the folder of the files: inside the installed package, or beside it in a checkout.
 
         Raises:
-            ConfigError: nowhere.
+            ConfigError: there is no such folder.
         """
         for folder in (PACKAGE / self.place, PACKAGE.parent / self.place):
             if folder.is_dir():
@@ -38,7 +38,7 @@ class Shipped:
         raise ConfigError(f"no folder {PACKAGE / self.place}; install distca_hf again")
 
     def files(self) -> dict[str, Path]:
-        """Returns all of them by name, such as `train/quickstart`."""
+        """Returns all files by name, such as `train/quickstart`."""
         folder = self.folder()
         return {
             path.relative_to(folder).as_posix().removesuffix(ending): path
@@ -47,10 +47,10 @@ class Shipped:
         }
 
     def find(self, name: str) -> Path:
-        """Returns the file at the path `name`, or the shipped one of that name; its folder may be left out.
+        """Returns the file at the path `name`, or the shipped file of that name, with or without its folder.
 
         Raises:
-            ConfigError: there is neither, or there are several of that name.
+            ConfigError: there is no such file, or there are several shipped files of that name.
         """
         if Path(name).exists() and not Path(name).is_dir():
             return Path(name)

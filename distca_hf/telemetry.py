@@ -1,4 +1,4 @@
-"""Loggers whose lines carry name and rank and come once, and how long the training loop waited for data."""
+"""Telemetry: log lines with name and rank, once per job; and the time that the training loop waited for data."""
 
 import logging
 import sys
@@ -10,15 +10,18 @@ from distca_hf.config import launched_rank
 
 
 NAME = "distca_hf"
-# Micro-batches whose facts are kept for whoever reports them.
+# Maximum number of micro-batches whose facts are kept until they are reported.
 REMEMBERED_MICRO_BATCHES = 1024
-# `extra=OF_THIS_RANK` marks a record that other ranks do not write, too.
+# `extra=OF_THIS_RANK` marks a record of this rank alone, so that it is written on every rank.
 OF_THIS_RANK = {"of_this_rank": True}
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Returns a logger below `distca_hf`. Information and warnings come from rank 0 alone; errors, debug lines and
-    records that `OF_THIS_RANK` marks come from every rank."""
+    """Returns a logger below `distca_hf`.
+
+    Rank 0 alone writes information and warnings. Every rank writes errors, debug lines and records that `OF_THIS_RANK`
+    marks.
+    """
     logger = logging.getLogger(name if name.startswith(NAME) else f"{NAME}.{name}")
     if not any(isinstance(present, OncePerJob) for present in logger.filters):
         logger.addFilter(OncePerJob())
@@ -26,7 +29,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def this_rank() -> int:
-    """Returns the rank of this process: of its process group, or as launched while there is none."""
+    """Returns the rank of this process in its process group; without one, its rank as launched."""
     distributed = sys.modules.get("torch.distributed")  # not imported here: planning needs no torch
     is_initialized = getattr(distributed, "is_initialized", None)
     if is_initialized is not None and is_initialized():
@@ -35,7 +38,7 @@ def this_rank() -> int:
 
 
 class OncePerJob(logging.Filter):
-    """Lets a record pass on the rank that should write it, and gives it the attribute `rank`."""
+    """A filter that passes a record on the ranks that write it, and adds the attribute `rank`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = this_rank()
@@ -45,7 +48,7 @@ class OncePerJob(logging.Filter):
 
 
 class Console(logging.Handler):
-    """Writes to standard error, beside progress bars, where the application has no handler that would."""
+    """A handler that writes to standard error, above progress bars, if the application has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         given = [*logging.getLogger(NAME).handlers, *logging.getLogger().handlers]
@@ -54,12 +57,12 @@ class Console(logging.Handler):
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
         try:
             tqdm.write(f"{NAME} [rank {getattr(record, 'rank', 0)}] {level}{record.getMessage()}", file=sys.stderr)
-        except Exception:  # as in all handlers: a closed pipe or a full disk ends no training
+        except Exception:  # as in all handlers: a closed pipe or a full disk must not end a training
             self.handleError(record)
 
 
 def _prepare(logger: logging.Logger) -> None:
-    """Shows information by default, unless the application has said otherwise."""
+    """Adds the handler, and shows information unless the application has set a level."""
     logger.addHandler(Console())
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
@@ -70,7 +73,7 @@ _prepare(logging.getLogger(NAME))
 
 @dataclass
 class LoaderTimes:
-    """How long the training loop waited for data, against how long its steps took (seconds, summed)."""
+    """Sums of seconds in which the training loop waited for data, in which its steps ran, and of planning."""
 
     wait_seconds: float = 0.0
     step_seconds: float = 0.0
@@ -80,6 +83,6 @@ class LoaderTimes:
 
     @property
     def wait_share(self) -> float:
-        """Waiting as a share of all time since the first micro-batch."""
+        """Waiting as a fraction of all time since the first micro-batch."""
         total = self.wait_seconds + self.step_seconds
         return self.wait_seconds / total if total else 0.0

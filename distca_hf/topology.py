@@ -11,7 +11,7 @@ from distca_hf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks, node after node; the last node may have fewer.
+    """Ranks in the order of their nodes; the last node may have fewer ranks.
 
     Raises:
         ConfigError: a number is below 1.
@@ -27,6 +27,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes."""
         return ceil_div(self.num_ranks, self.ranks_per_node)
 
     @cached_property

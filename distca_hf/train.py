@@ -1,4 +1,4 @@
-"""`distca train RECIPE [ARGUMENTS]`: one `accelerate launch` of a recipe's script, from what the package ships.
+"""`distca train RECIPE [ARGUMENTS]`: one `accelerate launch` of a recipe's script.
 
 In a process that a launcher has started already (`torchrun --no-python distca train ...`) the script runs at once.
 """
@@ -6,7 +6,6 @@ In a process that a launcher has started already (`torchrun --no-python distca t
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from distca_hf import run
 from distca_hf.config import read_yaml
@@ -28,11 +27,11 @@ def launch_line(
         recipe: file, or name of a shipped recipe.
         script: file, or name of a shipped example; None: the recipe's own.
         accelerate: configuration of Accelerate, file or name of a shipped one; None: the recipe's own.
-        arguments: of the script, behind those of the recipe.
+        arguments: arguments of the script, after the recipe's.
         launcher: further arguments of `accelerate launch`.
 
     Raises:
-        ConfigError: recipe, script or configuration are missing or wrong.
+        ConfigError: the recipe, the script or the configuration is missing or wrong.
     """
     path = RECIPES.find(recipe)
     read = Recipe.read(path)
@@ -48,7 +47,7 @@ def launch_line(
 
 
 def launch(line: Sequence[str]) -> None:
-    """Becomes the launcher that `line` is, of the Python that runs this."""
+    """Replaces this process by the launcher of `line`, under the same Python."""
     sys.stdout.flush()
     module = ".".join((LAUNCHER[0], "commands", LAUNCHER[1]))
     os.execv(sys.executable, [sys.executable, "-m", module, *line[len(LAUNCHER) :]])
@@ -60,12 +59,12 @@ def train_here(recipe: str, script: str | None, arguments: Sequence[str]) -> Non
 
 
 def check_gpus(line: Sequence[str]) -> None:
-    """Refuses a configuration for more GPUs than this machine has: Accelerate would start ranks that find none.
+    """Refuses a configuration for more GPUs than this machine has: Accelerate would start ranks without a GPU.
 
-    Arguments of the launcher behind the configuration say something else, and are taken as they are.
+    Arguments of the launcher after the configuration may change its numbers. With such arguments nothing is checked.
 
     Raises:
-        ConfigError: names both numbers.
+        ConfigError: there are too few GPUs; names both numbers.
     """
     configuration, behind = line[len(LAUNCHER) + 1 : len(LAUNCHER) + 3]
     content = read_yaml(configuration)
@@ -84,15 +83,15 @@ def check_gpus(line: Sequence[str]) -> None:
         )
 
 
-def _number(content: Mapping[str, Any], name: str, where: str) -> int:
-    """Returns a number of a configuration; 1 if it has none.
+def _number(content: Mapping[str, object], name: str, where: str) -> int:
+    """Returns a number of a configuration; 1 if it is missing.
 
     Raises:
-        ConfigError: it is no whole number above 0.
+        ConfigError: the value is no whole number above 0.
     """
     value = content.get(name)
     if value is None:
         return 1
-    if not str(value).isdecimal() or not int(value):
+    if not str(value).isdecimal() or not int(str(value)):
         raise ConfigError(f"{where}: {name} is {value!r}; write a whole number, at least 1")
-    return int(value)
+    return int(str(value))

@@ -12,17 +12,17 @@ from distca_hf.errors import VersionError
 
 __version__ = "0.1.0"
 
-# Those of `dependencies` in pyproject.toml whose internals this package builds on.
+# Lowest versions of the packages whose internals this package uses; the same as `dependencies` in pyproject.toml.
 LOWEST = {"torch": "2.11", "transformers": "5.17", "accelerate": "1.15"}
 
 
 def check_versions() -> None:
     """Compares installed versions with the lowest supported ones, without importing a package.
 
-    A package that is absent is left to the import that needs it: planning needs no torch.
+    A missing package is no error here, because planning needs no torch: the first import that needs it will fail.
 
     Raises:
-        VersionError: packages are too old; names each with both versions, and the command that helps.
+        VersionError: packages are too old; names each with both versions, and the command that updates them.
     """
     found = {name: _installed(name) for name in LOWEST}
     old = {name: version for name, version in found.items() if version and _numbers(version) < _numbers(LOWEST[name])}
@@ -33,7 +33,7 @@ def check_versions() -> None:
 
 
 def _installed(name: str) -> str | None:
-    """Returns the version that the package's metadata names, or None where there is none."""
+    """Returns the version in the package's metadata; None if the package is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

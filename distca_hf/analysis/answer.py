@@ -11,8 +11,8 @@ import numpy as np
 from distca_hf.analysis.epoch import EpochPlans, pack_in_order
 from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, speed_over_plain
 from distca_hf.analysis.first_step import StepReport
+from distca_hf.arrays import IntArray
 from distca_hf.config import OverlongPolicy
-from distca_hf.cost import IntArray
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.flops import StepCost

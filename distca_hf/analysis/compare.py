@@ -13,7 +13,7 @@ from distca_hf.analysis.baselines.sequence_parallel import context_parallel, uly
 from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.analysis.bounds.placed import key_tokens_bound
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.planning.plan import Plan
 
 
@@ -84,7 +84,7 @@ def _placed(request: PlanRequest, plan: Plan) -> int:
     tokens = key_tokens_bound(
         plan.layout.document_tokens,
         request.num_ranks,
-        most_work=-(-int(plan.work.max()) // plan.tasks.head_groups),
+        most_work=ceil_div(int(plan.work.max()), plan.tasks.head_groups),
         fewest_tokens=int(plan.layout.rank_tokens.min()),
         most_tokens=int(plan.layout.rank_tokens.max()),
     )

@@ -12,7 +12,8 @@ import numpy as np
 from distca_hf.analysis.baselines.baseline import Baseline
 from distca_hf.analysis.baselines.packing import sorted_packs
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import causal_pairs_of
 from distca_hf.data.epochs import Epoch
 
 
@@ -40,7 +41,7 @@ class InOrder:
 
     def rank_tokens(self, micro_batches: IntArray | slice) -> IntArray:
         """Returns `[micro_batches]` tokens of the fullest rank."""
-        return -(-self.tokens[micro_batches] // self.work.shape[1])
+        return ceil_div(self.tokens[micro_batches], self.work.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

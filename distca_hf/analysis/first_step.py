@@ -11,7 +11,7 @@ from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
 from distca_hf.analysis.compare import bound_bytes_total, run_baselines
 from distca_hf.analysis.packed_epoch import OptimizerStep, Origin
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PlanError
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
@@ -168,12 +168,12 @@ def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
     ranks = request.num_ranks
     while ranks > 1:
         ranks //= 2
-        world = replace(request, num_ranks=ranks, tokens_per_rank=-(-most_tokens // ranks), bytes_limit=None)
+        world = replace(request, num_ranks=ranks, tokens_per_rank=ceil_div(most_tokens, ranks), bytes_limit=None)
         planned = [Baseline.of_plan("", plan, request.model.token_bytes) for plan in plan_micro_steps(world, batches)]
         largest = max(int(step.bytes_between.sum(axis=axis).max()) for step in planned for axis in (0, 1))
         if largest <= (request.bytes_limit or 0):
             break
-    return f"or train these documents on {ranks} ranks of {-(-most_tokens // ranks)} tokens, where it is met"
+    return f"or train these documents on {ranks} ranks of {ceil_div(most_tokens, ranks)} tokens, where it is met"
 
 
 def _shards(plan: Plan) -> tuple[int, int]:

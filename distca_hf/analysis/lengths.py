@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_document_tokens

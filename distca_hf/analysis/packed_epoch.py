@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum
 from distca_hf.data.accumulation import group_documents
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch, EpochPacker
@@ -46,8 +46,8 @@ class OptimizerStep:
     def as_epoch(self) -> "PackedEpoch":
         """Returns an epoch that has only this step."""
         lengths = np.concatenate(self.micro_batches)
-        offsets = np.cumsum([0] + [len(batch) for batch in self.micro_batches])
-        return PackedEpoch(lengths, Epoch(np.arange(len(lengths)), offsets), self.origin)
+        ends = np.cumsum([0] + [len(batch) for batch in self.micro_batches])
+        return PackedEpoch(lengths, Epoch(np.arange(len(lengths)), ends), self.origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +111,10 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
         raise PackingError(
             f"the batch has {total_tokens} tokens, but {request.num_ranks} ranks x {request.tokens_per_rank} tokens"
             f"{f' x {steps} micro-steps' if steps > 1 else ''} hold {request.capacity_tokens * steps}; "
-            f"{-(-total_tokens // (request.num_ranks * steps))} tokens per rank would hold it"
+            f"{ceil_div(total_tokens, request.num_ranks * steps)} tokens per rank would hold it"
         )
-    goals = [-(-total_tokens * (step + 1) // steps) for step in range(steps)]
-    step_of = np.searchsorted(goals, np.cumsum(document_tokens) - document_tokens, side="right")
+    goals = [ceil_div(total_tokens * (step + 1), steps) for step in range(steps)]
+    step_of = np.searchsorted(goals, exclusive_cumsum(document_tokens), side="right")
     micro_batches = [document_tokens[step_of == step] for step in range(steps)]
     if max(int(batch.sum()) for batch in micro_batches) > request.capacity_tokens:
         groups = group_documents(document_tokens, steps, request.capacity_tokens)
@@ -133,8 +133,8 @@ def _fit(document_tokens: IntArray, request: PlanRequest) -> IntArray:
         others = int((document_tokens > capacity_tokens).sum()) - 1
         raise PackingError(
             f"a document of {longest} tokens{and_more(others)} does not fit on {request.num_ranks} ranks x "
-            f"{request.tokens_per_rank} tokens = {capacity_tokens}; {-(-longest // request.num_ranks)} tokens per "
-            f"rank or {-(-longest // request.tokens_per_rank)} ranks would hold it, or --overlong split or truncate "
-            "cuts it"
+            f"{request.tokens_per_rank} tokens = {capacity_tokens}; {ceil_div(longest, request.num_ranks)} tokens per "
+            f"rank or {ceil_div(longest, request.tokens_per_rank)} ranks would hold it, or --overlong split or "
+            "truncate cuts it"
         )
     return fit_documents(document_tokens, capacity_tokens, request.overlong)[2]

@@ -18,7 +18,7 @@ from distca_hf.analysis.tables import (
     in_range,
     plain_table,
 )
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 
 
 # Maximum number of bars; with more ranks several share a bar, which shows the heaviest of them.
@@ -138,7 +138,7 @@ def _bars(report: StepReport, console: Console) -> RenderableType:
     unicode = console.encoding.lower().startswith("utf")
     characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_BESIDE_BARS) // 2))
     num_ranks = report.request.num_ranks
-    each = -(-num_ranks // MOST_BARS)
+    each = ceil_div(num_ranks, MOST_BARS)
     before = list(_heaviest(report.work_before, each))
     planned = list(_heaviest(report.work, each))
     longest = max(*before, *planned, 1.0)

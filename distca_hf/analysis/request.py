@@ -12,9 +12,9 @@ from typing import get_args
 import numpy as np
 
 from distca_hf.analysis.models import ModelShape
+from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
-from distca_hf.cost import IntArray
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import ConfigError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
+from distca_hf.cost import CAUSAL_MASK
 from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
@@ -111,7 +112,7 @@ class KernelCall:
     def pairs_of_tasks(self) -> IntArray:
         """`[tasks]` attended pairs x groups of heads."""
         queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
-        pairs = queries * (2 * keys - queries + 1) // 2 if self.kind.is_causal else queries * keys
+        pairs = CAUSAL_MASK.pairs_of(keys - queries, keys) if self.kind.is_causal else queries * keys
         return pairs * self.groups
 
     @property

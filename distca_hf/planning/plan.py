@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import imbalance
+from distca_hf.cost import CAUSAL_MASK, imbalance
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import Pieces
 from distca_hf.planning.tasks import Tasks
@@ -64,11 +64,11 @@ class Plan:
     @property
     def reads_others(self) -> np.ndarray:
         """`[tasks]` whether a task may need keys that its server does not hold."""
-        return self.has_remote_queries | (self.tasks.start > 0)
+        return self.has_remote_queries | (self.tasks.first_key < self.tasks.start)
 
     @cached_property
     def fingerprint(self) -> int:
-        """Digest of 63 bits. It is equal on two ranks only if layout and tasks are."""
+        """Digest of 63 bits. It is equal on two ranks only if layout, tasks and mask are."""
         digest = hashlib.blake2b(PLAN_VERSION.to_bytes(8, "little"), digest_size=8)
         layout, tasks = self.layout, self.tasks
         for array in (
@@ -87,4 +87,6 @@ class Plan:
         ):
             digest.update(len(array).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
+        if tasks.mask != CAUSAL_MASK:
+            digest.update(repr(tasks.mask).encode())
         return int.from_bytes(digest.digest(), "big") >> 1

@@ -143,7 +143,9 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
             queries that each rank holds.
     """
     transfers = key_transfers(plan)
-    facts = PlanFacts.of(plan, transfers, plan.layout.rank_work if work_before is None else work_before)
+    facts = PlanFacts.of(
+        plan, transfers, plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
+    )
     if num_chunks == 1:
         routing = route(plan, rank, transfers)
         return RankPlan(routing, routing, facts)

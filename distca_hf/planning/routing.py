@@ -25,6 +25,8 @@ from itertools import chain
 import numpy as np
 
 from distca_hf.arrays import IntArray, exclusive_cumsum
+from distca_hf.cost import CAUSAL_MASK
+from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.index_ranges import IndexRanges
@@ -186,7 +188,15 @@ def route(
         transfers: key transfers in these chunks; by default they are computed.
         chunks: chunks of the exchange; by default there is one.
         kept: transfers that brought the kept keys; by default these are `transfers`.
+
+    Raises:
+        PlanError: the plan's mask is not causal; kernel calls and remote KV are of whole causal prefixes.
     """
+    if plan.tasks.mask != CAUSAL_MASK:
+        raise PlanError(
+            f"a plan for {plan.tasks.mask} cannot be routed on rank {rank}: kernel calls compute the causal mask "
+            f"{CAUSAL_MASK} alone. Plan with mask=CAUSAL_MASK"
+        )
     # 1. Local parts: pieces that this rank holds and computes, outside of tasks with remote queries.
     layout, tasks, groups = plan.layout, plan.tasks, plan.tasks.head_groups
     chunks = ExchangeChunks.cut(plan, 1) if chunks is None else chunks
@@ -313,7 +323,7 @@ def _late_share(plan: Plan, rank: int) -> float:
     work.
     """
     tasks = plan.tasks
-    squares = (tasks.stop - tasks.start) * (tasks.stop - tasks.start + 1) / 2
+    squares = tasks.mask.pairs_of(np.zeros_like(tasks.start), tasks.stop - tasks.start)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
     local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0

@@ -1,4 +1,5 @@
-"""Task: (document, query range, heads) computed by one server rank; its keys are the causal prefix of the range.
+"""Task: (document, query range, heads) computed by one server rank. Its keys end with the range, and begin where the
+mask says: with the document, for the causal mask.
 
 Heads are divided into groups: KV heads with the query heads that share them. A task is of all heads or of one group.
 Tasks of one document are all of the one kind, or all of the other.
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.arrays import IntArray, run_starts
-from distca_hf.cost import causal_pairs_of
+from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
@@ -22,13 +23,14 @@ ALL_HEADS = -1
 class Tasks:
     """Tasks as five int64 arrays of one length, sorted by (server, needs a prefix, document, head, start).
 
-    A task that begins its document needs only the keys of its own tokens. Such tasks come first on every server.
+    A task whose queries attend no keys before its own tokens needs no prefix. Such tasks come first on every server.
 
     Attributes:
         document, start, stop: query range.
         server: rank that computes it.
         head: head group, or `ALL_HEADS`.
         head_groups: groups that the heads are divided into; 1 if every task is of all heads.
+        mask: keys that queries attend.
     """
 
     document: IntArray
@@ -37,6 +39,7 @@ class Tasks:
     server: IntArray
     head: IntArray
     head_groups: int = 1
+    mask: Mask = CAUSAL_MASK
 
     @classmethod
     def sort(
@@ -47,21 +50,27 @@ class Tasks:
         server: IntArray,
         head: IntArray | None = None,
         head_groups: int = 1,
+        mask: Mask = CAUSAL_MASK,
     ) -> "Tasks":
         """Sorts tasks, so that equal sets of tasks are equal arrays. They are of all heads unless `head` is given."""
         if head is None or head_groups == 1:  # the only group is all heads
             head = np.full(len(document), ALL_HEADS)
         head_groups = head_groups if np.any(head != ALL_HEADS) else 1
-        order = np.lexsort((start, head, document, start > 0, server))
-        return cls(document[order], start[order], stop[order], server[order], head[order], head_groups)
+        order = np.lexsort((start, head, document, mask.first_key(start) < start, server))
+        return cls(document[order], start[order], stop[order], server[order], head[order], head_groups, mask)
 
     def __len__(self) -> int:
         return len(self.document)
 
     @property
+    def first_key(self) -> IntArray:
+        """`[tasks]` first token of each task's document whose key its queries attend."""
+        return self.mask.first_key(self.start)
+
+    @property
     def pairs(self) -> IntArray:
         """`[tasks]` attended pairs of each task, in each of its head groups."""
-        return causal_pairs_of(self.start, self.stop)
+        return self.mask.pairs_of(self.start, self.stop)
 
     @property
     def work(self) -> IntArray:

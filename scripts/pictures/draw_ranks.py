@@ -1,8 +1,8 @@
-"""Ranks: the more GPUs, the more of their attention time is waiting, unless documents are placed.
+"""Ranks: waiting for the busiest GPU grows with the number of GPUs, unless documents are placed.
 
     python scripts/pictures/draw_ranks.py
 
-Counted in attended pairs, as `distca plan` counts, on the first micro-batches of a training on examples/lengths.
+Work is counted in attended pairs, as `distca plan` does, on the first micro-batches of a training on examples/lengths.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,15 @@ from style import Style, headline, save
 
 
 MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
+# Numbers of ranks on the axis.
 RANKS = (2, 4, 8, 16, 32, 64, 128)
+# The training of the pages of docs/, and the number of its first micro-batches that are counted.
 TOKENS_PER_RANK, RANKS_PER_NODE, SEED, MICRO_BATCHES = 65_536, 8, 42, 12
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Busiest rank over the mean, on several micro-batches: mean, smallest, largest; and the largest once placed."""
+    """Busiest rank over the mean on several micro-batches: mean, smallest and largest; and the largest when placed."""
 
     mean: float
     lowest: float
@@ -38,7 +40,7 @@ class Spread:
 
 
 def measure(mix: str, num_ranks: int) -> Spread:
-    """Packs and places the first micro-batches of a training."""
+    """Packs and places the first micro-batches of a training, and returns the spread of their imbalance."""
     capacity_tokens = num_ranks * TOKENS_PER_RANK
     _, _, lengths = fit_documents(read_lengths(LENGTHS.find(mix)).tokens, capacity_tokens, "split")
     packer = EpochPacker(lengths, capacity_tokens, SEED)
@@ -52,6 +54,7 @@ def measure(mix: str, num_ranks: int) -> Spread:
 
 
 def draw(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
+    """Draws the busiest rank over the mean against the number of ranks, for every mix of lengths."""
     figure = Figure(figsize=(8.4, 4.3))
     headline(
         figure,
@@ -95,11 +98,11 @@ def draw(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
 
 def described(spreads: dict[str, list[Spread]]) -> str:
     """Returns the picture in words."""
-    told = [
+    means_of_mixes = [
         ", ".join(f"{spread.mean:.1f} on {ranks}" for ranks, spread in zip(RANKS, by_ranks, strict=True))
         for by_ranks in spreads.values()
     ]
-    mixes = "; ".join(f"{name}: {means}" for name, means in zip(MIXES.values(), told, strict=True))
+    mixes = "; ".join(f"{name}: {means}" for name, means in zip(MIXES.values(), means_of_mixes, strict=True))
     return f"Attention work of the busiest GPU over the mean, documents in order. {mixes}. Placed: 1.01 at most."
 
 

@@ -1,4 +1,4 @@
-"""Steps: how long a training step takes in every way to share attention, as bars over the shortest possible step.
+"""Steps: time of a training step in every way to share attention, as bars over the shortest possible step.
 
     python scripts/pictures/draw_steps.py
 
@@ -6,7 +6,7 @@ Figures are those of docs/benchmarks/steps.json, which names their page.
 """
 
 import json
-from typing import Any
+from typing import TypedDict
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,7 +14,22 @@ from matplotlib.figure import Figure
 from style import BENCHMARKS, Style, bare, headline, save
 
 
-STEPS: dict[str, Any] = json.loads((BENCHMARKS / "steps.json").read_text())
+class Row(TypedDict):
+    """One set of documents over one kind of links: milliseconds of a step, by way to share attention."""
+
+    documents: str
+    links: str
+    ms: dict[str, int]
+
+
+class Table(TypedDict):
+    """The part of a table in steps.json that is drawn."""
+
+    rows: list[Row]
+
+
+STEPS: dict[str, Table] = json.loads((BENCHMARKS / "steps.json").read_text())
+# Ways to share attention and their names in each picture, from top to bottom.
 FOUR_GPUS = {
     "plain": "plain packing",
     "context": "context parallel\n(as in ring attention)",
@@ -32,14 +47,14 @@ TWO_GPUS = {
 }
 
 
-def row_of(table: str, documents: str, links: str) -> dict[str, Any]:
-    """Milliseconds by way of one set of documents."""
+def row_of(table: str, documents: str, links: str) -> dict[str, int]:
+    """Returns milliseconds by way to share attention, for one set of documents and kind of links."""
     (row,) = (row for row in STEPS[table]["rows"] if (row["documents"], row["links"]) == (documents, links))
     return row["ms"]
 
 
 def draw_bars(axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int], unit: str, missing: str) -> None:
-    """Draws a bar for each way, as a multiple of the way `unit`, with its milliseconds."""
+    """Draws a bar for each way with its milliseconds, as a multiple of the way `unit`; `missing` replaces a bar."""
     for place, way in enumerate(ways):
         if way not in ms:
             axes.text(0.03, place, missing, va="center", fontsize=9, color=style.muted, style="italic")
@@ -59,6 +74,7 @@ def draw_bars(axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int]
 
 
 def draw_four_gpus(style: Style) -> Figure:
+    """Draws steps on four GPUs: a row for each kind of links, a column for each set of documents."""
     figure = Figure(figsize=(8.4, 5.9))
     headline(
         figure,
@@ -83,6 +99,7 @@ def draw_four_gpus(style: Style) -> Figure:
 
 
 def draw_two_gpus(style: Style) -> Figure:
+    """Draws steps on two GPUs, a column for each set of documents."""
     figure = Figure(figsize=(8.4, 3.9))
     headline(
         figure,

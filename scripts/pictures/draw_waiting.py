@@ -23,17 +23,18 @@ from distca_hf.shipped import LENGTHS
 from style import Style, bare, headline, save
 
 
+# The training of the command above.
 GPUS, TOKENS_PER_GPU, SEED = 8, 131_072, 42
 
 
 def documents_of_first_batch() -> np.ndarray:
-    """Returns `[documents]` lengths."""
+    """Returns `[documents]` lengths of the first batch."""
     lengths = read_lengths(LENGTHS.find("pretrain")).tokens
     return lengths[EpochPacker(lengths, GPUS * TOKENS_PER_GPU, SEED).epoch(0).micro_batch(0)]
 
 
 def shares_of(plan: Plan, document: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `[gpus]` attention work over its mean: of one document, and of all others."""
+    """Returns `[gpus]` attention work of one document and of all others, over the mean of the GPUs."""
     of_document = plan.tasks.document == document
     work = np.zeros((2, GPUS))
     np.add.at(work, (np.where(of_document, 0, 1), plan.tasks.server), plan.tasks.work)
@@ -42,7 +43,7 @@ def shares_of(plan: Plan, document: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_panel(axes: Axes, style: Style, title: str, plan: Plan, longest: int) -> None:
-    """Draws a bar for each GPU: its work, and its waiting for the last one."""
+    """Draws a bar for each GPU: its work, and its waiting for the busiest GPU."""
     of_longest, of_others = shares_of(plan, longest)
     work, places = of_longest + of_others, np.arange(GPUS)
     axes.barh(places, of_longest, 0.74, color=style.long)
@@ -57,6 +58,7 @@ def draw_panel(axes: Axes, style: Style, title: str, plan: Plan, longest: int) -
 
 
 def draw(style: Style) -> Figure:
+    """Draws the batch as packed in order, and as placed."""
     documents = documents_of_first_batch()
     in_order = plan_in_place(fill_in_order(documents, GPUS))
     config = DistCAConfig(tokens_per_rank=TOKENS_PER_GPU, ranks_per_node=GPUS)

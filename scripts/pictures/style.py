@@ -16,14 +16,15 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 @dataclass(frozen=True)
 class Style:
-    """Colours of one kind of page.
+    """Colours for light or for dark pages.
 
     Attributes:
-        text, muted, grid: of titles, of labels, of lines behind bars.
-        ours: of the subject of the picture; `long` is the part of it that decides.
-        others, best: other ways to train, and the best that there can be.
-        on_ours, on_others: of text on these.
-        waiting, hatch: of time in which nothing is done.
+        name: of the page, part of the name of the file.
+        text, muted, grid: titles, labels, and lines behind bars.
+        ours: the subject of the picture; `long` is its decisive part.
+        others, best: other ways to train, and the ideal.
+        on_ours, on_others: text on bars of `ours` and `others`.
+        waiting, hatch: time of waiting.
     """
 
     name: str
@@ -71,13 +72,14 @@ DARK = Style(
 
 
 def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
-    """Writes `NAME-light.svg` and `NAME-dark.svg`. Text becomes outlines, which look alike everywhere; equal figures
-    are equal bytes.
+    """Writes `NAME-light.svg` and `NAME-dark.svg`.
+
+    Text becomes outlines, so that it looks alike everywhere. Equal figures give equal bytes.
 
     Args:
-        name: of the picture.
-        description: of it in words, for readers who cannot see it; kept in the file.
-        draw: draws it in a style.
+        name: name of the picture.
+        description: the picture in words, for readers who cannot see it; stored in the file.
+        draw: function that draws the picture in a style.
     """
     PICTURES.mkdir(parents=True, exist_ok=True)
     for style in (LIGHT, DARK):
@@ -104,13 +106,13 @@ def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
 
 
 def headline(figure: Figure, style: Style, finding: str, details: str) -> None:
-    """Writes the finding on top of a figure, and below it, smaller, the data."""
+    """Writes the finding on top of a figure, and below it, in smaller letters, the details."""
     left, below = 0.012, 0.40 / figure.get_figheight()
     figure.suptitle(finding, x=left, y=0.985, ha="left", va="top", fontsize=15, fontweight="bold")
     figure.text(left, 1 - below, details, ha="left", va="top", fontsize=10, color=style.muted, linespacing=1.35)
 
 
 def bare(axes: Axes) -> None:
-    """Leaves bars alone: no frame and no marks."""
+    """Removes frame and marks from axes of bars."""
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

@@ -20,6 +20,8 @@ STEPS = 4
 NUM_LAYERS = 2
 # Keys forward, their gradients backward.
 EXCHANGES = NUM_LAYERS * 2
+# Each with a stall four times as long: sooner or later it is longer than all that a busy machine does to ranks.
+ATTEMPTS = 5
 
 
 def _train(folder: Path, slow: int | None, stall_seconds: float = 0.0) -> list[dict[str, float]]:
@@ -46,13 +48,20 @@ def _train(folder: Path, slow: int | None, stall_seconds: float = 0.0) -> list[d
 
 def test_losses_are_bit_equal_and_the_wait_is_in_the_metrics(tmp_path: Path) -> None:
     usual, _ = run_ranks(2, _train, tmp_path / "usual", tmp_path, None)
-    # On a busy machine ranks wait for each other anyway.
-    stalled_ms = max(1e3 * EXCHANGES * SHORTEST_STALL_SECONDS, 5 * max(log["distca/wait_ms_max"] for log in usual))
-    slow, also = run_ranks(2, _train, tmp_path / "slow", tmp_path, SLOW, stalled_ms / 1e3 / EXCHANGES)
+    usual_ms = max(log["distca/wait_ms_max"] for log in usual)
+    stalled_ms = 1e3 * EXCHANGES * SHORTEST_STALL_SECONDS
+    for attempt in range(ATTEMPTS):
+        # On a busy machine ranks wait for each other anyway, now more and then less.
+        stalled_ms = max(stalled_ms, 5 * usual_ms)
+        slow, also = run_ranks(2, _train, tmp_path / f"slow {attempt}", tmp_path, SLOW, stalled_ms / 1e3 / EXCHANGES)
+        assert _numbers(slow) == _numbers(usual)
+        waits = [log["distca/wait_ms_max"] for log in slow]
+        assert waits == [log["distca/wait_ms_max"] for log in also], "all ranks log the same"
+        if min(waits) > 0.5 * stalled_ms and {log["distca/slowest_rank"] for log in slow} == {SLOW}:
+            return
+        stalled_ms *= 4
+    raise AssertionError(f"stalled for {stalled_ms / 4:.0f} ms, usual wait {usual_ms:.0f} ms, metrics say {slow}")
 
-    for name in ("loss", "grad_norm"):
-        assert [log[name] for log in slow] == [log[name] for log in usual]
-    for before, after, told in zip(usual, slow, also, strict=True):
-        assert after["distca/wait_ms_max"] > 0.5 * stalled_ms > before["distca/wait_ms_max"]
-        assert after["distca/slowest_rank"] == SLOW
-        assert after["distca/wait_ms_max"] == told["distca/wait_ms_max"], "all ranks log the same"
+
+def _numbers(logs: list[dict[str, float]]) -> list[tuple[float, float]]:
+    return [(log["loss"], log["grad_norm"]) for log in logs]

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distca_hf
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.checkpointing import offload
 from distca_hf.integrations.checkpointing.offload import OffloadedAttention
-from distca_hf.integrations.checkpointing.policies import offload
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.local_attention import flash_attn_local
 from support.data import random_dataset

@@ -1,23 +1,34 @@
 """Placement over nodes, stripes and ranks, for any cost: every token once, equal tokens, equal work."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.cost import CAUSAL, Cost, LayerType
+from distca_hf.cost import CAUSAL, Cost, DocumentCost, Mask, Work
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.topology import Topology
 
 
-COSTS = {
+class NotCausal:
+    """A cost of its own: every query attends its whole document."""
+
+    def work_of(self, starts: np.ndarray, stops: np.ndarray, document_tokens: np.ndarray) -> np.ndarray:
+        return (stops - starts) * document_tokens
+
+    def of_documents(self, document_tokens: Sequence[int]) -> Work:
+        return lambda document, start, stop: (stop - start) * document_tokens[document]
+
+
+COSTS: dict[str, DocumentCost] = {
     "causal": CAUSAL,
-    "window": Cost((LayerType(window_tokens=1024),)),
-    "one full to five window layers": Cost((LayerType(1), LayerType(5, window_tokens=512))),
-    "not causal": Cost((LayerType(causal=False),)),
+    "window": Cost(((Mask(1024), 1),)),
+    "one full to five window layers": Cost(((Mask(), 1), (Mask(512), 5))),
+    "not causal": NotCausal(),
 }
 RANKS = (1, 2, 3, 5, 7, 8, 12, 13, 16, 24, 31, 64)
 RANKS_PER_NODE = (1, 2, 3, 4, 7, 8, 16)
@@ -67,7 +78,7 @@ class Case:
         rng.shuffle(lengths)
         return lengths
 
-    def place(self, cost: Cost = CAUSAL, lengths: list[int] | None = None) -> Layout:
+    def place(self, cost: DocumentCost = CAUSAL, lengths: list[int] | None = None) -> Layout:
         return place(
             self.lengths if lengths is None else lengths,
             self.num_ranks,
@@ -108,13 +119,13 @@ NORMAL = st.builds(
 )
 
 
-def work_of_ranks(layout: Layout, cost: Cost) -> list[float]:
+def work_of_ranks(layout: Layout, cost: DocumentCost) -> list[float]:
     """Work of each rank, segment by segment; a stripe's is divided equally among its ranks."""
     work = [0.0] * layout.num_ranks
+    work_of_range = cost.of_documents(layout.document_tokens.tolist())
     held = [(rank, *segment) for rank in range(layout.num_ranks) for segment in layout.held_by(rank)]
     for rank, document, start, stop in held:
-        tokens = int(layout.document_tokens[document])
-        of_segment = cost.work(start, stop, tokens)
+        of_segment = work_of_range(document, start, stop)
         ranks = [rank]
         for stripe in layout.stripes:
             if stripe.document == document and stripe.start <= start and stop <= stripe.stop:

@@ -9,7 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes, imbalance
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, imbalance
 from distca_hf.layout import check_document_tokens
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between

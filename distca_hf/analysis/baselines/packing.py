@@ -14,7 +14,8 @@ import heapq
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline, fill_groups, nothing_sent
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of
 from distca_hf.layout import check_document_tokens
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs, causal_pairs_of
+from distca_hf.arrays import IntArray, run_starts, run_stops
+from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of
 from distca_hf.layout import Layout, check_document_tokens
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import Tasks
@@ -116,9 +117,7 @@ class _Items:
         order = np.lexsort((layout.segment_start, layout.segment_rank, layout.segment_document))
         document, rank = layout.segment_document[order], layout.segment_rank[order]
         start, stop = layout.segment_start[order], layout.segment_stop[order]
-        opens = np.ones(len(order), dtype=bool)
-        opens[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1])
-        first = np.flatnonzero(opens)
+        first = np.flatnonzero(run_starts(document, rank))
         last = np.append(first[1:], len(order))[: len(first)] - 1
         middle = (start[first] + stop[first] + 1) // 2
         alone = first == last
@@ -155,10 +154,8 @@ def _tasks(items: _Items, moved: list[tuple[int, int, int, int, int, int]]) -> T
     some = np.flatnonzero(stop > start)
     order = some[np.lexsort((start[some], document[some]))]
     document, start, stop, server = document[order], start[order], stop[order], server[order]
-    opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (document[1:] != document[:-1]) | (server[1:] != server[:-1])
-    closes = np.ones(len(order), dtype=bool)
-    closes[:-1] = opens[1:]
+    opens = run_starts(document, server)
+    closes = run_stops(opens)
     return Tasks.sort(document[opens], start[opens], stop[closes], server[opens])
 
 

@@ -16,7 +16,8 @@ documents do. A key and value head is sent to every rank that has one of its que
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline, groups_of_ranks, nothing_sent
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs_of
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.errors import ConfigError
 
 
@@ -109,4 +110,4 @@ def ulysses(
 def _key_value_heads(borders: IntArray, queries_per_key: int) -> IntArray:
     """Returns `[ranks]` numbers of key and value heads that query heads [borders[r], borders[r + 1]) attend."""
     begin, end = borders[:-1], borders[1:]
-    return np.where(end > begin, -(-end // queries_per_key) - begin // queries_per_key, 0)
+    return np.where(end > begin, ceil_div(end, queries_per_key) - begin // queries_per_key, 0)

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.analysis.bounds.relaxation import Holdings, LinearProgram, keys_worth, slopes
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 

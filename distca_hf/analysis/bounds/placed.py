@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca_hf.cost import IntArray, TokenBytes, causal_pairs_of
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.layout import Layout, check_document_tokens
 
 

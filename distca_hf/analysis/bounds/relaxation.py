@@ -23,7 +23,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.cost import IntArray, causal_pairs_of
+from distca_hf.arrays import IntArray, run_starts
+from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
@@ -113,9 +114,7 @@ class Holdings:
         size = np.floor(np.log(stop[kept]) / np.log(LENGTH_RATIO)).astype(np.int64)
         order = np.lexsort((size, rank[kept]))
         kept, size = kept[order], size[order]
-        first = np.ones(len(kept), dtype=bool)
-        first[1:] = (rank[kept][1:] != rank[kept][:-1]) | (size[1:] != size[:-1])
-        first = np.flatnonzero(first)
+        first = np.flatnonzero(run_starts(rank[kept], size))
         if len(first) == 0:
             return cls(rank[cut], document[cut], start[cut], stop[cut], pairs[cut], (stop - start)[cut])
         # 3. Both, whole documents first.

@@ -209,11 +209,10 @@ class ForwardWatch:
         if plan is not None:
             self._check.check_calls(plan)
             self.attention_dtype = plan.attention_dtype
-            plan.end_forward_pass(backward_follows=torch.is_grad_enabled())
-            if module.training and torch.is_grad_enabled():
-                plan.use.trained = True
-                if not self.report.written:
-                    self.report.begin(plan, self._step_cost(module))
+            trains = module.training and torch.is_grad_enabled()
+            plan.end_forward_pass(torch.is_grad_enabled(), trains)
+            if trains and not self.report.written:
+                self.report.begin(plan, self._step_cost(module))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance.byte_costs import MovedBytes, Prices, Segments
@@ -59,23 +59,27 @@ class Candidates:
         topology: Topology | None,
         token_bytes: TokenBytes,
         capacities: Sequence[float] | None,
+        mask: Mask = CAUSAL_MASK,
     ) -> None:
         self._layout = layout
         self._head_groups = head_groups
         self._topology = topology or Topology(layout.num_ranks, layout.num_ranks)
         self._token_bytes = token_bytes
         self._capacities = capacities
+        self._mask = mask
         self._documents = DocumentsByRank(layout)
         self._segments = Segments.of(layout)
-        self._held_work = layout.rank_work
+        self._held_work = layout.rank_work_of(mask)
         self._total_work = int(self._held_work.sum()) * head_groups
         mean_work = self._total_work / layout.num_ranks
+        longest_tokens = layout.longest_document_tokens
+        most_keys = mask.pairs(longest_tokens - 1, longest_tokens) if longest_tokens else 0  # of any query
         self._tile_tokens = TILE_TOKENS
-        while self._tile_tokens > 1 and self._tile_tokens * layout.longest_document_tokens > TILE_SHARE * mean_work:
+        while self._tile_tokens > 1 and self._tile_tokens * most_keys > TILE_SHARE * mean_work:
             self._tile_tokens //= 2
         self._negligible = NEGLIGIBLE_SHARE * mean_work
         self._made: dict[tuple[object, ...], Candidate] = {}
-        self._slack = self._negligible + self._tile_tokens * layout.longest_document_tokens
+        self._slack = self._negligible + self._tile_tokens * most_keys
 
     @property
     def may_stay(self) -> bool:
@@ -126,13 +130,15 @@ class Candidates:
 
     def plan(self, candidate: Candidate) -> Plan:
         """Turns a candidate into a plan."""
-        return Plan(self._layout, tasks_of(self._layout, candidate.stacks, self._head_groups))
+        return Plan(self._layout, tasks_of(self._layout, candidate.stacks, self._head_groups, self._mask))
 
     def _limits(self, tolerance: float) -> list[float]:
         return work_limits(self._total_work, self._layout.num_ranks, self._capacities, tolerance)
 
     def _donors(self, prices: Prices, strategy: Strategy) -> Donors:
-        return Donors(self._documents, self._held_work, self._head_groups, self._token_bytes, prices, strategy)
+        return Donors(
+            self._documents, self._held_work, self._head_groups, self._token_bytes, prices, strategy, self._mask
+        )
 
     def _candidate(
         self, strategy: Strategy, prices: Prices, donors: Donors, limits: list[float], busy_bytes: float, steps: int

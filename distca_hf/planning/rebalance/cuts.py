@@ -6,9 +6,9 @@ position   top ┬────┬────┬────┐
          start └────┴────┴────┘
 """
 
-from math import sqrt
 from typing import NamedTuple
 
+from distca_hf.cost import Mask
 from distca_hf.planning.rebalance.head_stacks import Stack, tokens_held
 
 
@@ -91,12 +91,19 @@ def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Colu
     return columns
 
 
+class CommonCut(NamedTuple):
+    """Position down to which all heads of some stacks would be cut alike, and its `Mask.area`."""
+
+    position: float
+    area: float
+
+
 def cheapest_cut(
     columns: list[Column],
     stack: Stack,
     terms: Terms,
     tile_tokens: int,
-    common_cut: float,
+    common_cut: CommonCut,
     spare_room: bool,
     price_limit: float,
 ) -> Cut | None:
@@ -110,7 +117,7 @@ def cheapest_cut(
         stack: the stack to cut.
         terms: work to move, and prices.
         tile_tokens: positions are multiples of this, or the stack's start.
-        common_cut: position at which the surplus would leave if all heads were cut alike.
+        common_cut: cut by which the surplus would leave if all heads were cut alike.
         spare_room: whether to consider cuts at `common_cut`, which move less work than asked for.
         price_limit: upper bound, exclusive, of the price for its work.
 
@@ -118,22 +125,24 @@ def cheapest_cut(
         The cut, or None if no price is below the limit.
     """
     work, round_down, query_price, key_price, whole_head = terms
-    start, below, spare_position = stack.start, stack.start * (stack.start + 1), int(common_cut)
-    squares = lacks = travels = 0
-    lowest, common_square = columns[0][1], common_cut * common_cut
+    start, mask, (common_position, common_area) = stack.start, stack.mask, common_cut
+    pairs_before_tops, spare_position = stack.count_pairs(), int(common_position)
+    pairs_before_start = stack.pairs_before_start
+    pairs = lacks = travels = 0
+    lowest = columns[0][1]
     best: tuple[float, int, int, int, int] | None = None
-    for count, (lack, top, travel, _) in enumerate(columns, 1):
+    for count, (lack, top, travel, head) in enumerate(columns, 1):
         # 1. The position at which so many heads, cut alike, move the work.
-        squares += top * (top + 1)
+        pairs += pairs_before_tops[head]
         lacks += lack
         travels += travel
         if top < lowest:
             lowest = top
-        left = (squares - 2 * work) / count
-        deepest = int(sqrt(left)) if left > below else start
+        left = (pairs - work) / count
+        deepest = int(mask.position(left)) if left > pairs_before_start else start
         if lowest <= deepest:
             break  # more heads would be cut still higher
-        for wanted in (deepest, spare_position) if spare_room and deepest < common_cut else (deepest,):
+        for wanted in (deepest, spare_position) if spare_room and deepest < common_position else (deepest,):
             # 2. That position on a tile.
             position = start
             if wanted > start:
@@ -149,9 +158,10 @@ def cheapest_cut(
             price = key_price * lacks + (query_price * queries if queries > 0 else 0.0)
             if position == start:
                 price -= count * whole_head
-            elif position > common_cut:
-                price += count * key_price * (position - common_square / position)
-            moved = (squares - count * position * (position + 1)) / 2
+            elif position > common_position:
+                mean_keys = mask.area(position) / position
+                price += count * key_price * (position - common_area / mean_keys)
+            moved = pairs - count * (mask.pairs_before(position) if position > start else pairs_before_start)
             if best is None or price < best[0] * moved:
                 best = (price / moved, count, position, queries, lacks)
         if best is not None and count > best[1] + 1:
@@ -162,13 +172,15 @@ def cheapest_cut(
     return Cut(price_per_work, [head for _, _, _, head in columns[:count]], position, max(0, queries), lacks)
 
 
-def common_cut_of(stacks: list[Stack], work: float) -> float:
-    """Returns the position at which all heads of some stacks, cut alike, move this much work."""
+def common_cut_of(stacks: list[Stack], work: float, mask: Mask) -> CommonCut:
+    """Finds the position at which all heads of some stacks, cut alike, move this much work."""
     tops = sorted([top for stack in stacks for top in stack.tops if top > stack.start], reverse=True)
-    square, squares = 0.0, 0
+    areas = {top: mask.area(top) for top in set(tops)}  # most heads have equal tops
+    left, total = 0.0, 0.0
     for count, top in enumerate(tops, 1):
-        if square >= top * top:
+        if left >= areas[top]:
             break
-        squares += top * top
-        square = max(0.0, (squares - 2 * work) / count)
-    return sqrt(square)
+        total += areas[top]
+        left = max(0.0, (total - work) / count)
+    position = mask.position(left)
+    return CommonCut(position, mask.area(position))

@@ -10,7 +10,7 @@ from bisect import insort
 import numpy as np
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import TokenBytes, causal_pairs
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.head_stacks import Holders, Stack
@@ -52,13 +52,14 @@ class Donors:
     Attributes:
         work: `[ranks]` pairs x head groups; merged tails count on the rank that computes them.
         head_groups: groups that heads are divided into.
+        mask: keys that queries attend.
         spanning: stacks of documents that span ranks.
         opened: stacks of whole documents, made so far.
 
     Args:
         documents: of the layout.
-        work: `[ranks]` attended pairs of what each rank holds.
-        head_groups, token_bytes, prices, strategy: see `merge_short_tails`.
+        work: `[ranks]` attended pairs of the rows that each rank holds.
+        head_groups, token_bytes, prices, strategy, mask: see `merge_short_tails`.
     """
 
     def __init__(
@@ -69,19 +70,21 @@ class Donors:
         token_bytes: TokenBytes,
         prices: Prices,
         strategy: Strategy,
+        mask: Mask,
     ) -> None:
         self.work: list[int] = (work * head_groups).tolist()
         self.spanning: list[Stack] = []
         self.opened: list[Stack] = []
         self._documents = documents
         self.head_groups = head_groups
+        self.mask = mask
         self._ready: dict[int, list[Stack]] = {}
         self._next: dict[int, int] = {}
         for place, (document, segments) in enumerate(documents.spanning):
-            stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy)
+            stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy, mask)
             self.spanning += stacks
             for start, stop, rank in segments:
-                self.work[rank] -= causal_pairs(start, stop) * head_groups
+                self.work[rank] -= mask.pairs(start, stop) * head_groups
             for stack in stacks:
                 stack.place = place
                 self.work[stack.server] += stack.pairs_left()
@@ -99,7 +102,7 @@ class Donors:
         at = self._next.get(rank, 0)
         while at < len(documents) and (len(ready) < count or tokens[at] > ready[count - 1].stop):
             length = int(tokens[at])
-            stack = Stack(int(documents[at]), rank, 0, length, length, {}, [length] * self.head_groups)
+            stack = Stack(int(documents[at]), rank, 0, length, length, {}, [length] * self.head_groups, self.mask)
             stack.place = len(self._documents.spanning) + at
             insort(ready, stack, key=_longest_first)
             self.opened.append(stack)
@@ -120,6 +123,7 @@ def merge_short_tails(
     token_bytes: TokenBytes,
     prices: Prices,
     strategy: Strategy,
+    mask: Mask = CAUSAL_MASK,
 ) -> list[Stack]:
     """Makes the stacks of a document that spans ranks, in order: one for each rank that computes part of it.
 
@@ -130,6 +134,7 @@ def merge_short_tails(
         token_bytes: bytes of one token.
         prices: price of a byte on every rank.
         strategy: the length of tails that are merged, and the number of their heads.
+        mask: keys that queries attend.
     """
     stacks: list[Stack] = []
     holders: Holders = {}
@@ -147,9 +152,9 @@ def merge_short_tails(
                 others = head_groups - some_heads
                 before.tops = [stop] * some_heads + [below] * others
                 tops = [start] * some_heads + [stop] * others
-                stacks.append(Stack(document, rank, start, stop, stop, holders, tops))
+                stacks.append(Stack(document, rank, start, stop, stop, holders, tops, mask))
         else:
-            stacks.append(Stack(document, rank, start, stop, stop, holders, []))
+            stacks.append(Stack(document, rank, start, stop, stop, holders, [], mask))
     for stack in stacks:
         stack.tops = stack.tops or [stack.stop] * head_groups
     return stacks

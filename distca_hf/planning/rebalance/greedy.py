@@ -3,12 +3,12 @@
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from math import sqrt
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import Mask, TokenBytes
 from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.cuts import (
     Column,
+    CommonCut,
     Cut,
     Terms,
     cheapest_cut,
@@ -134,7 +134,7 @@ class GreedyMoves:
     ) -> tuple[Stack, Cut, int] | None:
         """Finds the move with the lowest price for its work: stack, cut and server."""
         stacks = self.donors.longest(giver, LONGEST_STACKS)
-        common_cut = common_cut_of(stacks, surplus)
+        common_cut = common_cut_of(stacks, surplus, self.donors.mask)
         with_room = takers[-RANKS_WITH_ROOM:]
         best: tuple[Stack, Cut, int] | None = None
         price_limit = float("inf")
@@ -153,7 +153,7 @@ class GreedyMoves:
         self,
         stack: Stack,
         surplus: float,
-        common_cut: float,
+        common_cut: CommonCut,
         with_room: list[tuple[float, int]],
         room: Amounts,
         tile_tokens: int,
@@ -205,20 +205,21 @@ def busiest_bytes(donors: Donors, surplus: Amounts, token_bytes: TokenBytes) -> 
     busiest = 1.0
     for rank, work in surplus.items():
         tops = [top for stack in donors.longest(rank, LONGEST_STACKS) for top in stack.tops if top > stack.start]
-        busiest = max(busiest, _fewest_bytes(tops, work, token_bytes) / donors.head_groups)
+        busiest = max(busiest, _fewest_bytes(tops, work, token_bytes, donors.mask) / donors.head_groups)
     return busiest
 
 
-def _fewest_bytes(tops: list[int], work: float, token_bytes: TokenBytes) -> float:
+def _fewest_bytes(tops: list[int], work: float, token_bytes: TokenBytes, mask: Mask) -> float:
     """Returns the fewest bytes that move this work, over all numbers of heads cut at one position."""
     fewest = float("inf")
-    squares = total = 0
+    areas = {top: mask.area(top) for top in set(tops)}
+    area, total = 0.0, 0
     for count, top in enumerate(sorted(tops, reverse=True), 1):
-        squares += top * top
+        area += areas[top]
         total += top
-        left = (squares - 2 * work) / count
+        left = (area - work) / count
         if left >= 0:
-            position = sqrt(left)
+            position = mask.position(left)
             if position >= top:
                 break
             fewest = min(fewest, (total - count * position) * token_bytes.query + total * token_bytes.key_value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distca_hf.cost import causal_pairs
+from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
@@ -33,8 +33,11 @@ class Stack:
         own_stop: end of the tokens that the server holds; later ones were merged (see `donors.merge_short_tails`).
         holders: ranks that hold tokens of the document; empty if the server holds all of them.
         tops: `[head_groups]` end of each head's queries that are left.
+        mask: keys that queries attend.
         place: order of equally long stacks. It depends on the layout, not on the numbers of documents.
         moves: queries that were given away.
+        pairs_before_tops: `[head_groups]` attended pairs of the document's queries before each top; empty until they
+            are counted by `count_pairs`.
     """
 
     document: int
@@ -44,13 +47,23 @@ class Stack:
     stop: int
     holders: Holders
     tops: list[int]
+    mask: Mask
     place: int = 0
     moves: list[Move] = field(default_factory=list)
+    pairs_before_tops: list[int] = field(default_factory=list)
+    pairs_before_start: int = 0
+
+    def count_pairs(self) -> list[int]:
+        """Counts pairs before the start and before each top, once; returns the latter."""
+        if not self.pairs_before_tops:
+            pairs = {top: self.mask.pairs_before(top) for top in set(self.tops)}  # most heads have equal tops
+            self.pairs_before_tops = [pairs[top] for top in self.tops]
+            self.pairs_before_start = self.mask.pairs_before(self.start)
+        return self.pairs_before_tops
 
     def pairs_left(self) -> int:
         """Counts attended pairs x head groups of the queries that are left."""
-        squares = sum([top * (top + 1) for top in self.tops])
-        return (squares - len(self.tops) * self.start * (self.start + 1)) // 2
+        return sum(self.count_pairs()) - len(self.tops) * self.pairs_before_start
 
     @property
     def has_queries(self) -> bool:
@@ -59,11 +72,12 @@ class Stack:
 
     def give(self, heads: list[int], cut: int, server: int) -> int:
         """Gives queries [cut, top) of some heads to a server; returns their pairs x head groups."""
+        before_tops, before_cut = self.count_pairs(), self.mask.pairs_before(cut)
         pairs = 0
         for head in heads:
-            pairs += causal_pairs(cut, self.tops[head])
+            pairs += before_tops[head] - before_cut
             self.moves.append((head, cut, self.tops[head], server))
-            self.tops[head] = cut
+            self.tops[head], before_tops[head] = cut, before_cut
         return pairs
 
     def parts(self) -> list[Move]:
@@ -80,12 +94,12 @@ def tokens_held(holders: Holders, rank: int, start: int, stop: int) -> int:
 Range = tuple[int, int, int]  # start, stop, server
 
 
-def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
+def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int, mask: Mask) -> Tasks:
     """Makes the tasks of a layout: documents with stacks as these say, all others on their owner ranks.
 
     A document gets tasks of single head groups only if its groups are cut or moved differently.
     """
-    in_place = plan_in_place(layout).tasks
+    in_place = plan_in_place(layout, mask=mask).tasks
 
     # 1. Documents with stacks: ranges of each head, joined where neighbours have one server.
     by_document: dict[int, list[list[Range]]] = {}
@@ -108,7 +122,7 @@ def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
     columns_in_place = (in_place.document, in_place.start, in_place.stop, in_place.server, in_place.head)
     untouched = np.stack(columns_in_place, axis=1)[kept]
     columns = np.concatenate([untouched, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
-    return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups)
+    return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups, mask)
 
 
 def _join(parts: list[Range]) -> list[Range]:

@@ -8,7 +8,7 @@ So several candidates are made, by different `strategies`. Their bytes are count
 
 from collections.abc import Sequence
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.in_place import plan_in_place
@@ -39,6 +39,7 @@ def plan_by_moving(
     token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
     capacities: Sequence[float] | None = None,
     bytes_limit: int | None = None,
+    mask: Mask = CAUSAL_MASK,
 ) -> Plan:
     """Plans a layout so that no rank computes more than 1.025 times its share, plus a tile of the longest document.
 
@@ -53,6 +54,7 @@ def plan_by_moving(
         capacities: `[ranks]` relative speeds; a rank of capacity 0 computes nothing.
         bytes_limit: most bytes that a rank may send, and most that it may receive, in one layer forward. Under a tight
             limit, work is balanced as well as it permits.
+        mask: keys that queries attend.
 
     Raises:
         ConfigError: head groups below 1, capacities that are no speeds, a topology of other ranks.
@@ -62,11 +64,11 @@ def plan_by_moving(
         raise ConfigError(f"head_groups={head_groups} must be at least 1")
     if topology is not None and topology.num_ranks != layout.num_ranks:
         raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks}")
-    candidates = Candidates(layout, head_groups, topology, token_bytes, capacities)
+    candidates = Candidates(layout, head_groups, topology, token_bytes, capacities, mask)
     best = _best(candidates, layout.num_ranks, topology, TOLERANCE)
     if bytes_limit is not None and best.moved.largest_rank > bytes_limit:
         best = _within(candidates, bytes_limit, best)
-    return candidates.plan(best) if best.moves else plan_in_place(layout)
+    return candidates.plan(best) if best.moves else plan_in_place(layout, mask=mask)
 
 
 def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tolerance: float) -> Candidate:

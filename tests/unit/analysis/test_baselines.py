@@ -60,7 +60,7 @@ def test_work_is_that_of_the_documents_where_none_is_cut_in_two(documents: list[
 
 @pytest.mark.parametrize("group", [8, None])
 def test_context_parallel_gathers_every_key_of_the_group(group: int | None) -> None:
-    """8 ranks of 64K tokens gather 7 x 64K x 4 KB, whatever the documents are."""
+    """8 ranks of 64K tokens gather 7 x 64K x 4 KB, for any documents."""
     baseline = context_parallel(np.array([512 * K]), 8, LLAMA, group)
     assert set(baseline.tokens) == {64 * K}
     assert baseline.bytes_between.sum(axis=0).tolist() == [7 * 64 * K * 4096] * 8
@@ -79,7 +79,7 @@ def test_context_parallel_in_groups_differs_between_groups() -> None:
 
 
 def test_context_parallel_by_hand() -> None:
-    """12 tokens on 2 ranks: chunks of 3, of which rank 0 has the first and the last."""
+    """12 tokens on 2 ranks: chunks of 3 tokens; rank 0 has the first and the last."""
     baseline = context_parallel(np.array([12]), 2, TokenBytes(0, 0, 10))
     assert baseline.work.tolist() == [(1 + 2 + 3) + (10 + 11 + 12), (4 + 5 + 6) + (7 + 8 + 9)]
     assert baseline.bytes_between.tolist() == [[0, 60], [60, 0]]
@@ -92,7 +92,7 @@ def test_ulysses_sends_seven_eighths_of_everything() -> None:
 
 
 def test_ulysses_copies_keys_for_ranks_that_share_a_head() -> None:
-    """16 ranks, 16 query heads and 2 of keys: all get one query head and one of the keys, needed by 8 ranks."""
+    """16 ranks, 16 query heads and 2 key heads: every rank has one query head and its key head, which 8 ranks need."""
     baseline = ulysses(np.array([1600]), 16, TokenBytes(16, 32, 4), 16, 2)
     assert baseline.bytes_between[0, 1:].tolist() == [100 * (1 + 2) + 100 * 2] * 15
 
@@ -126,7 +126,7 @@ def test_whole_documents_do_not_depend_on_order(documents: list[int], num_ranks:
 
 
 def test_sorted_packs_run_at_the_same_time() -> None:
-    """Four packs of 10 tokens: whole, in two, in five, in ten."""
+    """Four packs of 10 tokens: one document, two, five, and ten."""
     steps = sorted_packs(np.array([*[1] * 10, 10, *[2] * 5, 5, 5]), 2, 2)
     assert [step.work.tolist() for step in steps] == [[55, 30], [15, 10]]
     assert [step.tokens.tolist() for step in steps] == [[10, 10]] * 2
@@ -176,7 +176,7 @@ def test_bytes_of_the_greedy_are_those_of_its_tokens(documents: list[int], num_r
 
 
 def _count_token_by_token(plan: Plan, token_bytes: TokenBytes) -> list[list[int]]:
-    """What every rank sends to every other, of every single query, output and key."""
+    """Counts the bytes that every rank sends to every other one, query by query, output by output, key by key."""
     layout, tasks = plan.layout, plan.tasks
     home = {}
     for document, start, stop, rank in zip(

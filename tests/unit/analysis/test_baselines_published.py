@@ -87,7 +87,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def assert_within(measured: float, printed: str) -> None:
-    """Within 2 %, and what rounding took off the printed figure."""
+    """Checks that a figure is within 2 % and the rounding of the printed one."""
     last_digit = 10.0 ** -len(printed.partition(".")[2])
     assert abs(measured - float(printed)) <= WITHIN * float(printed) + last_digit / 2, (measured, printed)
 
@@ -132,7 +132,7 @@ def test_without_a_tolerance_all_ranks_end_at_the_mean() -> None:
 
 
 def test_a_move_takes_the_middle_of_a_document() -> None:
-    """By hand: a document of 8 tokens (36 pairs) and one of 4 (10) on the ranks that sequential fill gives them."""
+    """By hand: a document of 8 tokens (36 pairs) and one of 4 tokens (10 pairs), in sequential fill."""
     plan = plan_published_greedy(np.array([8, 1, 1, 1, 1, 1, 1, 1, 1]), 2, TokenBytes(), 0.0)
     # 44 pairs, 22 each: rank 1 lacks 14, a query of the head and one of the tail are 9 pairs, two would be 18.
     assert plan.work.tolist() == [27, 17]

@@ -199,7 +199,7 @@ def test_plan_checks_its_layout_too() -> None:
 
 
 LAYOUT_ARRAYS = [field.name for field in dataclasses.fields(Layout) if field.name != "stripes"]
-TASK_ARRAYS = [field.name for field in dataclasses.fields(Tasks) if field.name != "head_groups"]
+TASK_ARRAYS = [field.name for field in dataclasses.fields(Tasks) if field.name not in ("head_groups", "mask")]
 
 
 def changed(plan: Plan, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Plan:

@@ -49,7 +49,7 @@ KEYS = {
 
 
 def plan(lengths: Path, *options: str | int | Path, ranks: int = 8, tokens_per_rank: int = 16384) -> Any:
-    """What the command says: an object if asked for JSON, else text."""
+    """Returns the output of the command: an object with --json, else text."""
     arguments = ["plan", str(lengths), "--ranks", str(ranks), "--tokens-per-rank", str(tokens_per_rank)]
     result = CliRunner().invoke(app, [*arguments, *map(str, options)])
     assert result.exit_code == 0, result.output
@@ -151,8 +151,8 @@ def test_micro_steps_are_planned_together(some: Path) -> None:
     assert said["imbalance"] < said["baselines"]["sorted_packs"]["imbalance"] < said["imbalance_before"]
 
 
-def test_long_documents_of_a_window_train_together() -> None:
-    """Four micro-steps with one document of a rank and a half each, that has to be cut; together they need not be."""
+def test_long_documents_of_an_optimizer_step_train_together() -> None:
+    """Four micro-steps, each with a document of one and a half ranks, which has to be cut; grouped, they need not."""
     batches = [np.array([1500, *[50] * 50]) for _ in range(4)]
     together = make_report(world(4, 1000, 4), OptimizerStep(batches)).planned.figures
     alone = [make_report(world(4, 1000, 1), OptimizerStep([batch])).planned.figures for batch in batches]
@@ -259,7 +259,7 @@ def test_a_config_of_transformers_is_counted(tmp_path: Path) -> None:
 
 
 def _times(said: dict[str, Any]) -> dict[str, Any]:
-    """Figures that differ from call to call."""
+    """Returns the figures that differ from call to call."""
     return {"planning_seconds": said["planning_seconds"]}
 
 
@@ -320,7 +320,7 @@ def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
 
 
 def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:
-    """In order the first one would have [60, 60]."""
+    """In order the first micro-step would have [60, 60]."""
     step = divide_batch(np.array([60, 60, 40, 40]), world(1, 100, 2))
     assert [sorted(batch.tolist()) for batch in step.micro_batches] == [[40, 60], [40, 60]]
     with pytest.raises(PackingError, match="do not fit into 2 micro-steps"):

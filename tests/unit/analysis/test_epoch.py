@@ -25,7 +25,7 @@ from distca_hf.placement.place import fill_in_order
 
 
 class OneOfEight(LocalTransport):
-    """Enough of a transport for a loader whose batches no model sees."""
+    """A transport for a loader without a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def long_tail(documents: int, longest: int) -> list[int]:
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 8 ranks, over all micro-batches; documents in order are those that were packed, not regrouped ones."""
+    """On 8 ranks, over all micro-batches; documents in order are the packed ones, before regrouping."""
     monkeypatch.setattr(loader, "check_cuts", lambda *given: None)  # nobody holds the other side of a cut
     lengths, tokens_per_rank = long_tail(1500, 4000), 1000
     request = PlanRequest(8, tokens_per_rank, 8, micro_steps, preset("llama3-8b"))
@@ -82,7 +82,7 @@ def test_all_micro_batches_at_once_are_filled_as_one_by_one(
 
 
 def test_sums_over_an_epoch_may_wrap_around() -> None:
-    """Five documents of the longest length there is have more pairs than int64 holds."""
+    """Five documents of the greatest length have more pairs than int64 holds."""
     longest = 2**31 - 1
     document_tokens = np.array([longest] * 5)
     epoch = EpochPacker(document_tokens, longest).epoch(0)

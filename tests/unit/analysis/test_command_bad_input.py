@@ -19,7 +19,7 @@ WORLD = {"--ranks": "2", "--tokens-per-rank": "1000"}
 
 
 def refusal(lengths: Path, *flags: str, **options: str | Path) -> str:
-    """The one line on stderr of a command that must be refused."""
+    """Returns the one line on stderr of a command that must be refused."""
     given = WORLD | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
     before = sorted(lengths.parent.rglob("*"))
     options_given = [part for pair in given.items() for part in pair]

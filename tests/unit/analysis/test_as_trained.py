@@ -46,7 +46,7 @@ LONG = [9000, 2500, 2500, 1200, *[700] * 12, *[90] * 60, *[1, 2, 3] * 9]
 
 
 class OneOfMany(LocalTransport):
-    """Enough of a transport for a loader whose batches no model sees: a rank, and how many there are."""
+    """A transport for a loader without a model: a rank and the number of ranks."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class OneOfMany(LocalTransport):
 
 @pytest.fixture(autouse=True)
 def the_other_ranks_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody holds the tokens on the other side of a cut."""
+    """Skips the comparison of tokens at cuts: no other rank is there."""
     monkeypatch.setattr(loader, "check_cuts", lambda *given: None)
 
 
 @cache
 def model_of(heads: tuple[int, int]) -> nn.Module:
-    """A model with so many query and KV heads."""
+    """Returns a model with these numbers of query and KV heads."""
     query, key_value = heads
     return tiny_model(
         num_hidden_layers=1, hidden_size=8 * query, num_attention_heads=query, num_key_value_heads=key_value
@@ -69,7 +69,7 @@ def model_of(heads: tuple[int, int]) -> nn.Module:
 
 
 def shape_of(heads: tuple[int, int], folder: Path, number_type: str = "bfloat16") -> ModelShape:
-    """What the command reads from the config.json that the model saves."""
+    """Returns the shape that the command reads from the config.json of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     model_of(heads).config.save_pretrained(folder)
     path = folder / "config.json"
@@ -88,7 +88,7 @@ def dataset_of(lengths: list[int]) -> Dataset:
 
 
 def loader_of(lengths: list[int], request: PlanRequest, heads: tuple[int, int], seed: int) -> PlacedLoader:
-    """The loader of one rank of a training with these sizes."""
+    """Returns the loader of one rank of a training with these sizes."""
     config = DistCAConfig(
         tokens_per_rank=request.tokens_per_rank, ranks_per_node=request.ranks_per_node, overlong=request.overlong
     )
@@ -104,7 +104,7 @@ def loader_of(lengths: list[int], request: PlanRequest, heads: tuple[int, int], 
 
 
 def bytes_of(facts: PlanFacts, shape: ModelShape) -> int:
-    """Bytes of a layer's forward pass, from rows that ranks send in training."""
+    """Returns the bytes of a layer's forward pass, from rows that ranks send in training."""
     size = shape.token_bytes
     queries = sum(facts.query_rows_sent) * (size.query + size.output)
     return (sum(facts.key_rows_sent) * size.key_value + queries) // facts.rows_per_token
@@ -113,7 +113,7 @@ def bytes_of(facts: PlanFacts, shape: ModelShape) -> int:
 def check_same_step(
     lengths: list[int], request: PlanRequest, heads: tuple[int, int], seed: int
 ) -> tuple[list[Plan], PlacedLoader]:
-    """The command's plans and the loader's are equal, and so is what they say."""
+    """Plans of the command and of the loader are equal, and so are their figures."""
     step = pack_first_step(np.array(lengths), request, seed)
     plans = plan_micro_steps(request, step.micro_batches)
     loader = loader_of(lengths, request, heads, seed)
@@ -171,7 +171,7 @@ def test_overlong_documents_are_cut_as_in_training(overlong: Any, shapes: dict[t
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_overlong_document_is_refused_wherever_it_is(seed: int, shapes: dict[tuple[int, int], ModelShape]) -> None:
-    """Training refuses the dataset; so does the command, also if it would draw that document much later."""
+    """Training refuses the dataset, and so does the command, also if that document comes much later."""
     lengths = [*[100] * 300, 2001, *[100] * 300]
     request = PlanRequest(4, 500, 2, 1, shapes[32, 8])
 
@@ -246,7 +246,7 @@ def test_rows_of_several_documents_are_read_as_the_loader_reads_them(tmp_path: P
 
 
 def packs(rng: random.Random, ranks: int, tokens: int) -> list[list[int]]:
-    """Documents of each rank, as a packer leaves them that fills every rank."""
+    """Returns documents of each rank, from a packer that fills every rank."""
     made: list[list[int]] = []
     for _ in range(ranks):
         cuts = sorted({0, tokens, *(rng.randrange(1, tokens) for _ in range(rng.choice([0, 1, 4, 30])))})

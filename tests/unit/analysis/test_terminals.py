@@ -43,7 +43,7 @@ def lengths(tmp_path: Path) -> Path:
 
 
 def shown(columns: int, *arguments: str | Path) -> tuple[str, str]:
-    """What the command writes to a terminal with so many columns: on stdout, and on stderr."""
+    """Returns the command's stdout and stderr in a terminal of this width."""
     texts = []
     ends = [pty.openpty() for _ in range(2)]
     for _, ours in ends:
@@ -113,7 +113,7 @@ def test_one_row(tokens: int, ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
 def test_rows_do_not_stay_in_memory(name: str, tmp_path: Path) -> None:
-    """Eight bytes of each: five million are 40 MB, and not the gigabytes of as many objects."""
+    """Eight bytes per length: five million take 40 MB, where objects would take gigabytes."""
     rows = 30_000
     line = {"rows.jsonl": '{"id": %d, "length": 7}\n', "rows.csv": "%d,7\n", "rows.txt": "%d\n"}[name]
     header = "id,length\n" if name == "rows.csv" else ""

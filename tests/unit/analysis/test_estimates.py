@@ -83,7 +83,7 @@ PUBLIC = {
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_table_has_as_many_weights_as_transformers_builds(name: str) -> None:
-    """Norms, which the table leaves out, are less than a thousandth."""
+    """The table leaves out norms, which are less than a thousandth."""
     model_type, sizes = PUBLIC[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
@@ -151,7 +151,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 
 def test_speed_by_hand() -> None:
-    """Two micro-batches of two ranks; the second one was planned."""
+    """Returns two micro-batches of two ranks, of which the second one was planned."""
     in_order = InOrder(tokens=np.array([4, 6]), work=np.array([[3, 1], [6, 2]]))
     plans = EpochPlans(
         in_order=in_order,
