@@ -1,6 +1,6 @@
 """Every error distca_hf raises on purpose.
 
-A message says what happened, where (rank, step, layer, document), which two numbers disagree, and what to do. Each
+A message names the event, the place (rank, step, layer, document), the two numbers that disagree, and a remedy. Each
 class is also the builtin a caller would expect, so `except ValueError` keeps working.
 """
 
@@ -41,7 +41,7 @@ class NotFiniteError(DistCAError, ArithmeticError):
 
 
 class PlanMismatchError(DistCAError, RuntimeError):
-    """Ranks disagree about what to do next; found before anything was sent."""
+    """Ranks disagree about their next step; found before anything was sent."""
 
 
 class PeerLostError(DistCAError, RuntimeError):

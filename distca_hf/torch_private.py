@@ -15,8 +15,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, here
 
 
-# Operators are given these; a subclass of Tensor has its own idea of an operator.
-_ARGUMENTS = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, type(None)])
+# Arguments of operators. A subclass of Tensor has its own idea of an operator.
+_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
+_OTHERS = frozenset([int, float, bool, str, list, type(None)])
 
 
 def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
@@ -39,15 +40,20 @@ def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
     autograd = DispatchKey.AutogradFunctionality
 
     def is_plain(given: tuple[Any, ...]) -> bool:
+        for x in given:
+            kind = type(x)
+            if kind in _TENSORS:
+                if x.is_neg():
+                    return False
+            elif kind not in _OTHERS:
+                return False
         return (
             get_eval_frame_callback() is None
-            and _dispatch_tls_local_include_set().raw_repr() == no_mode
             and not _len_torch_function_stack()
             and not profiler._is_profiler_enabled
             and forward_ad._current_level < 0
-            and _ARGUMENTS.issuperset(map(type, given))
             and (given[0].is_cuda or given[0].is_cpu)
-            and not any([isinstance(x, torch.Tensor) and x.is_neg() for x in given])
+            and _dispatch_tls_local_include_set().raw_repr() == no_mode
             and not (torch.is_grad_enabled() and _dispatch_tls_local_exclude_set().has(autograd))
         )
 
@@ -107,7 +113,7 @@ def unknown_size() -> int | torch.SymInt:
         shape_env, allocate_size = context._shape_env, torch._library.fake_impl.allocate_size
     except AttributeError:
         return context.new_dynamic_size()
-    # Without an environment of shapes all sizes are numbers; torch says what that means for this operator.
+    # Without an environment of shapes all sizes are numbers, which torch refuses or takes by its own rules.
     return context.new_dynamic_size() if shape_env is None else allocate_size(shape_env)
 
 

@@ -22,13 +22,13 @@ log = get_logger(__name__)
 
 
 class Occasion(enum.IntEnum):
-    """The next thing that a rank is about to do."""
+    """The next step that a rank is about to take."""
 
     TAKE = 1  # hand out a micro-batch
     PLAN = 2  # plan a batch that was packed before
     ATTEND = 3  # exchange rows for a model's first attention call
     DIFFERENTIATE = 4  # exchange rows again, for backward
-    REPORT = 5  # log what was measured
+    REPORT = 5  # log measurements
     COMPARE = 6  # compare weights
     UNABLE = 7  # give up, because it cannot do its part
 
@@ -39,7 +39,7 @@ BYTES_PER_INTEGER = 4
 WIDTH = 12
 # The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
-# Of what differs, the first: later facts follow from earlier ones.
+# Facts that an error shows, the first that differ: later facts follow from earlier ones.
 FACTS_SHOWN = 2
 RANKS_SHOWN = 4
 

@@ -1,7 +1,7 @@
 """Groups: opens the process groups that core attention uses, beside those of the training framework.
 
-Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them, and
-integers a gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
+Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them.
+Integers get a gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
 """
 
 import time

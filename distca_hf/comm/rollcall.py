@@ -1,4 +1,4 @@
-"""Roll call: after a failed exchange, who is still there, and what the others said before they left.
+"""Roll call: after a failed exchange, the ranks that are still there, and the last words of the others.
 
 A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks
 who else does; a rank that ends with an exception leaves its words there. Asked once, on the way out: it costs nothing
@@ -19,12 +19,14 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 log = get_logger(__name__)
 
+# More than a rank on a busy machine takes to sign in; a failed exchange costs it once.
 PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.02
+# Characters of a message: an error shows those of several ranks.
 LONGEST_MESSAGE = 500
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-# What gloo and NCCL say, in collectives that are not ours.
+# Words of gloo and NCCL in errors of collectives that are not ours.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
 
 
@@ -58,7 +60,7 @@ class RollCall:
             log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error, extra=OF_THIS_RANK)
 
     def missing(self, waited_seconds: float = 0.0) -> dict[int, str]:
-        """Ranks that left, do not answer or came late, and what is known about each.
+        """Returns the ranks that left, do not answer or came late, and all that is known about each.
 
         Args:
             waited_seconds: how long this rank has waited for the others. One that waited much less kept them waiting.

@@ -1,1 +1,1 @@
-"""Varlen causal attention on one device: what each kernel can do, and adapters that give them one shape."""
+"""Varlen attention on one device: a table of kernels, their limits, and adapters that give them one shape."""

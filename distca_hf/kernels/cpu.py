@@ -52,7 +52,7 @@ class CpuKernel:
         q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
         dq_TNH, dk_SGH, dv_SGV = gradients
         for rows, prefix, square in _tasks(spans, spec.causal):
-            if rows.stop == rows.start:  # keys that nobody asks for
+            if rows.stop == rows.start:  # keys without queries
                 for keys in (prefix, square):
                     dk_SGH[keys], dv_SGV[keys] = 0, 0
                 continue

@@ -1,4 +1,4 @@
-"""The one shape all kernels have, and what each of them can do.
+"""The one shape that all kernels have: their arguments, their results, and room for both.
 
 Tensor names end in their shape:
     T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value

@@ -1,4 +1,4 @@
-"""The table of kernels, what each can do, and the choice among them."""
+"""The table of kernels with their capabilities, and the choice among them."""
 
 import importlib
 import importlib.util
@@ -29,7 +29,7 @@ FAILS = "fails:"
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of the table: its module (None: always there), what it can do, how it is made, and how its package is
+    """A kernel of the table: its module (None: always there), its capabilities, how it is made, and how its package is
     installed."""
 
     module: str | None

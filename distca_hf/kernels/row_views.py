@@ -1,8 +1,8 @@
 """Rows without a copy: views of some of them, and the kinds of rows that a Triton kernel is kept for.
 
 Each view costs the host microseconds in every layer, so one is made only where something is left out. All are made by
-`as_strided`: between kernel functions, which fill the processor's caches, the second use of any of torch's functions
-takes half the time of the first use of another one.
+`as_strided`. Kernel functions fill the processor's caches; behind one, the second use of a function of torch takes
+half the time of the first use of another.
 """
 
 from collections.abc import Sequence

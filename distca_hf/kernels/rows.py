@@ -120,8 +120,8 @@ def add_rows(target_RD: torch.Tensor, own_RD: torch.Tensor, returned_RD: torch.T
 def merge(
     out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_RNV: torch.Tensor, far_lse_NR: torch.Tensor, start: int = 0
 ) -> None:
-    """Adds to attention over some keys (`out` and `lse`, in place) that over other ones, for R rows from `start` on,
-    in the dtype of the log-sum-exps: max(fp32, dtype).
+    """Adds attention over other keys to that over some (`out` and `lse`, in place), for R rows from `start` on. Sums
+    are in the dtype of the log-sum-exps: max(fp32, dtype).
 
     Rows may lie apart; heads and values of a row follow each other, and so do rows of `far_lse`, which is as kernels
     return it.

@@ -29,11 +29,11 @@ class Launch:
     """Launches a kernel whose arguments are tensors, then index tensors, then numbers, then constants.
 
     Args:
-        kernel: function of Triton's, not specialised on numbers, nor on where index tensors begin: they are parts of
-            others, and begin anywhere.
-        constants: what follows the others.
-        device: of all tensors, which nobody checks, and the current one; their dtypes are always the same, too, and
-            numbers fit 32 bits.
+        kernel: function of Triton's, specialised neither on numbers nor on where index tensors begin. These are parts
+            of others, and begin anywhere.
+        constants: the last arguments.
+        device: of all tensors, and the current one; not checked. Dtypes are always the same, too, and numbers fit 32
+            bits.
     """
 
     def __init__(self, kernel: Any, constants: tuple[int, ...], device: torch.device) -> None:

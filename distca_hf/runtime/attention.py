@@ -50,8 +50,8 @@ def attend(
         kept: rows of other ranks that are kept for backward.
 
     Raises:
-        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says, or what
-            they need does not fit the device.
+        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says; or the
+            device lacks room.
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
@@ -66,7 +66,7 @@ def attend(
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=None if received is None else received.keys)
+    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, plan, k))
     remote_queries = None
     if routing.queries is not None:
         _refuse_sinks(sinks_N, where)
@@ -110,7 +110,7 @@ def attend_backward(
     spec: AttentionSpec,
     plan: LivePlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v from those of the output; what was not kept is fetched again.
+    """Returns gradients of q, k and v from those of the output; rows that were not kept are fetched again.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
@@ -157,6 +157,15 @@ def attend_backward(
     if remote_queries is not None:
         remote_queries.finish(*as_rows(groups, dq))
     return dq, dk, dv
+
+
+def _keys_of(received: Received | None, plan: LivePlan, k: torch.Tensor) -> torch.Tensor | None:
+    """Returns the keys of an earlier dispatch; None if there was none, and one is needed."""
+    if received is not None:
+        return received.keys
+    if plan.routing.exchanges or plan.routing.remote_kv_rows:
+        return None
+    return plan.retention.nothing(k).keys
 
 
 def _empty_gradients(

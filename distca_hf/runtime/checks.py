@@ -14,10 +14,10 @@ from distca_hf.runtime.live_plan import LivePlan
 
 
 def check_room(plan: LivePlan, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Compares what backward of this layer holds at the same time, beside its inputs, with what is free.
+    """Compares the memory that backward of this layer needs beside its inputs with the free memory.
 
     Raises:
-        PlanError: it cannot fit; names both numbers, and what to change.
+        PlanError: it cannot fit; names both numbers, and settings to change.
     """
     free = free_bytes(q.device)
     needed = needed_bytes(plan.backward_routing, q, k, v)
@@ -31,7 +31,7 @@ def check_room(plan: LivePlan, where: str, q: torch.Tensor, k: torch.Tensor, v: 
 
 
 def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Bytes of one layer's backward: gradients, rows under way, and remote keys and values with their gradients.
+    """Returns the bytes of one layer's backward: gradients, rows under way, remote keys and values with gradients.
 
     Args:
         routing: of backward, where everything is there in one chunk.
@@ -61,7 +61,7 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be had on a GPU, those that torch holds in reserve included; None on a CPU."""
+    """Returns the free bytes of a GPU, with the ones that torch holds in reserve; None on a CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -69,7 +69,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
-    """Looks at `[T, ...]` tensors, unless the settings leave it.
+    """Checks that `[T, ...]` tensors are finite, if the settings ask for it.
 
     Raises:
         NotFiniteError: names the tensor and the document of the first row that is wrong.

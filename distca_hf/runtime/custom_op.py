@@ -30,13 +30,13 @@ def define_op(
 
     Args:
         function: no argument has a default: the dispatcher leaves out last arguments that equal their defaults.
-        fake: shapes and dtypes of what it returns.
+        fake: returns empty results of the right shapes and dtypes.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
             operator cannot be differentiated.
 
     Returns:
-        A function of the operator's arguments, without names, that does what a call of the operator does. What others
-        register for the operator (a dtype under autocast, say) is heard only where calls are dispatched.
+        A function of the operator's positional arguments, with the results of the operator. Functions that others
+        register for the operator (a dtype under autocast, say) are called only where calls are dispatched.
     """
     name = function.__name__.removeprefix("_")
     # They run on the host: a CUDA graph would replay the kernels of one batch, and no exchange.
@@ -75,9 +75,11 @@ def _recorded(
     backward: Callable[..., Any] | None,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None,
 ) -> Callable[..., Any]:
-    """Returns a function that calls its first argument with the others. Autograd records that as one step if one of
-    them needs gradients. Nothing within is recorded: autograd's own functions run without, and where no tensor needs
-    gradients there is nothing to record."""
+    """Returns a function that calls its first argument with the others.
+
+    Autograd records the call as one step if one of them needs gradients. Nothing within is recorded: autograd is off
+    in its own functions, and where no tensor needs gradients there is nothing to record.
+    """
 
     class Recorded(torch.autograd.Function):
         @staticmethod

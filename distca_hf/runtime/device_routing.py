@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from distca_hf.arrays import IntArray
 from distca_hf.comm.transport import AllToAll
-from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import RowSums
@@ -95,7 +95,7 @@ class DeviceRouting:
     Attributes:
         local: kernel calls that need no chunk.
         queries: queries that move, or None if on no rank any does.
-        calls_of_heads: what `runtime.kernel_calls` made of the calls, by layer.
+        calls_of_heads: the calls with KV heads for groups, made by `runtime.kernel_calls` for each kind of layer.
         sums: where gradients of sent keys, and of local rows of the remote KV, are added.
         sums_remote_kv: gradients of remote keys are sums of many calls.
     """
@@ -122,7 +122,7 @@ class DeviceRouting:
     calls_of_heads: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
 
     def name_of(self, row: int) -> str:
-        """Document and token that a row of this rank holds; rows here are tokens."""
+        """Returns the document and token that a row of this rank holds; rows here are tokens."""
         segment = int(np.searchsorted(self.held[:, 2], row, side="right")) - 1
         if segment < 0 or row >= self.num_tokens:
             return "padding"
@@ -228,12 +228,12 @@ class PinnedRankPlan:
 
 
 def _table(ranges: IndexRanges) -> np.ndarray:
-    """`[3, ranges]` length and stride of each range, and what its first number would be at place 0."""
+    """Returns `[3, ranges]`: length and stride of each range, and the number that it would have at place 0."""
     return np.stack((ranges.lengths, ranges.strides, ranges.starts - ranges.before * ranges.strides))
 
 
 def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
-    """The numbers of some ranges on the device, in parts of so many; the host does not wait."""
+    """Returns the numbers of some ranges on the device, in parts of `totals`; the host does not wait."""
     lengths, strides, firsts = table
     number_range = torch.repeat_interleave(lengths, output_size=sum(totals))
     numbers = torch.arange(len(number_range), device=table.device)
@@ -243,7 +243,7 @@ def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tenso
 
 
 def _parts(counts: IntArray) -> tuple[slice, ...]:
-    """Rows of each group that is not empty."""
+    """Returns the rows of each group that is not empty."""
     stops = np.cumsum(counts)
     return tuple(slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True) if count)
 
@@ -255,7 +255,7 @@ def _query_routing(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> Q
 
 
 def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[ChunkRouting, ...]:
-    """All chunks; calls are the prefix calls of each chunk, then the remote queries of each."""
+    """Returns all chunks; `calls` are the prefix calls of each chunk, then the remote queries of each."""
     count, moves = len(routing.prefix_of_chunk), routing.queries
     none = np.zeros_like(routing.chunk_send_counts)
     keys = _ways(routing.chunk_send_counts, routing.chunk_receive_counts)
@@ -266,7 +266,7 @@ def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[
 
 
 def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[ExchangeSplits]:
-    """One for each chunk, from `[chunks, ranks]` rows."""
+    """Returns the split sizes of each chunk, from `[chunks, ranks]` rows."""
     sends, receives = (
         [slice(*bounds) for bounds in pairwise([0, *np.cumsum(counts.sum(axis=1)).tolist()])]
         for counts in (send_counts, receive_counts)
@@ -278,7 +278,7 @@ def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[ExchangeSplit
 def _device_calls(
     kinds: Sequence[Sequence[KernelCall]], offsets: torch.Tensor, adding: Collection[KernelCall]
 ) -> tuple[tuple[DeviceCall, ...], ...]:
-    """Calls of each kind, whose offsets follow each other."""
+    """Returns the calls of each kind, whose offsets follow each other."""
     made, at = [], 0
     for calls in kinds:
         of_kind = []

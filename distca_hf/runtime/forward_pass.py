@@ -2,9 +2,9 @@
 
     first call ──▶ agree ──▶ exchange ... last call ──▶ end ──▶ agree ──▶ first recomputed or backward call ...
 
-Twice in a pass all ranks show each other what they compute: before the first exchange of the forward pass, and before
-the first one of the backward pass. A rank that computes in another dtype, calls other layers, or needs other gradients
-would send rows that another rank takes for something else.
+Twice in a pass all ranks show each other their dtypes and calls: before the first exchange of the forward pass, and
+before the first one of the backward pass. A rank that computes in another dtype, calls other layers, or needs other
+gradients would send rows that another rank takes for something else.
 """
 
 import zlib
@@ -49,8 +49,8 @@ class ForwardPass:
         self._calls_per_region = 1
 
     def check_open(self) -> None:
-        """Checks, for a layer of an enabled model, that its model has begun this pass and did not end it, or that
-        backward computes the layer again.
+        """Checks that the model of a layer has begun this pass and did not end it, or that backward computes the layer
+        again; for layers of enabled models.
 
         Raises:
             PlanError: part of the model was called, and nothing around it is checked.

@@ -1,8 +1,8 @@
-"""Kernel calls of a layer: which rows and heads each one reads, when it is computed, and what becomes of its results.
+"""Kernel calls of a layer: which rows and heads each one reads, when it is computed, and where its results go.
 
 Calls name groups of heads, as the plan divides them; here they get the KV heads of a layer. Local calls are divided in
-an early part, computed before rows of other ranks are needed, and a late part, computed while results are sent back:
-some heads of each call. Nothing is computed twice or summed for that, and one long document can be divided as well as
+two parts, some heads of each call. The early one is computed before rows of other ranks are needed, the late one while
+results are sent back. Nothing is computed twice or summed for that, and one long document can be divided as well as
 many short ones.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
@@ -56,7 +56,7 @@ class ForwardCalls:
             self._kernel.forward(q, call_k, call_v, call.spans, self._spec, self._sinks, out, transposed(lse))
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
-        """Attends to prefixes, and adds that `at_once` if local calls have written their parts."""
+        """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
             k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
@@ -105,15 +105,15 @@ class BackwardCalls:
             self._run_on_remote_kv(call, remote_kv, gradients, self._dq_of(call))
 
     def derive_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
-        """Computes the part of prefixes. Output and log-sum-exp of the whole row make it a part of the whole gradient;
-        that of queries is added by `add_prefixes`, once local calls have written theirs."""
+        """Writes the part of prefixes in the gradients. Output and log-sum-exp of the whole row make it a part of the
+        whole. Gradients of queries are added by `add_prefixes`, once local calls have written theirs."""
         for call in calls:
             dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
             self._run_on_remote_kv(call, remote_kv, gradients, dq)
             self._prefix_parts.append((call, dq))
 
     def add_prefixes(self) -> None:
-        """Adds what prefixes contribute to the gradients of queries: once, as backward has one chunk."""
+        """Adds the parts of prefixes to the gradients of queries; once, as backward has one chunk."""
         for call, dq in self._prefix_parts:
             self._dq_of(call).add_(dq)
 
@@ -142,8 +142,10 @@ class BackwardCalls:
 
 def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
-    shape = q.shape[:2]
-    return q.new_empty((*shape, v.shape[2])), q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+    rows, heads, _ = q.shape
+    dtype, device = q.dtype, q.device
+    out = torch.empty((rows, heads, v.shape[2]), dtype=dtype, device=device)
+    return out, torch.empty((rows, heads), dtype=accumulation_dtype(dtype), device=device)
 
 
 @dataclass(frozen=True)

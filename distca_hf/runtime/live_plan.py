@@ -1,4 +1,5 @@
-"""Live plans: a micro-batch's plan bound to what runs it on this rank, and the register that finds it by number.
+"""Live plans: a micro-batch's plan bound to the transport and settings of this rank, and the register that finds it
+by number.
 
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
 unharmed. The register is the one place in the package with shared state, and it is bounded.
@@ -33,7 +34,7 @@ class PlanUse:
 
     Attributes:
         begun: a forward pass has begun.
-        trained: one with gradients has ended.
+        trained: a pass of training has ended.
     """
 
     begun: bool = False
@@ -55,7 +56,7 @@ class LivePlan:
         numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
-        retention: what of other ranks is kept until backward, and until recomputation.
+        retention: decides which rows of other ranks are kept until backward, and until recomputation.
         handle: number by which the operator finds the plan.
     """
 
@@ -107,7 +108,7 @@ class LivePlan:
 
         Args:
             num_calls: attention calls of the pass, if known.
-            facts: what must be the same on all ranks; shown to them before the first exchange.
+            facts: must be the same on all ranks; shown to them before the first exchange.
             layers_kept: layers whose attention is saved for backward at the same time.
             attention_calls: of the pass, as far as is known before the first one.
         """
@@ -117,11 +118,12 @@ class LivePlan:
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
 
-    def end_forward_pass(self, backward_follows: bool) -> None:
+    def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
 
         Args:
             backward_follows: whether a backward pass may follow. If not, this rank waits for the others here.
+            trains: whether it is a pass of training.
 
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
@@ -129,6 +131,7 @@ class LivePlan:
         self.forward_pass.end(self.routing.exchanges)
         if not backward_follows:
             self.agree()
+        self.use.trained |= trains
 
     @property
     def forward_calls(self) -> int:
@@ -142,12 +145,12 @@ class LivePlan:
 
     @property
     def attention_dtype(self) -> torch.dtype | None:
-        """In which attention computes; None before the first call."""
+        """Dtype that attention computes in; None before the first call."""
         return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
 
     @property
     def kernel_name(self) -> str:
-        """Of the kernel that attends; "none" before the first call."""
+        """Name of the kernel that attends; "none" before the first call."""
         return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
 
     def kernel(

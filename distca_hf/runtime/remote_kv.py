@@ -28,6 +28,8 @@ class RemoteKV:
     @classmethod
     def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
         """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
+        if not routing.remote_kv_rows:  # no call reads any; views cost the host
+            return cls(k, v, beside=received)
         if routing.come_in_order and _side_by_side(k, routing):
             return cls(*apart(received, k, v), beside=received)
         return cls._with_local_rows(k, v, routing)
@@ -35,6 +37,8 @@ class RemoteKV:
     @classmethod
     def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
         """Returns the whole remote KV from rows that were received before."""
+        if not routing.remote_kv_rows:
+            return cls(k, v, beside=kept)
         if routing.kept_in_order and _side_by_side(k, routing):
             return cls(*apart(kept, k, v), beside=kept)
         remote_kv = cls._with_local_rows(k, v, routing)
@@ -58,12 +62,12 @@ class RemoteKV:
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        """What holds keys and values."""
+        """The tensors that hold keys and values."""
         return (self.k, self.v) if self.beside is None else (self.beside,)
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting, dtype: torch.dtype) -> "RemoteKV":
-        """Room for all remote-KV rows."""
+        """Returns room for all remote-KV rows."""
         if _side_by_side(k, routing):
             beside = k.new_empty((routing.remote_kv_rows, row_width(k, v)), dtype=dtype)
             return cls(*apart(beside, k, v), beside=beside)
@@ -79,8 +83,8 @@ class RemoteKV:
 
 
 class RemoteKVGradients:
-    """Gradients of a remote KV. Where two calls read the same rows the smaller one adds to what the larger one writes;
-    where more do they all add, in max(fp32, dtype)."""
+    """Gradients of a remote KV. Where two calls read the same rows, the smaller one adds to the gradients that the
+    larger one writes. Where more calls read them, all add, in max(fp32, dtype)."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
         self._routing, self._dtype = routing, k.dtype
@@ -91,20 +95,20 @@ class RemoteKVGradients:
             self.total.v.zero_()
 
     def target(self, call: DeviceCall, total: torch.Tensor) -> torch.Tensor:
-        """Where a call writes its part of some rows of the gradients."""
+        """Returns where a call writes its part of some rows of the gradients."""
         if self._routing.sums_remote_kv or call.adds:
             return torch.empty(total.shape, dtype=self._dtype, device=total.device)
         return total
 
     def settle(self, call: DeviceCall, part: torch.Tensor, total: torch.Tensor) -> None:
-        """Adds what a call wrote, or has `complete` do it."""
+        """Adds the part that a call wrote, now or in `complete`."""
         if self._routing.sums_remote_kv:
             total += part
         elif call.adds:
             self._to_add.append((part, total))
 
     def complete(self) -> None:
-        """Adds what is still to be added, once all calls have written their parts."""
+        """Adds the parts that wait, once all calls have written theirs."""
         for part, total in self._to_add:
             total += part
         self._to_add.clear()
@@ -118,12 +122,12 @@ class RemoteKVGradients:
 
 
 def _side_by_side(k: torch.Tensor, routing: DeviceRouting) -> bool:
-    """Whether calls can read keys that lie beside their values: heads of all groups of a token need one stride."""
+    """Returns whether calls can read keys beside their values: heads of all groups of a token need one stride."""
     return routing.rows_per_token == 1 or k.shape[1] == 1
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Some rows of `[rows, G, H]` and `[rows, G, V]` as `[chosen, G * H + G * V]`."""
+    """Returns some rows of `[rows, G, H]` and `[rows, G, V]` as `[chosen, G * H + G * V]`."""
     if isinstance(rows, slice):
         return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
     both = k.new_empty((rows.shape[0], row_width(k, v)))
@@ -132,7 +136,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
 
 
 def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
+    """Returns views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
     (groups, dim), value_dim = k.shape[1:], v.shape[2]
     width, count = groups * dim, rows.shape[0]
     stride = rows.stride(0)
@@ -143,5 +147,5 @@ def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 
 
 def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
-    """Elements of one row of keys and values side by side."""
+    """Returns the elements of one row of keys and values side by side."""
     return k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]

@@ -75,7 +75,7 @@ class Received:
 
 
 class Retention:
-    """Decides for a micro-batch what of other ranks is kept until backward, and until recomputation.
+    """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 
     The first layer decides for all layers; all ranks decide alike, because fetching is an exchange.
 
@@ -97,7 +97,7 @@ class Retention:
         self.layers_kept, self.attention_calls = layers_kept, attention_calls
 
     def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-        """Returns whether this micro-batch keeps what it receives until backward.
+        """Returns whether this micro-batch keeps received rows until backward.
 
         With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
         the rank that receives most. Where attention itself is recomputed, that is one layer.

@@ -13,13 +13,13 @@ from distca_hf.comm.transport import AllToAll, Exchange, Gather, Traffic, Transp
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and at which exchange or gather (each counted from 0 per transport).
+    """A fault, and the exchange or gather at which it happens (each counted from 0 per transport).
 
     Attributes:
         at: number of the exchange or gather.
         action: called before it starts; it may raise, sleep or kill, and returns normally to go on. `swap` lets the
             next exchange start first.
-        of: what is counted.
+        of: whether exchanges or gathers are counted.
     """
 
     at: int

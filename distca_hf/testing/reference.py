@@ -10,7 +10,7 @@ from distca_hf.layout import Layout
 def attend_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_tokens: Sequence[int], scale: float
 ) -> torch.Tensor:
-    """Causal attention of each document alone, by definition, with gradients from autograd.
+    """Returns causal attention of each document alone, by definition, with gradients from autograd.
 
     Args:
         q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.
@@ -29,7 +29,7 @@ def attend_documents(
 
 
 def rows_of_rank(layout: Layout, rank: int) -> torch.Tensor:
-    """`[rank's tokens]` index of each of the rank's tokens, when documents are laid one after the other; without
+    """Returns `[rank's tokens]` indices of the rank's tokens where documents lie one after the other, without
     padding."""
     first = [0, *torch.from_numpy(layout.document_tokens).cumsum(0).tolist()]
     parts = [
