@@ -62,7 +62,7 @@ class DistCAConfig:
     Settings are fixed once they are made. `dataclasses.replace(settings, prefetch=4)` makes others.
 
     Raises:
-        ConfigError: a value is outside what the field allows.
+        ConfigError: a value is not one that the field allows.
     """
 
     tokens_per_rank: int = _setting(
@@ -73,8 +73,8 @@ class DistCAConfig:
     overlong: OverlongPolicy = _setting(
         "overlong",
         "error",
-        "What to do with a document longer than ranks x tokens_per_rank: refuse it (error), cut it into several "
-        "documents (split), or keep its beginning (truncate).",
+        "Documents longer than ranks x tokens_per_rank: refuse them (error), cut each into several documents "
+        "(split), or keep its beginning (truncate).",
     )
     pad_to_multiple_of: int = _setting(
         "pad_to_multiple_of",
@@ -95,7 +95,7 @@ class DistCAConfig:
     kv_budget_gib: float = _setting(
         "kv_budget_gib",
         4.0,
-        "With kv_residency=auto: memory for what all layers keep until backward, on the rank that receives most; "
+        "With kv_residency=auto: memory for rows that all layers keep until backward, on the rank that receives most; "
         "where attention is recomputed, for rows that one layer keeps, and for rows that wait in all layers.",
     )
     exchange_chunks: int = _setting(
@@ -115,7 +115,7 @@ class DistCAConfig:
         "evaluate",
         "local",
         "Evaluation: every rank attends to its own batches (local), or batches are placed on all ranks as in "
-        "training, so that documents longer than one rank can hold are evaluated (distca).",
+        "training (distca). Then documents may be longer than one rank can hold.",
     )
     sort_packs: bool = _setting(
         "sort_packs",
@@ -154,24 +154,24 @@ class DistCAConfig:
     metrics: Metrics = _setting(
         "metrics",
         "basic",
-        "What a Trainer's logs have in addition: imbalance, tokens per second and GPU, utilisation and memory "
-        "(basic), or also what helps to find out why a training is slow (all). May differ between ranks.",
+        "Metrics in a Trainer's logs: imbalance, tokens per second and GPU, utilisation and memory (basic), or also "
+        "metrics that help to find out why a training is slow (all). May differ between ranks.",
     )
     check_weights_every_steps: int = _setting(
         "check_weights_every_steps",
         0,
-        "Trainer: every so many steps compare the weights that all ranks should hold alike, bit by bit; 0 never does.",
+        "Trainer: steps between two comparisons of weights that all ranks should hold alike, bit by bit; 0: never.",
     )
     check_exchanges: bool = _setting(
         "check_exchanges",
         False,
-        "For debugging: before every exchange ranks show each other which one they mean; costs a message each.",
+        "For debugging: before every exchange ranks compare which one they are making; costs a message each.",
     )
     check_finite: bool = _setting(
         "check_finite",
         False,
-        "For debugging: look for numbers that are not finite in what goes into and comes out of every attention call; "
-        "waits for the device each time.",
+        "For debugging: look for numbers that are not finite in inputs and outputs of every attention call; waits for "
+        "the device each time.",
     )
     prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.")
     exchange_timeout_seconds: float = _setting(
@@ -180,8 +180,8 @@ class DistCAConfig:
     agreement_timeout_seconds: float = _setting(
         "agreement_timeout_seconds",
         1800.0,
-        "Deadline for all ranks to come to the same micro-batch; what one rank does alone between two of them, saving "
-        "for example, must fit in it.",
+        "Deadline for all ranks to come to the same micro-batch; work of one rank alone between two of them (saving) "
+        "must fit in it.",
     )
     plans_in_flight: int = _setting(
         "plans_in_flight",
@@ -300,7 +300,7 @@ def check_settings(values: object, where: str) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
+def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
     return {ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in settings.items()}
 

@@ -1,4 +1,4 @@
-"""The plugin: settings, and what is done with them. The object that users create."""
+"""The plugin, which users create: settings, and the functions that follow them."""
 
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,7 +32,7 @@ class DistCAPlugin(ParallelContext):
     """
 
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
-        show_errors_once()  # those of wrong settings, too
+        show_errors_once()  # errors of wrong settings, too
         return super().__new__(cls, *unnamed, **settings)
 
     def __post_init__(self) -> None:
@@ -60,11 +60,11 @@ class DistCAPlugin(ParallelContext):
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works.
-            prefetch: micro-batches to prepare ahead, if not as many as the settings say.
+            prefetch: micro-batches to prepare ahead; by default the setting of this name.
             model: the model that batches are for: then the heads of very long documents may be divided, too.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
-            unlearnt_token: a token that is never a label, such as a pad token that also ends documents.
+            unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
 
         Raises:
             ConfigError: several processes were launched, but no process group is initialised.

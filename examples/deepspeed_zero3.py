@@ -17,7 +17,7 @@ import distca_hf
 
 
 GPU = torch.cuda.is_available()
-# Asked for DeepSpeed on CPUs, Accelerate runs DDP without a word, over weights that stage 3 has divided already.
+# Asked for DeepSpeed on CPUs, Accelerate silently runs DDP, over weights that stage 3 has divided already.
 # Whoever makes it take another path sets DeepSpeed's own variable.
 SHARDS = GPU or "DS_ACCELERATOR" in os.environ
 ZERO3 = {

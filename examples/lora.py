@@ -32,7 +32,7 @@ def main(output: str) -> None:
         output_dir=output,
         max_steps=4,
         learning_rate=1e-3,
-        ddp_find_unused_parameters=False,  # what adapters leave untrained needs no gradient anyway
+        ddp_find_unused_parameters=False,  # untrained weights beside adapters need no gradient anyway
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -46,7 +46,7 @@ def main(output: str) -> None:
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
     adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj", "down_proj"])
-    model = get_peft_model(model, adapters)  # before attach: the wrapped model is what trains
+    model = get_peft_model(model, adapters)  # before attach: the wrapped model trains
 
     trainer = Trainer(model=model, args=args, train_dataset=random_documents(400))
     distca_hf.DistCAPlugin(tokens_per_rank=1024).attach(trainer)

@@ -1,4 +1,4 @@
-"""What the quickstart shows: bars while it trains, then a table of all steps, a picture, and what to do next."""
+"""Report of the quickstart: bars while it trains, then a table of all steps, a picture, and next steps."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def print_steps(steps: Sequence[Step]) -> None:
 
 
 def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
-    """Prints what was to be seen, and what to do next."""
+    """Prints a summary and next steps."""
     facts = [step.facts for step in steps]
     in_order = sum(fact.imbalance_before for fact in facts) / len(facts)
     placed = sum(fact.imbalance for fact in facts) / len(facts)
@@ -124,13 +124,13 @@ def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -
     following = (
         f"Look at {output}: balance.png shows work and waiting in every batch, steps.json has all figures.",
         f"Open {output / 'model'} with from_pretrained: an ordinary Llama and its tokenizer.",
-        "Ask what distca would do for documents, without a GPU. For these (for yours: another folder or file, and "
+        "Plan a training on documents, without a GPU. For these (for yours: another folder or file, and "
         "ranks and tokens per rank of your training):",
         f"  {command} plan {output / 'data' / 'dataset'} --ranks 2 --tokens-per-rank 4096 --seed 42",
         "Train a model of yours: README.md has a script, docs/using.md every other way.",
     )
     bullet = TextWrapper(min(100, console.width), "- ", "  ", break_on_hyphens=False, break_long_words=False)
-    for title, lines in (("What you saw", saw), ("What next", following)):
+    for title, lines in (("Results", saw), ("Next steps", following)):
         console.print(f"[bold]{title}")
         for line in lines:
             is_command = line.startswith("  ")  # stays in one line, so that it can be copied

@@ -21,7 +21,7 @@ def tokenise(rows):  # whole documents, without padding; few tokenizers add the 
     return {"input_ids": [[*document, tokenizer.eos_token_id] for document in ids]}
 
 
-with args.main_process_first():  # the other ranks read what the first has written
+with args.main_process_first():  # the other ranks read the cache that the first has written
     texts = load_dataset("json", data_files=documents, split="train")
     tokenised = texts.map(tokenise, batched=True, remove_columns=texts.column_names)
 data = tokenised.train_test_split(test_size=0.05, seed=0)

@@ -26,7 +26,7 @@ import distca_hf
 
 @dataclass
 class ScriptArguments:
-    """What to train, and on what."""
+    """Model and dataset of the training."""
 
     model: str = field(metadata={"help": "name or folder of a model; with from_scratch its configuration is enough"})
     dataset: str = field(
@@ -62,7 +62,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(script.model, **load)
 
     tokenizer = load_tokenizer(script.model)
-    with args.main_process_first():  # the other ranks read what the first has written
+    with args.main_process_first():  # the other ranks read the cache that the first has written
         documents = load_documents(script.dataset)
         if "input_ids" not in documents.column_names:
             if tokenizer is None:

@@ -1,6 +1,6 @@
-"""Changes to other packages, each in a file of its own: what it changes, why no public seam exists, how it is undone.
+"""Changes to other packages, one file each, which says why no public seam exists and how the change is undone.
 
-The folder is installed as `distca_hf.patches`. Public registries come first; a patch is what is left where there is
+The folder is installed as `distca_hf.patches`. Public registries come first; a patch comes only where there is
 none.
 """
 

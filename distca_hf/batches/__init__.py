@@ -1,2 +1,2 @@
-"""Batches with a plan: documents are placed and planned beside training, or a pack is planned as it comes. Knows no
-Transformers."""
+"""Batches with a plan: documents are placed and planned while the model trains, or packs are planned as they come.
+Nothing here imports Transformers."""

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_cu_seqlens
+
+
+# Keywords of a model's forward pass: tensors, and flags or caches of any type.
+Batch = Mapping[str, Any]
 
 
 class Documents(NamedTuple):
@@ -167,7 +171,7 @@ def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
     return offsets, int(offsets.diff().max()) if len(starts) else 0
 
 
-def check_mask_numbers(batch: Mapping[str, Any]) -> None:
+def check_mask_numbers(batch: Batch) -> None:
     """Checks a mask that numbers the documents of its rows (1 1 1 2 2), where no positions say the same.
 
     Transformers takes every number but 0 for "no padding": documents would see each other.
@@ -196,13 +200,13 @@ def check_mask_numbers(batch: Mapping[str, Any]) -> None:
     )
 
 
-def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+def tokens_of(batch: Batch) -> torch.Tensor:
     """Returns a tensor with one element per token of a batch."""
     tokens = batch.get("input_ids")
     return batch["inputs_embeds"][..., 0] if tokens is None else tokens
 
 
-def document_lengths(batch: Mapping[str, Any]) -> IntArray | None:
+def document_lengths(batch: Batch) -> IntArray | None:
     """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
 
     `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.

@@ -7,7 +7,7 @@ Every rank computes the same layouts and plans from lengths alone and reads only
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import copy
 from dataclasses import asdict, replace
@@ -56,7 +56,7 @@ class PlacedLoader:
         device: where batches go.
         seed: decides the order of documents, with the epoch's number.
         shuffle: False keeps the dataset's order.
-        prefetch: micro-batches to prepare ahead, if not as many as the settings say.
+        prefetch: micro-batches to prepare ahead; by default the setting of this name.
         head_groups: groups that plans may divide the heads of the model in.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
         unlearnt_token: a token that is never a label.
@@ -149,11 +149,11 @@ class PlacedLoader:
         """Begins the first epoch with the next iteration."""
         self._next, self._loaded, self._position, self._is_left_early = Cursor(), None, Cursor(), False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
         return {**self._identity(), **self._sizes(), **asdict(self._position)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
         rest of the epoch is packed anew: no document is lost, none comes twice.
 
@@ -182,7 +182,7 @@ class PlacedLoader:
             steps_from = micro_batch
         if capacity_tokens != self._capacity_tokens:
             log.warning(
-                "micro-batches held %d tokens when the position was saved and hold %d now: what is left of the "
+                "micro-batches held %d tokens when the position was saved and hold %d now: the rest of the "
                 "epoch is packed anew",
                 capacity_tokens,
                 self._capacity_tokens,
@@ -194,7 +194,7 @@ class PlacedLoader:
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
-        """Counts the rest of the epoch at the loader's position, in optimizer steps of so many micro-batches."""
+        """Counts the rest of the epoch at the loader's position, in optimizer steps of that many micro-batches."""
         at = self._position
         return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
 
@@ -205,7 +205,7 @@ class PlacedLoader:
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.steps_from)
 
     def _data(self, begin: Cursor, packed: RegroupedEpoch) -> PlacedData:
-        """Returns what is about to be handed out."""
+        """Returns a description of the data from here on."""
         return PlacedData(
             planner=self._planner,
             document_tokens=self._source.document_tokens,
@@ -248,7 +248,7 @@ class PlacedLoader:
                 if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
                     self._is_left_early = False
-                use = batch["distca_plan"].use  # whoever takes the batch may take the plan out
+                use = batch["distca_plan"].use  # the training loop may take the plan out of the batch
                 yield batch
             if self.writes_epochs and use.trained:
                 log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
@@ -288,7 +288,7 @@ class PlacedLoader:
         return batch
 
     def _facts(self) -> dict[str, object]:
-        """Returns what must be the same on all ranks, besides the micro-batch itself."""
+        """Returns facts that must be equal on all ranks, besides the micro-batch itself."""
         return {
             **shared_facts(self._config),
             "seed": self._seed,
@@ -311,7 +311,7 @@ class PlacedLoader:
             "micro_steps": self._micro_steps,
         }
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return {
             "version": STATE_VERSION,
             "dataset": self._source.fingerprint,

@@ -1,4 +1,5 @@
-"""Meter: what all ranks together did between two readings. A reading is one gather of a few integers."""
+"""Meter: speed, balance, bytes and waiting of all ranks between two readings. A reading is one gather of a few
+integers."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from distca_hf.planning.rank_plan import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 
-# Waiting that is too little to name the rank that others wait for.
+# Below this part of the time, waiting is too little to name the rank that others wait for.
 LITTLE_WAITING = 0.01
 HALF = (torch.bfloat16, torch.float16)
 
@@ -29,7 +30,7 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """What all ranks did since the reading before; the same on all of them.
+    """Counts and times of all ranks since the reading before; equal on all of them.
 
     Attributes:
         num_ranks: how many there are.
@@ -37,7 +38,7 @@ class Reading:
         totals: of the micro-batches.
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
         slowest_rank: the one that waited least for others; None if only one was asked.
-        utilisation: the part of what the GPUs could do at best; None if that is not known.
+        utilisation: operations of the model over those that the GPUs could do at best; None if unknown.
         memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
     """
 
@@ -53,7 +54,7 @@ class Reading:
     memory_bytes: int | None
 
     def basic(self) -> dict[str, float]:
-        """Returns the metrics that everybody watches, those that are known."""
+        """Returns the metrics that are most often watched, as far as they are known."""
         metrics = {
             "distca/imbalance": self.totals.imbalance / self.totals.micro_batches,
             "distca/tokens_per_second_per_rank": self.totals.tokens / self.seconds / self.num_ranks,
@@ -65,7 +66,7 @@ class Reading:
         return metrics
 
     def all(self, documents_truncated: int) -> dict[str, float]:
-        """Returns these, and those that help to find out what slows a training down."""
+        """Returns the basic metrics, and others that help to find out why a training is slow."""
         count = self.totals.micro_batches
         return self.basic() | {
             "distca/imbalance_before": self.totals.imbalance_before / count,
@@ -79,7 +80,11 @@ class Reading:
         }
 
     def in_words(self, done: str) -> str:
-        """Returns one line about what has ended."""
+        """Returns one line about a training or an epoch that has ended.
+
+        Args:
+            done: its first words.
+        """
         totals, seconds = self.totals, self.seconds
         before, after = totals.imbalance_before / totals.micro_batches, totals.imbalance / totals.micro_batches
         slow = (
@@ -103,14 +108,14 @@ def duration(seconds: float) -> str:
 
 
 class Moment(NamedTuple):
-    """What had passed at some moment: time, bytes that this rank sent, time that it waited for others."""
+    """Totals at some moment: time, bytes that this rank has sent, time that it has waited for others."""
 
     seconds: float
     sent_bytes: int
     waited_seconds: float
 
     def since(self, earlier: "Moment") -> "Moment":
-        """Returns what passed after an earlier moment."""
+        """Returns the difference from an earlier moment."""
         return Moment(
             self.seconds - earlier.seconds,
             self.sent_bytes - earlier.sent_bytes,
@@ -119,7 +124,7 @@ class Moment(NamedTuple):
 
 
 class Meter:
-    """Reads what a training does.
+    """Measures a training.
 
     Args:
         transport: between the ranks, whose traffic is measured.
@@ -142,7 +147,7 @@ class Meter:
         self._trained_until = self._now()
 
     def leave_out_evaluation(self) -> None:
-        """Leaves out what passed since the model trained."""
+        """Leaves out time and bytes since the model trained."""
         now = self._now()
         self._began, self._trained_until = now.since(self._trained_until.since(self._began)), now
 
@@ -151,7 +156,8 @@ class Meter:
         return Moment(time.perf_counter(), traffic.bytes_sent, traffic.waited_seconds)
 
     def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> Reading | None:
-        """Reads, and begins anew; None if nothing was planned. A collective call: every rank reads at the same steps.
+        """Returns a reading and begins the next one; None if nothing was planned. A collective call: every rank
+        reads at the same steps.
 
         Args:
             step: number of the optimizer step.
@@ -166,13 +172,13 @@ class Meter:
         return self._reading(totals, passed.seconds, by_rank, dtype)
 
     def read_alone(self, source: PlanSource) -> Reading:
-        """Reads without the other ranks: times and bytes are of this one."""
+        """Returns a reading without the other ranks: times and bytes are of this one."""
         totals, passed = source.totals.since(self._totals), self._now().since(self._began)
         mine = {name: [value] for name, value in self._mine(source, passed).items()}
         return self._reading(totals, passed.seconds, mine, None)
 
     def _mine(self, source: PlanSource, passed: Moment) -> dict[str, int]:
-        """Returns what this rank has to show."""
+        """Returns the numbers of this rank, by name."""
         times = source.times
         return {
             "wait_ns": round(1e9 * (times.wait_seconds - self._times.wait_seconds)),
@@ -185,7 +191,7 @@ class Meter:
     def _reading(
         self, totals: PlanTotals, seconds: float, by_rank: Mapping[str, Sequence[int]], dtype: torch.dtype | None
     ) -> Reading:
-        """Returns a reading of what ranks have shown."""
+        """Returns the reading of the numbers of all ranks."""
         num_ranks = self._transport.world_size
         most = {name: max(values) for name, values in by_rank.items()}
         return Reading(

@@ -6,17 +6,17 @@ from cu_seq_lens_q, position_ids or rows                    moving tasks     of 
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from distca_hf.batches.batch_documents import document_lengths, tokens_of
+from distca_hf.arrays import IntArray
+from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
 from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
@@ -35,8 +35,7 @@ class PackPlanner:
 
     Attributes:
         history: facts of the latest micro-batches.
-        totals, times: sums over those that a model was trained on, and how long planning them took, for whoever
-            reports them.
+        totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class PackPlanner:
         self._warned_of_padding = False
         self._next_number = 0
 
-    def plan(self, batch: Mapping[str, Any], trains: bool = True) -> LivePlan | None:
+    def plan(self, batch: Batch, trains: bool = True) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
 
         Args:
@@ -78,7 +77,7 @@ class PackPlanner:
             return None
         layout = Layout.from_packs(lengths_of_ranks)
         if not layout.num_documents:
-            raise PackingError(f"micro-batch {number}: no data on any rank; leave such batches out")
+            raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
         mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
         maps = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
@@ -96,8 +95,8 @@ class PackPlanner:
             fingerprint=plan.fingerprint,
         )
 
-    def _lengths(self, batch: Mapping[str, Any], number: int) -> IntArray | None:
-        """Returns document lengths of this rank, None if its batch is padded. Other ranks are shown a failure."""
+    def _lengths(self, batch: Batch, number: int) -> IntArray | None:
+        """Returns document lengths of this rank; None if its batch is padded. Announces a failure to others."""
         try:
             return document_lengths(batch)
         except Exception:
@@ -136,18 +135,18 @@ class PackPlanner:
         return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
 
     def _warn_of_padding(self, ranks: str, number: int) -> None:
-        """Says once that padded batches are not balanced."""
+        """Warns once that padded batches are not balanced."""
         if not self._warned_of_padding:
             self._warned_of_padding = True
             log.warning(
-                "micro-batch %d is padded on rank %s: every rank attends to such batches alone, and nothing is "
+                "micro-batch %d is padded on rank %s: every rank attends to this batch alone, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,
             )
 
 
-def _learns_nothing(batch: Mapping[str, Any]) -> bool:
+def _learns_nothing(batch: Batch) -> bool:
     """Returns whether a batch has labels and none of them is learnt; waits for the device."""
     labels = batch.get("labels")
     return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
@@ -158,12 +157,14 @@ def _ranks(flags: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
-def fill_empty(batch: Mapping[str, Any]) -> dict[str, Any]:
+def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int]:
     """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
     ranks."""
     if tokens_of(batch).numel():
         return {}
-    filled: dict[str, Any] = {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    filled: dict[str, torch.Tensor | int] = (
+        {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    )
     for name, values in batch.items():
         if not isinstance(values, torch.Tensor):
             continue

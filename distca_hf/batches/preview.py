@@ -9,8 +9,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.cost import IntArray, causal_pairs_of, imbalance
+from distca_hf.cost import causal_pairs_of, imbalance
 from distca_hf.data.accumulation import MicroBatches
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rank_plan import PlanFacts
@@ -40,7 +41,7 @@ class Preview:
 
     @classmethod
     def of(cls, facts: PlanFacts) -> Self:
-        """Returns that of one micro-batch, which is planned already."""
+        """Returns the preview of one micro-batch, which is planned already."""
         pairs = sum(facts.work) // facts.rows_per_token
         return cls(
             *(np.array([number]) for number in (facts.num_tokens, pairs, facts.imbalance_before, facts.imbalance))
@@ -49,12 +50,12 @@ class Preview:
 
 @dataclass(frozen=True, eq=False)
 class PlacedData:
-    """What a placed loader is about to hand out.
+    """The data that a placed loader is about to hand out.
 
     Attributes:
         planner: plans its micro-batches.
         document_tokens: `[documents]` lengths of all documents.
-        micro_batches: of the epoch, or of what is left of it.
+        micro_batches: of the epoch, or of the rest of it.
         first: the next one of these.
         micro_steps: micro-batches of an optimizer step within which documents are regrouped.
         per_epoch: micro-batches of a whole epoch.
@@ -83,7 +84,7 @@ class PlacedData:
         return Preview(np.array(tokens), np.array(pairs), np.array(before), np.full(len(counted), np.mean(after)))
 
     def _spread(self, most: int) -> Iterator[int]:
-        """Yields numbers of micro-batches: about so many, all over the epoch, those of an optimizer step together."""
+        """Yields numbers of about `most` micro-batches all over the epoch, whole optimizer steps together."""
         left = self.micro_batches.num_micro_batches - self.first
         windows = -(-left // self.micro_steps)
         wanted = min(windows, max(1, most // self.micro_steps))

@@ -42,14 +42,14 @@ class RunReport:
         self.written = True
         if this_rank() != 0 or not log.isEnabledFor(logging.INFO):
             return
-        log.info("%s: %s", __version__, self._what_is_trained(plan))
+        log.info("%s: %s", __version__, self._first_line(plan))
         if isinstance(plan, PlacedPlan):
             preview, seen = plan.data.preview, f"means over {len(plan.data.preview.tokens)} micro-batches"
         else:
             preview, seen = Preview.of(plan.facts), "in the first micro-batch"
-        log.info("%s", what_it_brings(preview, cost, plan.transport.world_size, seen))
+        log.info("%s", second_line(preview, cost, plan.transport.world_size, seen))
 
-    def _what_is_trained(self, plan: LivePlan) -> str:
+    def _first_line(self, plan: LivePlan) -> str:
         """Returns the words of the first line."""
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
@@ -76,7 +76,7 @@ class RunReport:
         )
 
 
-def what_it_brings(preview: Preview, cost: StepCost | None, num_ranks: int, seen: str) -> str:
+def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: str) -> str:
     """Returns the words of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
@@ -99,7 +99,7 @@ def what_it_brings(preview: Preview, cost: StepCost | None, num_ranks: int, seen
     return f"{'; '.join(words)} ({seen})"
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """Returns a number of things in words."""
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number:,} {what if number == 1 else plural}"
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

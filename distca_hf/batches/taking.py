@@ -21,7 +21,7 @@ from distca_hf.version import __version__
 
 log = get_logger(__name__)
 
-# Packages whose versions decide what a rank computes, or in which order it makes its collective calls.
+# Packages whose versions decide the numbers of a rank, or the order of its collective calls.
 PACKAGES = ("torch", "transformers", "accelerate")
 # Micro-batches in a row that may be handed out unused, to be looked at, before a warning.
 UNUSED_BATCHES = 4

@@ -5,7 +5,7 @@ layers) ranks attend together. Without one a layer attends locally: to each docu
 """
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def distca_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     distca_plan: LivePlan | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Computes causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
 
@@ -115,7 +115,7 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
         raise UnsupportedAttentionError(
             f"{name_of(module)}: got an attention mask of shape {tuple(mask.shape)} of the caller's own; distca "
             "computes causal attention inside documents. Give attention_mask as zeros and ones of shape [batch, "
-            "tokens], or position_ids that begin at 0 in every document, or load the model with another "
+            "tokens], or position_ids that begin at 0 in every document; or load the model with another "
             "attn_implementation"
         )
     mask.check(module, queries, keys)

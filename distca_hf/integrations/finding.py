@@ -24,7 +24,7 @@ from distca_hf.integrations.refusals import check_window
 from distca_hf.runtime.custom_op import define_op
 
 
-# In a mask that was made as long as its cache: places behind those that the caller gave.
+# In a mask that was made as long as its cache: places behind the given ones.
 NOT_GIVEN = -1
 
 
@@ -109,7 +109,7 @@ def _tokens(
     """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
 
     Args:
-        filled: places of a row that have been filled, those of this pass included.
+        filled: places of a row that have been filled, this pass included.
         begin, end: places of the keys.
     """
     if padding is None and filled >= end:
@@ -183,7 +183,7 @@ def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | N
 
 
 def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns a copy of so many places, zero behind the numbers."""
+    """Returns a copy of length `places`, zero behind the numbers."""
     copy = numbers.new_zeros(places)
     copy[: len(numbers)] = numbers
     return copy

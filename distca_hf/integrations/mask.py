@@ -5,7 +5,7 @@ computed at all. Where a batch is attended to locally, the first layer finds its
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from distca_hf.runtime.attention_in_graph import DocumentsInGraph
 from distca_hf.torch_private import without_torch_functions
 
 
-MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
+MaskFunction = Callable[..., torch.Tensor]
 # Names of Transformers' mask functions that are causal: the plain one, and one that leaves out more (windows, packed
 # documents). A function that lets more be seen (blocks, images) is an `or_mask`.
 CAUSAL_MASKS = frozenset({"causal_mask_function", "and_mask"})
@@ -62,7 +62,13 @@ class RowMask:
         self._given: tuple[torch.Tensor | None, ...] = ()
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Refuses to compute with the mask. Torch calls this for a layer that does not attend through distca.
 
         Compiled checkpointing calls it, too, but only passes the mask on to the layer.
@@ -76,7 +82,7 @@ class RowMask:
         )
 
     def check(self, layer: nn.Module, queries: int, keys: int) -> None:
-        """Checks that the mask is causal, and made for so many queries and keys per row.
+        """Checks that the mask is causal, and made for these numbers of queries and keys per row.
 
         Raises:
             UnsupportedAttentionError: it is not; names the layer.
@@ -159,7 +165,7 @@ def document_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     local_size: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> RowMask | None:
     """Returns the attention mask that layers get; `transformers.AttentionMaskInterface` gives the arguments.
 

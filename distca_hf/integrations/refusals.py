@@ -90,7 +90,8 @@ def check_window(window_tokens: int | None, longest_tokens: int, layer: nn.Modul
 
 
 def shortest_window(*windows: int | None) -> int | None:
-    """Returns the window of a layer, if any. Some models speak of it to their layers, some in the mask alone."""
+    """Returns the shortest of several windows; None if all are None. Some models pass a window to their layers, some
+    put it in the mask alone."""
     return min([window for window in windows if window is not None], default=None)
 
 

@@ -64,7 +64,7 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "05 padded batches": (
         padded_batches,
-        "every rank attends to such batches alone",
+        "every rank attends to this batch alone",
         "micro-batch 0 is padded on rank 0, 1",
         "Pack documents instead",
     ),

@@ -140,7 +140,7 @@ def test_quickstart_compares_two_trainings_and_writes_picture_and_model(
     assert len(steps) == 2
     assert re.search(r"distca: step 2 of 2, .* sdpa +: step 2 of 2, ", told), "where there is no terminal"
     assert "Documents of 10 to 4,000 tokens" in told
-    assert "What next" in told
+    assert "Next steps" in told
     own = [line for line in printed.splitlines() if not re.search(r"^distca_hf \[|^\[|distca plan", line)]
     assert max(map(len, own)) <= 100
     assert "'loss':" not in printed

@@ -242,7 +242,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         collator_of_ones_own,
         "would not be called",
         "its data collator",
-        "Let the dataset hold what it makes",
+        "Let the dataset hold the columns",
     ),
     "07 a batch size": (batch_size, "has no effect", "per_device_train_batch_size=4", "tokens_per_rank=192"),
     "08 a stream": (

@@ -1,4 +1,4 @@
-"""Offload: what checkpointing saves of attention waits for backward in host memory.
+"""Offload: attention outputs that checkpointing saves wait for backward in host memory.
 
     forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
                             └──▶ host, beside the next layers                 └──▶ fetch the layer before, meanwhile
@@ -8,6 +8,7 @@ outputs where they are.
 """
 
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -39,13 +40,13 @@ class OffloadedAttention:
         return _Storing(region), _Restoring(region)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of copies."""
+        """Returns the stream of copies."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
     def before(self, region: "_Region") -> "_Region | None":
-        """The region whose forward pass came before: the next one in backward."""
+        """Returns the region whose forward pass came before, the next one in backward; None if there is none."""
         known = [found for reference in self._regions if (found := reference()) is not None]
         at = known.index(region)
         return known[at - 1] if at else None
@@ -65,7 +66,7 @@ class _Region:
         self._saved.append([(self._to_host(x), x.device) for x in outputs])
 
     def begin(self) -> None:
-        """Recomputation begins; with `retain_graph` perhaps not for the first time."""
+        """Begins recomputation; with `retain_graph` perhaps not for the first time."""
         self._taken = 0
         self.fetch()
 
@@ -75,7 +76,11 @@ class _Region:
             self._fetched = [[self._to_device(x, device) for x, device in outputs] for outputs in self._saved]
 
     def take(self) -> tuple[torch.Tensor, ...]:
-        """Outputs of the next call, on the device; the region before is fetched meanwhile."""
+        """Returns outputs of the next call, on the device. The region before is fetched meanwhile.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did.
+        """
         if self._fetched is None or self._taken >= len(self._saved):
             raise RuntimeError(
                 f"recomputation made more than the {len(self._saved)} attention calls of its forward pass; "
@@ -124,9 +129,15 @@ class _Mode(TorchDispatchMode):
 
 
 class _Storing(_Mode):
-    """Forward: what attention returns is copied to the host."""
+    """Forward: outputs of attention are copied to the host."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         outputs = func(*args, **(kwargs or {}))
         if func in SAVED_OPERATORS:
             self._region.save(outputs)
@@ -134,14 +145,20 @@ class _Storing(_Mode):
 
 
 class _Restoring(_Mode):
-    """Recomputation: attention returns what it did before."""
+    """Recomputation: attention returns its earlier outputs."""
 
     def __enter__(self) -> Self:
         self._region.begin()
         super().__enter__()
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in SAVED_OPERATORS:
             return self._region.take()
         return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ Recomputing attention costs an exchange and the largest part of a long document'
 cost `N * V` elements and `N` fp32 numbers per token and layer: 8.1 KB for an 8B Llama in bf16, as much as the layer's
 input, which is saved anyway. They may wait on the host (`offload`).
 
-Where it is recomputed all the same, at least what came from other ranks is kept (`runtime.retention`).
+Where attention is recomputed all the same, at least rows of other ranks are kept (`runtime.retention`).
 
 Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
 (`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
@@ -13,7 +13,6 @@ cannot save a part of a layer, and torch.compile traces contexts of torch's own 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +29,10 @@ log = get_logger(__name__)
 FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Attribute of a checkpointed module: for each of these names our function, and the one that it replaced.
 REPLACED = "_distca_replaced"
-Checkpoint = functools.partial[Any]
+Checkpoint = functools.partial[object]
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -41,7 +40,7 @@ _save_attention = functools.partial(create_selective_checkpoint_contexts, _polic
 
 
 def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that are, or may be, checkpointed."""
+    """Returns modules that are, or may be, checkpointed."""
     return [
         module
         for module in model.modules()
@@ -50,12 +49,12 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
-    """Whether some checkpointed modules recompute anything."""
+    """Returns whether some checkpointed modules recompute anything."""
     return any(_functions(module) for module in modules if getattr(module, "gradient_checkpointing", True))
 
 
 def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
-    """Whether some checkpointed modules recompute everything, attention too."""
+    """Returns whether some checkpointed modules recompute everything, attention too."""
     return any(
         "context_fn" not in function.keywords
         for module in modules
@@ -89,7 +88,7 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 
 
 def keep_received(modules: Sequence[nn.Module]) -> bool:
-    """Lets checkpointed modules that recompute attention keep what came from other ranks in forward. Modules that are
+    """Lets checkpointed modules that recompute attention keep rows that they received in forward. Modules that are
     compiled together with their checkpointing exchange again.
 
     Returns:
@@ -99,19 +98,19 @@ def keep_received(modules: Sequence[nn.Module]) -> bool:
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-def _checkpoint_on_host(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
-    """Graphs of a compiled model break here."""
+def _checkpoint_on_host(function: Checkpoint, *args: object, **kwargs: object) -> object:
+    """Runs a checkpointed region whose outputs wait on the host. Graphs of a compiled model break here."""
     return function(*args, **kwargs)
 
 
-def _checkpoint_keeping_received(function: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_keeping_received(function: Checkpoint, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     return function(*args, **kwargs, context_fn=retaining_contexts)
 
 
 def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoint]) -> bool:
-    """Replaces what recomputes everything so far; whether all of them can be."""
+    """Replaces functions that recompute everything; returns False if one of them is reentrant and cannot be."""
     able = True
     for module in modules:
         for name, function in _functions(module):
@@ -135,6 +134,6 @@ def restore_functions(modules: Sequence[nn.Module]) -> None:
 
 
 def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:
-    """Names and values of what checkpoints a module."""
+    """Returns names and values of the functions that checkpoint a module."""
     named = [(name, getattr(module, name, None)) for name in FUNCTIONS]
     return [(name, function) for name, function in named if isinstance(function, functools.partial)]

@@ -1,1 +1,1 @@
-"""Models of Transformers: what is checked, counted and watched of them."""
+"""Models of Transformers: which are accepted, and how their forward passes are watched."""

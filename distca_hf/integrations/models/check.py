@@ -3,11 +3,10 @@ refuses others by name.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
 tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
-without a word. So everything that is not known to be right is refused before the first step.
+silently. So everything that is not known to be right is refused before the first step.
 
-The work of a layer or a loss is read from its source and its settings. Two checks at run time stand behind that: an
-attention call with an unknown argument is refused, and the first forward pass must come through distca's attention as
-often as the model has layers.
+The work of a layer or a loss is read from its source and its settings. Two checks at run time follow. An attention
+call with an unknown argument is refused. In the first forward pass every attention layer must come through distca.
 """
 
 import inspect
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
@@ -78,7 +77,7 @@ def check_model(
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
 
-def _structure(model: PreTrainedModel, config: Any) -> Iterator[str]:
+def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     if getattr(model.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, and only causal language models are computed"
     if not model._can_set_attn_implementation() or not attention_layers(model):
@@ -94,7 +93,7 @@ def _adapters(model: nn.Module) -> Iterator[str]:
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
 
 
-def _token_mixers(model: PreTrainedModel, config: Any) -> Iterator[str]:
+def _token_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     """Yields layers other than attention that mix tokens."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
@@ -130,7 +129,9 @@ def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[st
         yield rotary_refusal(limit, longest_document_tokens)
 
 
-def _attention_settings(model: PreTrainedModel, config: Any, longest_document_tokens: int) -> Iterator[str]:
+def _attention_settings(
+    model: PreTrainedModel, config: PreTrainedConfig, longest_document_tokens: int
+) -> Iterator[str]:
     """Yields settings of attention that are not computed."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
@@ -139,7 +140,7 @@ def _attention_settings(model: PreTrainedModel, config: Any, longest_document_to
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:
         yield "config.is_causal=False: its masks are not causal"
-    checks: dict[str, Callable[[nn.Module], Any]] = {
+    checks: dict[str, Callable[[nn.Module], object]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
         "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
         "attention is not causal (is_causal={})": lambda module: _not_causal(module),
@@ -155,7 +156,7 @@ def _attention_settings(model: PreTrainedModel, config: Any, longest_document_to
             yield f"{message.format(value)} ({name} and {len(found) - 1} more layers)"
 
 
-def _layerdrop(config: Any) -> Iterator[str]:
+def _layerdrop(config: PreTrainedConfig) -> Iterator[str]:
     """Yields layers that are left out by chance: each rank leaves out others, and their exchanges would not match."""
     for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
         share = getattr(config, name, None)
@@ -174,14 +175,14 @@ def _not_causal(module: nn.Module) -> str | None:
     return "False" if getattr(module, "is_causal", True) is False else None
 
 
-def _short_window(module: nn.Module, config: Any, longest_document_tokens: int) -> int | None:
+def _short_window(module: nn.Module, config: PreTrainedConfig, longest_document_tokens: int) -> int | None:
     window = module.sliding_window if hasattr(module, "sliding_window") else _window_of_config(module, config)
     if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
         return None
     return window if window < longest_document_tokens else None
 
 
-def _window_of_config(module: nn.Module, config: Any) -> Any:
+def _window_of_config(module: nn.Module, config: PreTrainedConfig) -> object:
     """Returns window of a layer that does not hold one itself; none in a layer of full attention."""
     kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
     full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"

@@ -37,7 +37,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         The same model.
 
     Raises:
-        UnsupportedAttentionError: the model would compute something else than its own attention; says what.
+        UnsupportedAttentionError: the model would compute something else than its own attention; gives all reasons.
         ConfigError: the model was not loaded for distca.
     """
     longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size()

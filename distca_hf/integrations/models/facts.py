@@ -4,7 +4,6 @@ import copy
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +11,8 @@ from torch import nn
 from distca_hf.integrations.models.parts import transformers_model
 
 
-# Entries of a config that say where a model comes from and how it answers, not what it computes. Saving a model sets
-# some of them, on the rank that saves.
+# Entries of a config that do not change the numbers of a forward pass: origin of the model, kind of its answers.
+# Saving a model sets some of them, on the rank that saves.
 ABOUT_A_CONFIG = frozenset(
     {
         "architectures",
@@ -79,7 +78,7 @@ class ConfigFacts:
 
     def __init__(self, model: nn.Module) -> None:
         self._config = transformers_model(model).config.get_text_config()
-        self._seen: dict[str, Any] | None = None
+        self._seen: dict[str, object] | None = None
         self._facts: dict[str, object] = {}
 
     def now(self) -> dict[str, object]:
@@ -94,7 +93,7 @@ class ConfigFacts:
         return self._facts
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     """Stands in for a value that JSON does not know; memory addresses would differ between ranks."""
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 

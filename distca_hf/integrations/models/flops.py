@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from distca_hf.flops import StepFlops
 from distca_hf.integrations.models.parts import attention_layers, heads_of, transformers_model
 
 
-# Names that configurations have for the experts of a layer, and for those that a token takes.
+# Names that configurations have for the experts of a layer, and for the experts of one token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
@@ -66,7 +66,7 @@ def _shape(parameter: nn.Parameter) -> Sequence[int]:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def _share_of_experts(config: Any) -> float | None:
+def _share_of_experts(config: PreTrainedConfig) -> float | None:
     """Returns which part of its experts a token takes; None if the configuration does not say."""
     total, taken = (
         next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)

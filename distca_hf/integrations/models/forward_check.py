@@ -72,7 +72,7 @@ class ForwardCheck:
             return
         message = (
             f"{self._class_name} was enabled for distca, but its config now says attn_implementation={others[0]!r}: "
-            "documents of a packed row could see each other, and those that are cut between ranks need distca. Call "
+            "documents of a packed row could see each other, and documents cut between ranks need distca. Call "
             'model.set_attn_implementation("distca"). If you did not change it: another model was made from '
             "model.config, which then shares it; give that one copy.deepcopy(model.config)"
         )
@@ -104,7 +104,7 @@ class ForwardCheck:
             )
 
     def check_calls(self, plan: LivePlan) -> None:
-        """Checks at the end of a pass that as many attention calls were made as in every pass before.
+        """Checks at the end of a pass that its number of attention calls is that of every pass before.
 
         Raises:
             UnsupportedAttentionError: in the first pass some layers computed something else.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distca_hf.batches.batch_documents import check_mask_numbers, tokens_of
+from distca_hf.batches.batch_documents import Batch, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.run_report import RunReport
 from distca_hf.comm.groups import world_size
@@ -47,7 +47,7 @@ log = get_logger(__name__)
 WATCH = "_distca_watch"
 
 
-def watch_of(model: nn.Module) -> "ForwardWatch | None":
+def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
     """Returns the watch of a model; None if it is not enabled."""
     return getattr(model, WATCH, None)
 
@@ -84,7 +84,7 @@ class ForwardWatch:
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWatch":
+    def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
         """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
         return self
 
@@ -112,7 +112,7 @@ class ForwardWatch:
                 handle.remove()
             restore_functions(self._checkpointed or [])
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         batch = dict(zip(self._names, args, strict=False)) | kwargs
         plan = batch.get("distca_plan")
         if plan is None:
@@ -158,7 +158,7 @@ class ForwardWatch:
         calls = self._check.num_calls
         plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers))
 
-    def _no_cache(self, batch: dict[str, Any]) -> dict[str, bool]:
+    def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided: a cache would keep the keys of all layers alive, and
         nothing is generated from a batch with a plan."""
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
@@ -168,14 +168,14 @@ class ForwardWatch:
             log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _is_alone(self, module: nn.Module, batch: dict[str, Any]) -> bool:
+    def _is_alone(self, module: nn.Module, batch: Batch) -> bool:
         """Returns whether this rank attends to a batch without a plan, whatever other ranks do: it is the only one, or
         the model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca"."""
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.plugin.evaluate == "distca"
         return world_size() == 1 or not (trains or evaluates) or batch.get("past_key_values") is not None
 
-    def _plan_packs(self, module: nn.Module, batch: dict[str, Any]) -> LivePlan | None:
+    def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
         if self.packs is None:
@@ -198,7 +198,7 @@ class ForwardWatch:
                 "their outputs instead"
             )
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> None:
         """Checks the attention calls of the pass, and shows them to all ranks.
 
         Raises:
@@ -215,7 +215,7 @@ class ForwardWatch:
                 self.report.begin(plan, self._step_cost(module))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
-        """Returns what a step costs as the model is checkpointed; None if its operations are not known."""
+        """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
         if self.flops is None:
             return None
         checkpointed = self._checkpointed_modules(module)
@@ -224,7 +224,7 @@ class ForwardWatch:
         )
 
 
-def _label_count(batch: dict[str, Any], plan: LivePlan) -> dict[str, torch.Tensor]:
+def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
     counted. Never 0: a window without labels has loss 0, not 0 / 0.
 

@@ -48,7 +48,7 @@ def forward_accepts(model: nn.Module, keyword: str) -> bool:
 
 def names_by_position(model: nn.Module) -> list[str]:
     """Returns names of the arguments that `model.forward` takes by position. A PEFT model without a task passes them
-    all on: then they are those of the model inside."""
+    all on: then names are those of the model inside."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         parameters = inspect.signature(transformers_model(model).forward).parameters.values()

@@ -1,9 +1,9 @@
 """Positions: how long documents a model can take."""
 
 import re
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.telemetry import get_logger
@@ -15,7 +15,7 @@ log = get_logger(__name__)
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 
 
-def longest_rotary_tokens(config: Any) -> int | None:
+def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
     """Returns the longest document whose rotary frequencies do not depend on how long the longest one of a batch is;
     None if they never do. Transformers picks them by the largest position that a rank holds: ranks would not agree.
 
@@ -53,8 +53,8 @@ class PositionLimits:
         model: a Transformers model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
         tables = [
             module.num_embeddings - int(getattr(module, "offset", 0))
             for name, module in model.named_modules()

@@ -1,19 +1,18 @@
-"""What a function does, read from its source: the only way to know before it runs. Where there is no source, nothing
-is known, and everything asked here is answered with no.
+"""Source inspection: properties of a function that are known only from its source before it runs. Without a source
+every answer is no.
 """
 
 import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
 
 
-Function = Callable[..., Any] | None
+Function = Callable[..., object] | None
 
 
 def source_of(function: Function) -> str:
-    """Source of a function, decorators looked through; empty if there is none."""
+    """Returns the source of a function, without its decorators; empty if there is none."""
     try:
         return inspect.getsource(inspect.unwrap(function)) if function is not None else ""
     except (OSError, TypeError):
@@ -21,8 +20,8 @@ def source_of(function: Function) -> str:
 
 
 def takes_shift_labels(function: Function) -> bool:
-    """Whether a function has a parameter `shift_labels`, or takes the key out of its keywords. A variable of that name
-    is how losses shift labels themselves."""
+    """Returns whether a function has a parameter `shift_labels`, or takes the key out of its keywords. Losses that
+    shift labels themselves have a variable of that name."""
     return any(
         (isinstance(node, ast.arg) and node.arg == "shift_labels")
         or (isinstance(node, ast.Constant) and node.value == "shift_labels")
@@ -31,7 +30,7 @@ def takes_shift_labels(function: Function) -> bool:
 
 
 def passes_keywords_on(function: Function, name: str) -> bool:
-    """Whether a method calls `self.name(..., **keywords)`."""
+    """Returns whether a method calls `self.name(..., **keywords)`."""
     calls = (node for node in _nodes(function) if isinstance(node, ast.Call))
     return any(
         isinstance(call.func, ast.Attribute)
@@ -42,7 +41,7 @@ def passes_keywords_on(function: Function, name: str) -> bool:
 
 
 def calls_super(function: Function, name: str) -> bool:
-    """Whether a method calls `super().name(...)`."""
+    """Returns whether a method calls `super().name(...)`."""
     return any(
         isinstance(node, ast.Attribute)
         and node.attr == name
@@ -54,5 +53,5 @@ def calls_super(function: Function, name: str) -> bool:
 
 
 def _nodes(function: Function) -> Iterator[ast.AST]:
-    """All nodes of a function's syntax tree."""
+    """Returns all nodes of a function's syntax tree."""
     return ast.walk(ast.parse(textwrap.dedent(source_of(function))))

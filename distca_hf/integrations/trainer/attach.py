@@ -40,7 +40,7 @@ def attach(trainer: Trainer, plugin: ParallelContext) -> None:
     """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
     packs and Trainer's loader: then attention tasks move between ranks.
 
-    Attaching again undoes what was attached before; the last plugin counts.
+    Attaching again undoes the attachment before; the last plugin counts.
 
     Raises:
         ConfigError: all settings that would make the loss wrong, or would silently have no effect.
@@ -159,8 +159,12 @@ def _check_model(trainer: Trainer) -> None:
 
 
 def _train_from_whole_checkpoint(
-    attachment: Attachment, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    attachment: Attachment,
+    train: Callable[..., object],
+    resume_from_checkpoint: str | bool | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Trains, unless the checkpoint to resume from was not written to its end."""
     check_checkpoint(attachment.trainer.args.output_dir, resume_from_checkpoint)
     with attachment.training():
@@ -168,7 +172,7 @@ def _train_from_whole_checkpoint(
 
 
 def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
-    """Sets arguments that placed batches need, and names those that have no effect on them."""
+    """Sets arguments that placed batches need, and names arguments that have no effect on them."""
     args = trainer.args
     if not args.average_tokens_across_devices:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
@@ -208,13 +212,13 @@ def _training_loader(trainer: Trainer, plugin: ParallelContext) -> PlacedLoader:
 
 
 def _report_loss_only(
-    evaluate: Callable[..., Any],
-    dataloader: Any,
+    evaluate: Callable[..., object],
+    dataloader: object,
     description: str,
     prediction_loss_only: bool | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Runs Trainer's evaluation without its predictions, of which every rank has other parts."""
     return evaluate(dataloader, description, True, *args, **kwargs)
 

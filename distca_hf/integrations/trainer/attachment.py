@@ -1,9 +1,8 @@
 """Attachment: all that attaching changes on a Trainer and its model, so that it can be undone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
@@ -27,7 +26,7 @@ class Attachment:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._changes = ExitStack()
-        self._methods: dict[str, Callable[..., Any]] = {}
+        self._methods: dict[str, Callable[..., object]] = {}
         self._is_training = False
         self._parts = {name: getattr(trainer, name, None) for name in PARTS}
         self._arguments = {name: getattr(trainer.args, name, None) for name in ARGUMENTS}
@@ -39,7 +38,7 @@ class Attachment:
         found: Attachment | None = getattr(trainer, ATTACHED, None)
         return found
 
-    def replace(self, owner: object, name: str, value: Any) -> None:
+    def replace(self, owner: object, name: str, value: object) -> None:
         """Sets an attribute of the Trainer or of a part of it."""
         if name in vars(owner):
             self.when_undone(partial(setattr, owner, name, vars(owner)[name]))
@@ -53,11 +52,13 @@ class Attachment:
         """Calls a function when the attachment is undone; the latest one is called first."""
         self._changes.callback(change_back)
 
-    def set_while(self, method: str, **arguments: Any) -> None:
+    def set_while(self, method: str, **arguments: object) -> None:
         """Sets training arguments for the time that a method of the Trainer runs: other Trainers may share them."""
         self.replace(self.trainer, method, partial(self._run, getattr(self.trainer, method), arguments))
 
-    def _run(self, method: Any, arguments: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, method: Callable[..., object], arguments: Mapping[str, object], *args: object, **kwargs: object
+    ) -> object:
         """Runs a method with other arguments."""
         earlier = {name: getattr(self.trainer.args, name) for name in arguments}
         try:
@@ -116,7 +117,7 @@ class Attachment:
         """Checks that the Trainer is still the one that was attached to.
 
         Raises:
-            ConfigError: names what was changed since.
+            ConfigError: names the parts and arguments that were changed since.
         """
         changed = [name for name, value in self._parts.items() if getattr(self.trainer, name, None) is not value]
         arguments = self.trainer.args

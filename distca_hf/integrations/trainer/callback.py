@@ -1,10 +1,11 @@
-"""Callback: checks the model, and logs what balancing brought."""
+"""Callback: checks the model, and logs balance and speed."""
 
 import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
@@ -27,7 +28,7 @@ log = get_logger(__name__)
 
 
 class DistCACallback(TrainerCallback):
-    """Gives a Trainer that packs by itself balanced attention: tokens stay, attention tasks move.
+    """Balances attention for a Trainer that makes its own packs: tokens stay, attention tasks move.
 
     ```python
     Trainer(model=model, args=args, train_dataset=packed, callbacks=[distca_hf.DistCACallback(plugin)])
@@ -48,7 +49,7 @@ class DistCACallback(TrainerCallback):
     def __init__(self, plugin: ParallelContext, loader: PlacedLoader | None = None) -> None:
         self._plugin = plugin
         self._loader = loader
-        self._model: Any = None
+        self._model: nn.Module | None = None
         self._since_log: Meter | None = None
         self._since_begin: Meter | None = None
         self._first_step = 0
@@ -56,7 +57,12 @@ class DistCACallback(TrainerCallback):
         self._leave: LeaveOnSignal | None = None
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
     ) -> None:
         """Checks and enables the model before it is wrapped.
 
@@ -66,8 +72,8 @@ class DistCACallback(TrainerCallback):
         """
         if self._plugin.sort_packs:
             raise ConfigError(
-                "sort_packs chooses which rank runs which pack, and a callback cannot tell Trainer so: call "
-                "plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
+                "sort_packs chooses which rank runs which pack, and a callback cannot replace Trainer's sampler: "
+                "call plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
             )
         self.watch(enable(model, self._plugin))
         leave = LeaveOnSignal(self._plugin.transport) if self._plugin.save_on_signal else None
@@ -83,7 +89,7 @@ class DistCACallback(TrainerCallback):
         if leave is not None:
             handler.add_callback(leave)
 
-    def watch(self, model: Any) -> None:
+    def watch(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
 
@@ -92,8 +98,8 @@ class DistCACallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        train_dataloader: object = None,
+        **kwargs: object,
     ) -> None:
         """Begins to measure.
 
@@ -127,7 +133,7 @@ class DistCACallback(TrainerCallback):
         if watch.plugin is not self._plugin:
             raise ConfigError(
                 "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
-                "batches would go separate ways. Use one plugin, or call plugin.attach(trainer) again"
+                "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
             )
         return watch
 
@@ -136,9 +142,9 @@ class DistCACallback(TrainerCallback):
         return watch.packs if self._loader is None else self._loader
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Leaves the evaluation that has ended out of what is measured."""
+        """Leaves the evaluation that has ended out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
 
@@ -148,7 +154,12 @@ class DistCACallback(TrainerCallback):
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
     ) -> None:
         """Notes that a step has ended, and compares weights, where that is due.
 
@@ -166,13 +177,13 @@ class DistCACallback(TrainerCallback):
             self._leave.on_step_end(args, state, control)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self._leave is not None:
             self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         reading = self._read(self._since_begin, state.global_step)
         if reading is not None:
@@ -187,7 +198,7 @@ class DistCACallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if logs is None or "loss" not in logs:
             return
@@ -203,8 +214,8 @@ class DistCACallback(TrainerCallback):
             state.log_history[-1].update(metrics)
 
     def _read(self, meter: Meter | None, step: int) -> Reading | None:
-        """Reads what was trained; None if nothing was planned. A collective call: every rank reads after the same
-        steps."""
+        """Returns a reading of the training; None if nothing was planned. A collective call: every rank reads after
+        the same steps."""
         watch = watch_of(self._model)
         source = None if watch is None else self._source(watch)
         if meter is None or watch is None or source is None:
@@ -222,8 +233,8 @@ def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | No
 def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
     """Returns the list of callbacks that is being called; None where it is not found.
 
-    Trainer puts callbacks of the user behind its own, among them those that report to trackers, and passes everything
-    to them but the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
+    Trainer puts callbacks of the user behind its own, some of which report to trackers. It passes everything to them
+    but the list they are in. So the list is taken from the caller of the event, `CallbackHandler.call_event`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

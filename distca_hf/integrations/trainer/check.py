@@ -1,4 +1,4 @@
-"""Trainer check: settings of a Trainer that would make the loss wrong, or would be ignored without a word."""
+"""Trainer check: settings and collators of a Trainer that would make the loss wrong, or would silently be ignored."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from distca_hf.integrations.models.source_inspection import calls_super, takes_s
 
 # Trainers whose losses are the model's own.
 TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
-# Arguments that speak of a torch DataLoader.
+# Arguments that configure a torch DataLoader.
 OF_A_DATALOADER = (
     "dataloader_num_workers",
     "dataloader_prefetch_factor",
@@ -37,7 +37,7 @@ OTHER_LABELS = ("label", "label_ids")
 
 
 def packed_by(trainer: Trainer) -> str | None:
-    """Returns who packs this trainer's documents already; None if they are not packed."""
+    """Returns a sentence about how this trainer's documents are packed already; None if they are not packed."""
     if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
         return "the dataset is packed (it has a column 'seq_lengths')"
     if getattr(trainer.args, "packing", False):
@@ -49,7 +49,7 @@ def packed_by(trainer: Trainer) -> str | None:
 
 
 def arguments_without_effect(args: TrainingArguments) -> list[str]:
-    """Returns arguments that somebody has set, and that placed batches do not follow."""
+    """Returns arguments that were set, and that placed batches do not follow."""
     fields = type(args).__dataclass_fields__
     named = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
     accelerator = args.accelerator_config
@@ -87,7 +87,7 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
 
 
 def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
-    """Yields what goes wrong where documents are cut between ranks and batches are made here."""
+    """Yields reasons against placed batches: documents are cut between ranks, and batches are made here."""
     args = trainer.args
     if args.label_smoothing_factor:
         yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; set it to 0"
@@ -101,8 +101,8 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
     yield from _replaced(
         trainer,
         ["get_train_dataloader", "_get_train_sampler", "_get_dataloader"],
-        "batches are made here, and it would not be called; let the dataset hold what it chooses, or keep its packs "
-        "with DistCACallback",
+        "batches are made here, and it would not be called; let the dataset hold the rows that it chooses, or "
+        "keep its packs with DistCACallback",
     )
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
@@ -136,7 +136,7 @@ def _keeps(trainer: Trainer, name: str) -> bool:
     return True
 
 
-def _overrides(trainer: Trainer, name: str) -> list[Callable[..., Any]]:
+def _overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     """Returns all methods of a name, of the instance first and then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
 
@@ -146,8 +146,8 @@ def unlearnt_token(collator: Any) -> int | None:
     return collator.tokenizer.pad_token_id if type(collator) is DataCollatorForLanguageModeling else None
 
 
-def refused_collator(collator: Callable[..., Any], columns: Sequence[str]) -> Iterator[str]:
-    """Yields reasons why batches made here would differ from those of a collator.
+def refused_collator(collator: Callable[..., object], columns: Sequence[str]) -> Iterator[str]:
+    """Yields reasons why batches made here would differ from the batches of a collator.
 
     Args:
         columns: of the training dataset.
@@ -164,8 +164,8 @@ def refused_collator(collator: Callable[..., Any], columns: Sequence[str]) -> It
             )
     elif not _is_known(collator):
         yield (
-            f"its data collator {name} would not be called: batches are made here. Let the dataset hold what it makes "
-            "(input_ids, labels or completion_mask), and use DataCollatorForSeq2Seq"
+            f"its data collator {name} would not be called: batches are made here. Let the dataset hold the columns "
+            "that it makes (input_ids, labels or completion_mask), and use DataCollatorForSeq2Seq"
         )
     if "labels" not in columns:
         for column in OTHER_LABELS:
@@ -173,7 +173,7 @@ def refused_collator(collator: Callable[..., Any], columns: Sequence[str]) -> It
                 yield f"the dataset's column {column!r} would be its labels; rename it to 'labels', or remove it"
 
 
-def _is_known(collator: Callable[..., Any]) -> bool:
+def _is_known(collator: Callable[..., object]) -> bool:
     kind = type(collator)
     of_trl = f"{kind.__module__}.{kind.__qualname__}" == OF_TRL
     return collator is default_data_collator or kind in KEEP_LABELS or of_trl

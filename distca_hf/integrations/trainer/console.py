@@ -1,10 +1,16 @@
 """Console: the form in which a Trainer prints our metrics. History and trackers get them as numbers, by name."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 
 PREFIX = "distca/"
@@ -12,7 +18,7 @@ ALWAYS = ("imbalance", "tokens_per_second_per_rank")
 SOMETIMES = ("utilisation", "memory_gib")
 
 
-def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, Any], None]) -> None:
+def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, object], None]) -> None:
     """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long.
 
     Args:
@@ -25,17 +31,18 @@ def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[obje
 
 
 def _print_log(
-    print_log: Callable[..., Any],
-    args: Any,
-    state: Any,
-    control: Any,
-    logs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> Any:
+    print_log: Callable[..., object],
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict[str, float] | None = None,
+    **kwargs: object,
+) -> object:
+    """Prints a log in short."""
     return print_log(args, state, control, logs=None if logs is None else in_short(logs), **kwargs)
 
 
-def in_short(logs: dict[str, Any]) -> dict[str, Any]:
+def in_short(logs: Mapping[str, float]) -> Mapping[str, float | str]:
     """Returns a log with the basic metrics as one entry of at most 52 characters; all else stays."""
     metrics = {name: logs[PREFIX + name] for name in (*ALWAYS, *SOMETIMES) if PREFIX + name in logs}
     if not metrics.keys() >= set(ALWAYS):
@@ -50,4 +57,4 @@ def in_short(logs: dict[str, Any]) -> dict[str, Any]:
     if "memory_gib" in metrics:
         words.append(f"{metrics['memory_gib']:.0f} GiB")
     others = {name: value for name, value in logs.items() if name not in {PREFIX + metric for metric in metrics}}
-    return others | {"distca": ", ".join(words)}
+    return {**others, "distca": ", ".join(words)}

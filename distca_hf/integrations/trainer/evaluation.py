@@ -1,5 +1,5 @@
-"""Evaluating: can a Trainer evaluate what it was given? Found out before training, not at its first evaluation. And
-the loss of evaluation batches that are placed on all ranks."""
+"""Evaluation: whether a Trainer can evaluate its datasets is found out before training, not at its first evaluation.
+And the loss of evaluation batches that are placed on all ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,13 +31,13 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[Any], objec
 
 def loss_over_all_labels(
     trainer: Trainer,
-    compute_loss: Callable[..., Any],
+    compute_loss: Callable[..., object],
     model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: torch.Tensor | int | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> object:
     """Computes a loss whose mean over ranks is the mean over all labels of a placed micro-batch. Evaluation of some
     trainers (TRL's) counts nothing: the mean over ranks would be one of means over unequal numbers of labels."""
     plan = inputs.get("distca_plan")

@@ -1,9 +1,9 @@
 """Resuming: a Trainer goes on where the data is, and counts epochs and steps from there.
 
 Trainer keeps the number of steps and works its place in the data out of it, with one number of steps for all epochs.
-With other ranks, tokens or accumulation steps than before, that is another place, and the epoch it goes on in has
-another number of steps than those after it. So Trainer is given both: the epoch that the saved position is in, and
-the rest of that epoch as an epoch of its own, which the loader begins at the position. There is no public seam for
+With other ranks, tokens or accumulation steps than before, that is another place. And the epoch that it goes on in has
+another number of steps than later epochs. So Trainer is given two numbers: the epoch of the saved position, and the
+steps that are left in it. The loader begins at the position. There is no public seam for
 it. Methods are replaced on the instance; the class and every other Trainer are left alone.
 
 Trainer writes its state last. A full disk, or a process that was killed while it saved, leaves a checkpoint without
@@ -45,7 +45,7 @@ COUNTING = {
 }
 
 
-def check_checkpoint(output_dir: str, resume_from_checkpoint: Any) -> None:
+def check_checkpoint(output_dir: str, resume_from_checkpoint: str | Path | bool | None) -> None:
     """Checks that a checkpoint has been written to its end.
 
     Args:
@@ -57,8 +57,7 @@ def check_checkpoint(output_dir: str, resume_from_checkpoint: Any) -> None:
     """
     if not resume_from_checkpoint:
         return
-    named = isinstance(resume_from_checkpoint, str | Path)
-    given = resume_from_checkpoint if named else get_last_checkpoint(output_dir)
+    given = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if given is None or not Path(given).is_dir():
         raise ConfigError(
             f"there is no checkpoint to resume from at {given or output_dir}: name the folder of one (checkpoint-9), "
@@ -104,13 +103,13 @@ class Resuming(TrainerCallback):
                 attachment.replace(attachment.trainer, name, partial(method, getattr(attachment.trainer, name)))
 
     def _train(
-        self, train: Method, *, args: TrainingArguments, resume_from_checkpoint: str | None = None, **others: Any
-    ) -> Any:
+        self, train: Method, *, args: TrainingArguments, resume_from_checkpoint: str | None = None, **others: object
+    ) -> object:
         """Reads the position before Trainer counts anything."""
         self._begin(args, resume_from_checkpoint)
         return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
 
-    def _count(self, count: Method, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
+    def _count(self, count: Method, args: TrainingArguments, dataloader: object) -> tuple[float, ...]:
         """Returns the epochs and steps of the whole training as Trainer counts them, corrected where it resumes."""
         epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps = count(args, dataloader)
         if self._resumed is not None:
@@ -126,15 +125,15 @@ class Resuming(TrainerCallback):
             )
         return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
 
-    def _restore(self, restore: Method, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _restore(self, restore: Method, *args: object, **kwargs: object) -> tuple[int, int]:
         """Returns the epochs that are trained, and the micro-batches that are trained of the next one."""
         epochs, micro_batches = restore(*args, **kwargs)
         if self._resumed is None:
             return epochs, micro_batches
         return self._resumed.number, self._resumed.steps_done * self._resumed.accumulation_steps
 
-    def _run_epoch(self, run: Method, *, epoch: int, **others: Any) -> None:
-        """Trains an epoch, or what is left of it."""
+    def _run_epoch(self, run: Method, *, epoch: int, **others: object) -> None:
+        """Trains an epoch, or the rest of it."""
         resumed = self._resumed
         if resumed is None or epoch != resumed.number:
             run(epoch=epoch, **others)
@@ -154,7 +153,7 @@ class Resuming(TrainerCallback):
         """Puts the loader where the checkpoint was saved; to the beginning if there is none.
 
         Raises:
-            ConfigError: the dataset or its order are not those of the checkpoint, or it has no position at all.
+            ConfigError: the checkpoint is of another dataset or order, or has no position at all.
         """
         self._loader.restart()
         self._resumed = None
@@ -175,7 +174,7 @@ class Resuming(TrainerCallback):
         self._resumed = self._loader.resumed_epoch(args.gradient_accumulation_steps)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Makes sure that the data goes on where the steps do.
 
@@ -192,7 +191,7 @@ class Resuming(TrainerCallback):
             )
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Notes where the data is."""
         state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -19,7 +18,9 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# The signals, and what handles them in a Python program that does not care.
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+# The signals, and their handlers in a Python program that installs none.
 USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 # Steps after which a signal that no agreement has carried is passed on: an agreement takes place in every micro-batch.
 MOST_STEPS_UNSHOWN = 2
@@ -28,8 +29,8 @@ MOST_STEPS_UNSHOWN = 2
 class LeaveOnSignal(TrainerCallback):
     """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
 
-    It should be the last callback: then an evaluation that was due does not come before the checkpoint, and those that
-    report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
+    It should be the last callback: then an evaluation that was due does not come before the checkpoint, and callbacks
+    that report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
     example, stays; so do the default ones where training does not run on the main thread. A second Ctrl-C ends
     training at once, without a checkpoint.
 
@@ -43,10 +44,10 @@ class LeaveOnSignal(TrainerCallback):
         self._alone = True
         self._signal = 0
         self._steps_unshown = 0
-        self._earlier: dict[int, Any] = {}
+        self._earlier: dict[int, Handler] = {}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         transport = self._transport_of(args.device)
         self._traffic, self._alone = transport.traffic, transport.world_size == 1
@@ -55,7 +56,7 @@ class LeaveOnSignal(TrainerCallback):
         self._install()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         got = {0: self._traffic.leave_signal} if self._alone else self._traffic.leaving
         self._check_shown(state)
@@ -92,18 +93,18 @@ class LeaveOnSignal(TrainerCallback):
             signal.raise_signal(self._traffic.leave_signal)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self._signal:  # with a checkpoint of this very step
             control.should_save = control.should_evaluate = False
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Ends the process if a rank has got a signal.
 
         Raises:
-            SystemExit: with what a shell reports of a process that the signal has ended, after the checkpoint.
+            SystemExit: after the checkpoint, with the status of a process that the signal has ended.
         """
         self._restore()
         if self._signal:

@@ -9,7 +9,7 @@ import distca_hf
 from distca_hf.batches.meter import Reading, duration
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.preview import COUNTED, PLACED, PlacedData, Preview
-from distca_hf.batches.run_report import count, what_it_brings
+from distca_hf.batches.run_report import count, second_line
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
@@ -27,20 +27,20 @@ def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
     # Matrices take 6 x 200 = 1,200, attention 0.7 x 4,000 = 2,800; before it was 0.7 x (1,500 + 10,500) = 8,400.
     cost = StepCost(token_seconds=6.0, pair_seconds=0.7)
 
-    assert what_it_brings(TWO, cost, 4, "seen") == (
+    assert second_line(TWO, cost, 4, "seen") == (
         "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is about 70% of a step; "
         "steps should be 2.40 times as fast as in the order of the data (seen)"
     )
 
 
 def test_share_and_speed_up_are_left_out_where_the_model_is_not_known() -> None:
-    assert what_it_brings(TWO, None, 4, "seen") == (
+    assert second_line(TWO, None, 4, "seen") == (
         "attention work of the busiest rank 2.50 -> 1.00 times the mean (seen)"
     )
 
 
 def test_one_rank_has_nothing_to_balance() -> None:
-    assert what_it_brings(TWO, None, 1, "seen") == "one rank: there is nothing to balance (seen)"
+    assert second_line(TWO, None, 1, "seen") == "one rank: there is nothing to balance (seen)"
 
 
 READING = Reading(
