@@ -22,8 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distca_hf.arrays import IntArray as IntArray
-from distca_hf.arrays import Integers
+from distca_hf.arrays import IntArray, Integers
 from distca_hf.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 
 
 # Dense bf16 operations per second by data sheet, under a pattern of the device name that torch returns.

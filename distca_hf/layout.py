@@ -31,7 +31,7 @@ MAX_INTEGER = 2**63 - 1
 TILE_TOKENS = 128
 
 
-def as_int_array(values: Any, what: str) -> IntArray:
+def as_int_array(values: Any, name: str) -> IntArray:
     """Converts values to a one-dimensional int64 array.
 
     Raises:
@@ -40,30 +40,30 @@ def as_int_array(values: Any, what: str) -> IntArray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise PackingError(f"{what} must be a list of integers, not a nested list of unequal lengths") from error
+        raise PackingError(f"{name} must be a list of integers, not a nested list of unequal lengths") from error
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PackingError(
-            f"{what} must be a list of integers, not an array of {array.dtype} with shape {array.shape}"
+            f"{name} must be a list of integers, not an array of {array.dtype} with shape {array.shape}"
         )
     if array.size and int(array.max()) > MAX_INTEGER:
         at = int(np.argmax(array))
-        raise PackingError(f"{what}: entry {at} is {array[at]}, more than {MAX_INTEGER}")
+        raise PackingError(f"{name}: entry {at} is {array[at]}, more than {MAX_INTEGER}")
     return array.astype(np.int64)
 
 
-def check_document_tokens(values: Any, what: str = "document lengths") -> IntArray:
+def check_document_tokens(values: Any, name: str = "document lengths") -> IntArray:
     """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31.
 
     Raises:
         PackingError: names the first document out of range.
     """
-    lengths = as_int_array(values, what)
+    lengths = as_int_array(values, name)
     bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
     if len(bad):
         raise PackingError(
-            f"{what}: document {bad[0]} has {lengths[bad[0]]} tokens{and_more(len(bad) - 1)}; a document "
+            f"{name}: document {bad[0]} has {lengths[bad[0]]} tokens{and_more(len(bad) - 1)}; a document "
             f"has 1 to {MAX_DOCUMENT_TOKENS} tokens. Remove empty documents first, for example with dataset.filter."
         )
     return lengths
@@ -256,8 +256,8 @@ class Layout:
             )
         outside = np.flatnonzero((self.segment_document < 0) | (self.segment_document >= self.num_documents))
         if len(outside):
-            name = self.segment_document[outside[0]]
-            raise PackingError(f"segment {outside[0]} belongs to document {name}; there are {self.num_documents}")
+            number = self.segment_document[outside[0]]
+            raise PackingError(f"segment {outside[0]} belongs to document {number}; there are {self.num_documents}")
 
         # 2. Each segment begins where the one before it ends, and the last ends with its document.
         order = np.lexsort((self.segment_start, self.segment_document))

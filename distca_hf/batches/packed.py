@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
+from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
 from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray, TokenBytes
+from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import pad_rows
 from distca_hf.data.epochs import Epoch

@@ -9,8 +9,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.cost import IntArray, causal_pairs_of, imbalance
+from distca_hf.cost import causal_pairs_of, imbalance
 from distca_hf.data.accumulation import MicroBatches
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rank_plan import PlanFacts

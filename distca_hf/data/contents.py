@@ -18,9 +18,9 @@ from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 
 
-# Largest dataset of which all tokens are read, in tokens and in documents: it takes a tenth of a second. Of a larger
-# one, this many documents are read.
+# Largest dataset, in tokens, of which all tokens are read: it takes a tenth of a second.
 MOST_TOKENS = 1 << 22
+# The same in documents; of a larger dataset, this many documents are read.
 MOST_DOCUMENTS = 1024
 # Number of tokens on either side of a cut that its ranks compare: enough to tell texts apart, and few to read.
 AROUND_A_CUT_TOKENS = 8

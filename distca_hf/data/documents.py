@@ -23,6 +23,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+# Label that losses leave out: the `ignore_index` of torch's cross entropy.
 IGNORED_LABEL = -100
 
 

@@ -72,7 +72,7 @@ class ResumedEpoch:
         return ceil_div(self.micro_batches_left, self.accumulation_steps)
 
     def epochs_after(self, steps: int) -> float:
-        """Returns the epochs of the data that are trained after so many steps in this epoch."""
+        """Returns the epochs of the data that are trained after `steps` steps in this epoch."""
         done = self.steps_done * self.accumulation_steps
         trained = min(steps * self.accumulation_steps, self.micro_batches_left)
         return self.number + (done + trained) / (done + self.micro_batches_left)
@@ -82,7 +82,7 @@ class ResumedEpoch:
 
         Args:
             step: steps made before, in all epochs and sizes.
-            num_train_epochs: epochs to train; of a fraction of an epoch as many steps as Trainer makes of it.
+            num_train_epochs: epochs to train; a fraction of an epoch has the steps that Trainer makes of it.
         """
         last = ceil(num_train_epochs) - 1
         if self.number > last:
@@ -156,7 +156,7 @@ class EpochPacker:
             taken: (capacity_tokens, micro-batches taken) of each part, in order.
 
         Raises:
-            PackingError: a document is longer than those micro-batches were.
+            PackingError: a document is longer than one of these micro-batches.
         """
         packed: Epoch | None = None
         for capacity_tokens, micro_batches in taken:
@@ -174,11 +174,12 @@ class EpochPacker:
     def resumed(
         self, number: int, taken: Sequence[tuple[int, int]], micro_batch: int, accumulation_steps: int
     ) -> ResumedEpoch:
-        """Counts the rest of epoch `number` in optimizer steps of so many micro-batches.
+        """Counts the rest of epoch `number` in optimizer steps of `accumulation_steps` micro-batches.
 
         Args:
             taken: as for `rest`.
-            micro_batch: micro-batches of the present size that were taken after those.
+            accumulation_steps: micro-batches of an optimizer step.
+            micro_batch: micro-batches of the present size that were taken after them.
         """
         packed = self.rest(number, taken)
         packed_tokens = int(self._tokens[packed.documents].sum())

@@ -14,8 +14,11 @@ from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
 
 
+# Columns of TRL that are 0 at tokens without a label.
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
+# Column of tokenisers that is 0 at padding.
 ATTENTION_MASK = "attention_mask"
+# All columns with one number per token that are read.
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, ATTENTION_MASK)
 
 

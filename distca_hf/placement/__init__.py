@@ -1,1 +1,1 @@
-"""From the lengths of a micro-batch to a layout: which rank holds which tokens. Pure, without torch."""
+"""From the lengths of a micro-batch to a layout: the tokens that each rank holds. Pure, without torch."""

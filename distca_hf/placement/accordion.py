@@ -103,6 +103,7 @@ def _share_of_work(pool: PiecePool, goal: Goal, others: Goal) -> float:
 
 def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:
     """Takes dense pieces and tails, until with the lightest tokens beside them at most `near` work is missing."""
+    # In each round: the densest piece that fits whole, else a tail. The last round cuts a lighter piece to measure.
     taken: list[Piece] = []
     last_cut = False
     while tokens and (indices := pool.indices) and not last_cut:

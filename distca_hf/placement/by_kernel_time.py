@@ -193,6 +193,7 @@ def place_by_seconds(
     Raises:
         PackingError: a length is out of range, or numbers of ranks disagree.
     """
+    # 1. Placements with shares that follow from the seconds of the one before.
     shares = np.ones(num_ranks)
     best, best_seconds = None, np.inf
     for _ in range(1 + rounds):
@@ -212,6 +213,7 @@ def place_by_seconds(
         shares = shares * seconds.mean() / seconds
     assert best is not None
 
+    # 2. Token swaps on the best of them.
     def seconds_of(segments: list[Segment]) -> float:
         bounds = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 2)
         return float(times.of(bounds[:, 0], bounds[:, 1]).sum())

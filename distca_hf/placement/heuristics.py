@@ -63,17 +63,20 @@ SOME_DOCUMENTS = 25
 # Ranks of a node, or of the world, up to which it is small. In larger ones long documents have more work than a rank,
 # and are cut in any case.
 FEW_RANKS = 16
-# In a small world; in one of many nodes; on one node of many ranks. The first of them is the one for many documents.
+# Heuristics of a small world, in the order in which they are tried; the first one alone for many documents.
 HEURISTICS = (Heuristic(8192), Heuristic(2048))
+# Heuristics of a world of many nodes.
 HEURISTICS_OF_MANY_NODES = (Heuristic(8192), Heuristic(None))
+# Heuristics of one node of many ranks.
 HEURISTICS_OF_MANY_RANKS = (Heuristic(None, peel=True, most_off=3e-3),)
-# The same for few documents, each of which counts: in a small world; on one node of many ranks.
+# Heuristics for few documents, each of which counts, in a small world.
 HEURISTICS_OF_FEW_DOCUMENTS = (
     Heuristic(8192),
     GroupedHeuristic(otherwise=Heuristic(2048)),
     Heuristic(32768),
     Heuristic(None),
 )
+# Heuristics for few documents on one node of many ranks.
 HEURISTICS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (GroupedHeuristic(otherwise=Heuristic(None, most_off=3e-3)),)
 
 

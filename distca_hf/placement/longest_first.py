@@ -78,6 +78,7 @@ def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) ->
         if share is None:
             break
         _, _, start, stop, work = piece
+        # A whole piece if it fits, else its largest tail that does; without a tail the share is closed.
         if need.has_room(share, piece, max(LIGHT_ENOUGH * mean_cost, light_cost)):
             shares[share].append(pool.take_densest())
             need.reduce(share, stop - start, work)

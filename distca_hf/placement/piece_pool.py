@@ -45,7 +45,7 @@ class PiecePool:
         self._pieces = sorted(pieces)
         self.work_left = work_of(self._pieces)
         self._first = 0  # pieces before it are taken
-        # Tokens and work of the pieces before each of the first ones; as many as were asked for, and still hold.
+        # Tokens and work of all pieces before each of the first pieces, as far as they were needed and still hold.
         self._tokens_before = [0]
         self._work_before = [0]
         self._tails: list[tuple[int, Piece, int | None]] = []  # index, piece, index of its head
@@ -142,6 +142,7 @@ class PiecePool:
 
     def take_light(self, tokens: int) -> list[Piece]:
         """Takes the `tokens` lightest tokens; the last piece is cut, and its head taken."""
+        # 1. Whole pieces.
         before = self.light_work(tokens)  # and makes the sums reach that far
         end = self._tokens_before[self._first] + tokens
         last = bisect_right(self._tokens_before, end, self._first) - 1
@@ -150,6 +151,8 @@ class PiecePool:
             self._misplaced = [piece for piece in self._misplaced if piece not in self._pieces[self._first : last + 1]]
         work_end = self._work_before[self._first] + before
         self._first, left = last, end - self._tokens_before[last]
+
+        # 2. The head of the next piece. Its rest stays at the light end if it is short.
         if left:
             _, document, start, stop, work = self._pieces[last]
             head = piece_of(document, start, start + left, work_end - self._work_before[last])

@@ -28,10 +28,12 @@ from distca_hf.placement.stripes import StripeRule, spread, stripes_of
 from distca_hf.topology import Topology
 
 
-# Maximum miss of a node's work, and of a rank's, as fractions of it, up to which long documents are not cut. Both
-# together are below 0.5 % in small worlds, and 1 % in large ones, where many nodes must find their long documents.
+# Maximum miss of a node's work, as a fraction of it, up to which long documents are not cut. Together with `RANKS_OFF`
+# it is below 1 %: many nodes must find their long documents.
 NODES_OFF = 6e-3
+# The same where nodes are few: below 0.5 % together with `RANKS_OFF`.
 FEW_NODES_OFF = 1.5e-3
+# Maximum miss of a rank's work inside a node, as a fraction of it, up to which long documents are not cut.
 RANKS_OFF = 3e-3
 # Number of nodes up to which `FEW_NODES_OFF` holds.
 FEW_NODES = 7

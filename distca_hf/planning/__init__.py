@@ -1,1 +1,1 @@
-"""Who computes which attention task, and what travels for it. Pure: lengths in, integers out, no process groups."""
+"""From a layout to a plan, and to the routing of each rank. Pure: lengths in, integers out, no process groups."""

@@ -341,6 +341,7 @@ def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: Excha
     """
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
 
+    # 1. Rows and chunks of some pieces of tasks with remote queries.
     def query_rows_of(chosen: Pieces) -> IndexRanges:
         into_task = (chosen.start - tasks.start[chosen.task]) * rows_per_token(chosen.head, chosen.head_groups)
         return IndexRanges.of(first_query_row[chosen.task] + into_task, chosen.rows)
@@ -351,6 +352,7 @@ def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: Excha
         counts = _counts(chunk, ranks, chosen.rows, chunks.count, num_ranks)
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
+    # 2. Pieces that leave this rank, come from others, and stay.
     sent = pieces.select((pieces.owner == rank) & (pieces.server != rank))
     received = pieces.select((pieces.owner != rank) & (pieces.server == rank))
     local = pieces.select((pieces.owner == rank) & (pieces.server == rank) & plan.has_remote_queries[pieces.task])

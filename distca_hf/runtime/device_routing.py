@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from distca_hf.arrays import IntArray
 from distca_hf.comm.transport import AllToAll
-from distca_hf.cost import IntArray
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import RowSums

@@ -15,9 +15,9 @@ from distca_hf.analysis.baselines.baseline import Baseline
 from distca_hf.analysis.baselines.packing import whole_documents
 from distca_hf.analysis.estimates import step_cost
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray
 from distca_hf.flops import H200, H200_LIGER
 from distca_hf.placement.place import fill_in_order
 from lib.documents import parse_documents

@@ -80,6 +80,7 @@ class Donors:
         self.mask = mask
         self._ready: dict[int, list[Stack]] = {}
         self._next: dict[int, int] = {}
+        # Merged tails count on the rank that computes them, not on their owner.
         for place, (document, segments) in enumerate(documents.spanning):
             stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy, mask)
             self.spanning += stacks

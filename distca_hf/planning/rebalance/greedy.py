@@ -28,8 +28,9 @@ RECEIVED_PER_PRICE = 6.0
 LONGEST_STACKS = 3
 # Work of these stacks, as a multiple of the surplus, from which on shorter ones are left out.
 ENOUGH = 1.6
-# Maximum number of servers to choose from in one step: those with most room, and those with keys of the document.
+# Maximum number of servers to choose from in one step: ranks with most room,
 RANKS_WITH_ROOM = 8
+# and ranks that hold or received keys of the document. More change the choice rarely and cost time.
 RANKS_WITH_KEYS = 6
 # Minimum ratio of the work still to move to a whole document's work, from which on the document moves to the server of
 # the last move without a search: its bytes hardly count.

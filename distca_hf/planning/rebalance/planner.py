@@ -126,6 +126,7 @@ def _within(candidates: Candidates, bytes_limit: int, least: Candidate) -> Candi
         found = [candidates.move(strategy, tolerance) for strategy in STRATEGIES[:STRATEGIES_IN_NEED]]
         return min(found, key=lambda one: one.moved.largest_rank)
 
+    # 1. Growing tolerances, until the bytes of one fit.
     too_tight, tolerance = TOLERANCE, TOLERANCE
     fits: Candidate | None = None
     stays = candidates.stay(tolerance)
@@ -142,6 +143,8 @@ def _within(candidates: Candidates, bytes_limit: int, least: Candidate) -> Candi
         if candidates.may_stay and stays.moved.largest_rank <= bytes_limit:
             return stays
         raise PlanError(_over_the_limit(least, bytes_limit))
+
+    # 2. Bisection between it and the one before.
     for _ in range(HALVINGS):
         middle = (too_tight + tolerance) / 2
         found = candidate(middle)

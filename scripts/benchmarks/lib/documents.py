@@ -10,7 +10,8 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 
-from distca_hf.cost import IntArray, causal_pairs
+from distca_hf.arrays import IntArray
+from distca_hf.cost import causal_pairs
 
 
 PRESETS = {"A": "65536,2x32768,4x16384,32x2048", "B": "131072,96x4096", "C": "65536,48x4096"}

@@ -25,8 +25,8 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
-from distca_hf.cost import IntArray
 from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass

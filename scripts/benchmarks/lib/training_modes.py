@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from datasets import Dataset
 
-from distca_hf.cost import IntArray, imbalance
+from distca_hf.arrays import IntArray
+from distca_hf.cost import imbalance
 from lib.documents import attended_pairs, whole_documents
 from lib.modes import Batch, Mode, Place, build_mode
 

@@ -13,12 +13,13 @@ from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 
 from distca_hf.analysis.lengths import read_lengths
+from distca_hf.arrays import IntArray
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import IntArray, imbalance
+from distca_hf.cost import imbalance
 from distca_hf.data.collate import pad_rows
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker

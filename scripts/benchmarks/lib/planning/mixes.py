@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.cost import IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.shipped import LENGTHS
 
 
