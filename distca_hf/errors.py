@@ -1,11 +1,11 @@
-"""Every error distca_hf raises on purpose.
+"""Every error distca_hf raises on purpose, and words that several messages have.
 
 A message names the event, the place (rank, step, layer, document), the two numbers that disagree, and a remedy. Each
 class is also the builtin a caller would expect, so `except ValueError` keeps working.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections import abc
 
 
 class DistCAError(Exception):
@@ -57,14 +57,14 @@ def and_more(others: int) -> str:
     return f" (and {others} more like it)" if others else ""
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
+def nearest(name: object, known: abc.Iterable[str]) -> str | None:
     """Returns the known name that is most similar to a misspelt one; None if none is similar."""
     by_lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[found[0]] if found else None
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: abc.Iterable[str]) -> str:
     """Returns a question with the nearest known name, to follow a message; nothing if none is similar."""
     near = nearest(name, known)
     return f" Did you mean {near!r}?" if near else ""

@@ -92,6 +92,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         return spec
 
     def _imported(self) -> None:
+        """Removes this finder, and runs the action once."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             self._action()

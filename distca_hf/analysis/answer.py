@@ -143,7 +143,7 @@ class EpochFigures:
             tokens=int(document_tokens.sum()),
             longest_document_tokens=int(document_tokens.max()),
             micro_batches=len(plans.in_order.tokens),
-            planned_micro_batches=len(plans.looked_at),
+            planned_micro_batches=len(plans.planned),
             imbalance_before=Spread.of(plans.in_order.imbalance),
             imbalance=Spread.of(plans.imbalance),
             bytes_max_rank=int(plans.received_bytes.max()),

@@ -19,6 +19,7 @@ from distca_hf.data.epochs import Epoch
 
 # Maximum of ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
 MOST_PLANNED_RANKS = 1024
+
 Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and shows progress
 
 
@@ -50,15 +51,15 @@ class EpochPlans:
 
     Attributes:
         in_order: all micro-batches of the epoch.
-        looked_at: `[planned]` numbers of the micro-batches whose steps were planned.
+        planned: `[planned]` numbers of the micro-batches that were planned.
         work: `[planned, ranks]` attended pairs, as planned.
         received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.
-        sorted_tokens, sorted_work: `[planned, ranks]` the same for packs that are cut at their borders, sorted by work
-            within each optimizer step.
+        sorted_tokens, sorted_work: `[planned, ranks]` tokens and attended pairs of packs that are cut at their
+            borders, sorted by work within each optimizer step.
     """
 
     in_order: InOrder
-    looked_at: IntArray
+    planned: IntArray
     work: np.ndarray
     received_bytes: IntArray
     sorted_tokens: IntArray
@@ -122,7 +123,7 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
         packs += sorted_packs(np.concatenate(batches), request.num_ranks, micro_steps)
     return EpochPlans(
         in_order=pack_in_order(document_tokens, epoch, request.num_ranks),
-        looked_at=(chosen[:, None] * micro_steps + np.arange(micro_steps)).reshape(-1),
+        planned=(chosen[:, None] * micro_steps + np.arange(micro_steps)).reshape(-1),
         work=np.array(work),
         received_bytes=np.array(received, dtype=np.int64),
         sorted_tokens=np.array([pack.tokens for pack in packs]),

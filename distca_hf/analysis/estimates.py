@@ -67,12 +67,12 @@ def estimate_speed(plans: EpochPlans, cost: StepCost) -> Speed:
     plain = _seconds(plans.in_order, plans.in_order.work.max(axis=1), cost)
     as_planned = _seconds(plans.in_order, plans.in_order.work.mean(axis=1) * plans.imbalance.mean(), cost)
     # Sorted packs are compared with the plans of the same micro-batches.
-    looked_at = InOrder(plans.in_order.tokens[plans.looked_at], plans.in_order.work[plans.looked_at])
+    planned_in_order = InOrder(plans.in_order.tokens[plans.planned], plans.in_order.work[plans.planned])
     sorted_packs = plans.sorted_tokens * cost.token_seconds + plans.sorted_work * cost.pair_seconds
     return Speed(
         attention_share=attention_share(plans.in_order, cost),
         over_plain=plain / as_planned,
-        over_sorted=float(sorted_packs.max(axis=1).sum()) / _seconds(looked_at, plans.work.max(axis=1), cost),
+        over_sorted=float(sorted_packs.max(axis=1).sum()) / _seconds(planned_in_order, plans.work.max(axis=1), cost),
     )
 
 
@@ -153,6 +153,7 @@ class Assumptions:
             return {}
 
         def of(sharding: Sharding) -> Callable[[int], Memory]:
+            """Returns the function of one way to shard weights."""
             setup = self.setup(num_ranks, sharding)
             return lambda tokens: estimate_memory(size, model.heads, setup, tokens, received_bytes)
 

@@ -28,8 +28,8 @@ def find_model(name: str) -> ModelShape:
     """Returns the model of a name.
 
     Args:
-        name: of the table, path of a config.json or of its folder, model type or class of Transformers, or a name on
-            the Hub, from which only the configuration is loaded.
+        name: name of the table; path of a config.json or of its folder; model type or class of Transformers; or name
+            on the Hub, from which only the configuration is loaded.
 
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.

@@ -13,8 +13,8 @@
 The first four may be compressed (`.gz`). A column of lengths is called `length`, `lengths` or `num_tokens` and has
 whole numbers, or is called `input_ids` and has lists, whose lengths count. There must be exactly one such column.
 
-A folder with `input_ids` is a dataset that the loader accepts. It is read as the loader reads it (`data.documents`),
-with any other columns, and with several documents in a row if there is a column `seq_lengths`.
+A folder with `input_ids` is a dataset that the loader accepts, and is read as the loader reads it (`data.documents`).
+It may have any other columns. With a column `seq_lengths` a row has several documents.
 """
 
 import csv
@@ -193,6 +193,7 @@ class Numbers:
 
     @property
     def _next(self) -> str:
+        """Words for the next number, for errors."""
         return f"{self.source}: {self._each} {len(self._numbers)}"
 
 

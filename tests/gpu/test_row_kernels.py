@@ -5,6 +5,7 @@ import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge
+from distca_hf.torch_private import _public_current_stream, current_stream
 
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +21,13 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def _parts_of_one(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Index tensors on the device, as they come with a plan: one behind the other, so that each begins anywhere."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), *index]).cuda()[1:].split([len(x) for x in index])
+
+
+def test_streams_are_found_by_private_and_public_names_alike() -> None:
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            device = torch.cuda.current_device()
+            assert current_stream(device) == _public_current_stream(device) == stream.cuda_stream
 
 
 # --- merge

@@ -1,9 +1,10 @@
 """Placed: a lower bound of the keys and values that every layout as balanced as a given one has to move.
 
 Keys are counted for one document at a time. Let b1 = length >= b2 >= b3 ... be the last positions that ranks hold of
-it. A rank that holds position b - 1 needs the keys of all b tokens before and has its own, so the ranks receive b2 +
-b3 + ... tokens together. All tokens after b(j+1) are on j ranks. These hold no more than j ranks' tokens and compute
-no more than j ranks' work. The other tokens that they hold have at least the work of the lightest tokens of the batch:
+it. A rank that holds position b - 1 needs the keys of all b tokens before, of which it has its own. So the ranks
+together receive at least b2 + b3 + ... tokens. All tokens after b(j+1) are on j ranks. These hold no more than j
+ranks' tokens and compute no more than j ranks' work. The other tokens that they hold have at least the work of the
+lightest tokens of the batch:
 
     work(b .. length) + lightest(j x fewest_tokens - (length - b))  <=  j x most_work
     length - b                                                      <=  j x most_tokens

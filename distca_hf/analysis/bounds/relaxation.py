@@ -169,6 +169,7 @@ class LinearProgram:
         self._equalities += 1
 
     def _add(self, kind: str, row: int, terms: Terms) -> None:
+        """Adds the terms of one constraint."""
         rows, columns, coefficients = self._terms[kind]
         rows += [row] * len(terms)
         columns += [variable for variable, _ in terms]

@@ -57,7 +57,7 @@ def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeyp
     facts = [batch["distca_plan"].facts for batch in trained]
 
     assert len(plans.in_order.tokens) == len(facts) > 20
-    planned = [facts[number].imbalance for number in plans.looked_at]
+    planned = [facts[number].imbalance for number in plans.planned]
     assert plans.imbalance == pytest.approx(planned)
     if micro_steps == 1:
         assert plans.in_order.imbalance == pytest.approx([fact.imbalance_before for fact in facts])
@@ -104,7 +104,7 @@ def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
     assert len(gone_over) == MOST_PLANNED_RANKS // (64 * 2) < packed.epoch.num_micro_batches // 2
     assert gone_over[0] == 0
     assert gone_over[-1] == packed.epoch.num_micro_batches // 2 - 1
-    assert plans.looked_at.tolist() == [2 * step + half for step in gone_over for half in (0, 1)]
+    assert plans.planned.tolist() == [2 * step + half for step in gone_over for half in (0, 1)]
     assert plans.work.shape == plans.sorted_work.shape == (2 * len(gone_over), 64)
 
 

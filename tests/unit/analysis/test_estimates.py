@@ -155,7 +155,7 @@ def test_speed_by_hand() -> None:
     in_order = InOrder(tokens=np.array([4, 6]), work=np.array([[3, 1], [6, 2]]))
     plans = EpochPlans(
         in_order=in_order,
-        looked_at=np.array([1]),
+        planned=np.array([1]),
         work=np.array([[4.0, 4.0]]),
         received_bytes=np.array([0]),
         sorted_tokens=np.array([[3, 3]]),

@@ -79,6 +79,29 @@ def test_all_agreements_are_equally_wide() -> None:
     assert widths == [WIDTH, WIDTH]
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_any_number_of_facts_fits_and_names_travel_only_where_some_differ(differs: bool) -> None:
+    """As many settings as there may ever be: one more changes no width."""
+
+    def body(transport: LoopbackTransport) -> tuple[list[int], str]:
+        widths: list[int] = []
+        gather = transport.gather
+        transport.gather = lambda values, where: (widths.append(len(values)), gather(values, where))[1]
+        facts = {f"setting {number}": "x" * number for number in range(300)}
+        if differs and transport.rank == 1:
+            facts["setting 250"] = "other"
+        try:
+            Agreement.start(transport, Occasion.TAKE, 0, facts, {}).wait()
+        except PlanMismatchError as error:
+            return widths, str(error)
+        return widths, ""
+
+    for widths, message in run_ranks(3, body):
+        assert widths[0] == WIDTH
+        assert len(widths) == 1 + differs
+        assert (f"setting 250 is {'x' * 250} on ranks 0 and 2, other on rank 1." in message) == differs
+
+
 def test_roll_call_tells_who_left_who_is_silent_and_nothing_about_who_answers() -> None:
     store = HashStore()
     calls = [RollCall(store, rank, 4, patience_seconds=0.5) for rank in range(4)]
