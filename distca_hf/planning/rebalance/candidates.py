@@ -67,7 +67,7 @@ class Candidates:
         self._token_bytes = token_bytes
         self._capacities = capacities
         self._mask = mask
-        self._documents = DocumentsByRank(layout)
+        self._documents = DocumentsByRank(layout, mask)
         self._segments = Segments.of(layout)
         self._held_work = layout.rank_work_of(mask)
         self._total_work = int(self._held_work.sum()) * head_groups
@@ -136,9 +136,7 @@ class Candidates:
         return work_limits(self._total_work, self._layout.num_ranks, self._capacities, tolerance)
 
     def _donors(self, prices: Prices, strategy: Strategy) -> Donors:
-        return Donors(
-            self._documents, self._held_work, self._head_groups, self._token_bytes, prices, strategy, self._mask
-        )
+        return Donors(self._documents, self._head_groups, self._token_bytes, prices, strategy, self._mask)
 
     def _candidate(
         self, strategy: Strategy, prices: Prices, donors: Donors, limits: list[float], busy_bytes: float, steps: int

@@ -75,14 +75,18 @@ def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Colu
         prefixes: `[head_groups]` keys of the document's beginning that the server has received, of each head.
     """
     columns = []
+    held = stack.holders.get(rank, [])
     same: dict[tuple[int, int], tuple[int, int]] = {}  # most heads have equal tops and prefixes
     for head, alike in enumerate(zip(stack.tops, prefixes, strict=True)):
         top, known = alike
         if top > stack.start:
             if alike not in same:
                 merged = max(0, top - stack.own_stop)
-                lacks = top - known - tokens_held(stack.holders, rank, known, top) if top > known else 0
-                travels = top - merged - tokens_held(stack.holders, rank, stack.own_stop, top)
+                lacks = top - known if top > known else 0
+                travels = top - merged
+                if held:
+                    lacks -= tokens_held(held, known, top) if top > known else 0
+                    travels -= tokens_held(held, stack.own_stop, top)
                 same[alike] = max(0, lacks - merged), travels
             lacks, travels = same[alike]
             columns.append((lacks, top, travels, head))
@@ -126,6 +130,7 @@ def cheapest_cut(
     """
     work, round_down, query_price, key_price, whole_head = terms
     start, mask, (common_position, common_area) = stack.start, stack.mask, common_cut
+    position_of, pairs_before = mask.position, mask.pairs_before  # looked up once: they are called for every head
     pairs_before_tops, spare_position = stack.count_pairs(), int(common_position)
     pairs_before_start = stack.pairs_before_start
     pairs = lacks = travels = 0
@@ -139,7 +144,7 @@ def cheapest_cut(
         if top < lowest:
             lowest = top
         left = (pairs - work) / count
-        deepest = int(mask.position(left)) if left > pairs_before_start else start
+        deepest = int(position_of(left)) if left > pairs_before_start else start
         if lowest <= deepest:
             break  # more heads would be cut still higher
         for wanted in (deepest, spare_position) if spare_room and deepest < common_position else (deepest,):
@@ -161,7 +166,7 @@ def cheapest_cut(
             elif position > common_position:
                 mean_keys = mask.area(position) / position
                 price += count * key_price * (position - common_area / mean_keys)
-            moved = pairs - count * (mask.pairs_before(position) if position > start else pairs_before_start)
+            moved = pairs - count * (pairs_before(position) if position > start else pairs_before_start)
             if best is None or price < best[0] * moved:
                 best = (price / moved, count, position, queries, lacks)
         if best is not None and count > best[1] + 1:
@@ -175,12 +180,13 @@ def cheapest_cut(
 def common_cut_of(stacks: list[Stack], work: float, mask: Mask) -> CommonCut:
     """Finds the position at which all heads of some stacks, cut alike, move this much work."""
     tops = sorted([top for stack in stacks for top in stack.tops if top > stack.start], reverse=True)
-    areas = {top: mask.area(top) for top in set(tops)}  # most heads have equal tops
-    left, total = 0.0, 0.0
+    left, total, before, area = 0.0, 0.0, -1, 0.0
     for count, top in enumerate(tops, 1):
-        if left >= areas[top]:
+        if top != before:  # most heads have equal tops
+            before, area = top, mask.area(top)
+        if left >= area:
             break
-        total += areas[top]
+        total += area
         left = max(0.0, (total - work) / count)
     position = mask.position(left)
     return CommonCut(position, mask.area(position))

@@ -22,14 +22,17 @@ class DocumentsByRank:
 
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
+        whole_work: `[ranks]` attended pairs of all other documents.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, mask: Mask) -> None:
         document, start, stop = layout.segment_document, layout.segment_start, layout.segment_stop
         tokens = layout.document_tokens[document]
         whole = stop - start == tokens
         cut = np.flatnonzero(~whole)
         cut = cut[np.lexsort((start[cut], document[cut]))]
+        self.whole_work = layout.rank_work_of(mask)
+        np.subtract.at(self.whole_work, layout.segment_rank[cut], mask.pairs_of(start[cut], stop[cut]))
         segments: dict[int, list[tuple[int, int, int]]] = {}
         columns = (document[cut], start[cut], stop[cut], layout.segment_rank[cut])
         for name, first, last, rank in zip(*(column.tolist() for column in columns), strict=True):
@@ -57,22 +60,20 @@ class Donors:
         opened: stacks of whole documents, made so far.
 
     Args:
-        documents: of the layout.
-        work: `[ranks]` attended pairs of the rows that each rank holds.
+        documents: documents of the layout.
         head_groups, token_bytes, prices, strategy, mask: see `merge_short_tails`.
     """
 
     def __init__(
         self,
         documents: DocumentsByRank,
-        work: IntArray,
         head_groups: int,
         token_bytes: TokenBytes,
         prices: Prices,
         strategy: Strategy,
         mask: Mask,
     ) -> None:
-        self.work: list[int] = (work * head_groups).tolist()
+        self.work: list[int] = (documents.whole_work * head_groups).tolist()
         self.spanning: list[Stack] = []
         self.opened: list[Stack] = []
         self._documents = documents
@@ -80,12 +81,9 @@ class Donors:
         self.mask = mask
         self._ready: dict[int, list[Stack]] = {}
         self._next: dict[int, int] = {}
-        # Merged tails count on the rank that computes them, not on their owner.
         for place, (document, segments) in enumerate(documents.spanning):
             stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy, mask)
             self.spanning += stacks
-            for start, stop, rank in segments:
-                self.work[rank] -= mask.pairs(start, stop) * head_groups
             for stack in stacks:
                 stack.place = place
                 self.work[stack.server] += stack.pairs_left()

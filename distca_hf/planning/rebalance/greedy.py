@@ -165,7 +165,7 @@ class GreedyMoves:
         source, whole_head = owner, 0.0
         if stack.start:
             source = next(iter(stack.holders))  # most keys come from the document's beginning
-            keys = stack.start - tokens_held(stack.holders, owner, 0, stack.start)
+            keys = stack.start - tokens_held(stack.holders.get(owner, []), 0, stack.start)
             whole_head = keys * prices.of_keys(source, owner, token_bytes)
         best: tuple[Cut, int] | None = None
         for amount, rank, columns in self._offers(stack, with_room, room):
@@ -213,10 +213,9 @@ def busiest_bytes(donors: Donors, surplus: Amounts, token_bytes: TokenBytes) -> 
 def _fewest_bytes(tops: list[int], work: float, token_bytes: TokenBytes, mask: Mask) -> float:
     """Returns the fewest bytes that move this work, over all numbers of heads cut at one position."""
     fewest = float("inf")
-    areas = {top: mask.area(top) for top in set(tops)}
     area, total = 0.0, 0
     for count, top in enumerate(sorted(tops, reverse=True), 1):
-        area += areas[top]
+        area += mask.area(top)
         total += top
         left = (area - work) / count
         if left >= 0:

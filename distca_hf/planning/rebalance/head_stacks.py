@@ -20,7 +20,8 @@ from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
-Holders = dict[int, list[tuple[int, int]]]  # rank -> ranges of a document that it holds
+Held = list[tuple[int, int]]  # ranges [start, stop) of a document that a rank holds
+Holders = dict[int, Held]  # rank -> its ranges
 Move = tuple[int, int, int, int]  # head group, start, stop, server
 
 
@@ -56,8 +57,7 @@ class Stack:
     def count_pairs(self) -> list[int]:
         """Counts pairs before the start and before each top, once; returns the latter."""
         if not self.pairs_before_tops:
-            pairs = {top: self.mask.pairs_before(top) for top in set(self.tops)}  # most heads have equal tops
-            self.pairs_before_tops = [pairs[top] for top in self.tops]
+            self.pairs_before_tops = [self.mask.pairs_before(top) for top in self.tops]
             self.pairs_before_start = self.mask.pairs_before(self.start)
         return self.pairs_before_tops
 
@@ -86,9 +86,9 @@ class Stack:
         return self.moves + [(head, start, top, server) for head, top in enumerate(self.tops) if top > start]
 
 
-def tokens_held(holders: Holders, rank: int, start: int, stop: int) -> int:
-    """Counts tokens of [start, stop) that a rank holds."""
-    return sum([max(0, min(stop, last) - max(start, first)) for first, last in holders.get(rank, ())])
+def tokens_held(held: Held, start: int, stop: int) -> int:
+    """Counts tokens of [start, stop) in the ranges that a rank holds."""
+    return sum([max(0, min(stop, last) - max(start, first)) for first, last in held])
 
 
 Range = tuple[int, int, int]  # start, stop, server
