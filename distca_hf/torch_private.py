@@ -40,6 +40,15 @@ def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
     autograd = DispatchKey.AutogradFunctionality
 
     def is_plain(given: tuple[Any, ...]) -> bool:
+        if (
+            get_eval_frame_callback() is not None
+            or _len_torch_function_stack()
+            or profiler._is_profiler_enabled
+            or forward_ad._current_level >= 0
+            or _dispatch_tls_local_include_set().raw_repr() != no_mode
+            or (torch.is_grad_enabled() and _dispatch_tls_local_exclude_set().has(autograd))
+        ):
+            return False
         for x in given:
             kind = type(x)
             if kind in _TENSORS:
@@ -47,15 +56,7 @@ def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
                     return False
             elif kind not in _OTHERS:
                 return False
-        return (
-            get_eval_frame_callback() is None
-            and not _len_torch_function_stack()
-            and not profiler._is_profiler_enabled
-            and forward_ad._current_level < 0
-            and (given[0].is_cuda or given[0].is_cpu)
-            and _dispatch_tls_local_include_set().raw_repr() == no_mode
-            and not (torch.is_grad_enabled() and _dispatch_tls_local_exclude_set().has(autograd))
-        )
+        return bool(given[0].is_cuda or given[0].is_cpu)
 
     return is_plain
 

@@ -120,7 +120,7 @@ def given_documents(
     """Returns documents by the offsets that a layer was given.
 
     Args:
-        cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have those of queries.
+        cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have the offsets of queries.
         queries, keys: rows of all rows of the batch.
 
     Raises:

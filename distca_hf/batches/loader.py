@@ -142,7 +142,7 @@ class PlacedLoader:
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins this epoch with the next iteration; a position given to `load_state_dict` goes first, once."""
+        """Begins this epoch with the next iteration; a position given to `load_state_dict` counts more, once."""
         self._next, self._is_left_early = Cursor(epoch), False
 
     def restart(self) -> None:
@@ -254,7 +254,7 @@ class PlacedLoader:
                 log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
 
     def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
-        """Returns the batch on the device, with its plan, once all ranks have shown that they take the same."""
+        """Returns the batch on the device, with its plan, once all ranks have agreed to take the same one."""
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.totals = self.totals.plus(prepared.facts)

@@ -37,7 +37,7 @@ class Reading:
         seconds: that passed on this rank, evaluation left out.
         totals: of the micro-batches.
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
-        slowest_rank: the one that waited least for others; None if only one was asked.
+        slowest_rank: the rank that waited least for others; None in a reading of one rank.
         utilisation: operations of the model over those that the GPUs could do at best; None if unknown.
         memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
     """

@@ -153,7 +153,7 @@ def _learns_nothing(batch: Batch) -> bool:
 
 
 def _ranks(flags: Sequence[int]) -> str:
-    """Names the ranks that have shown 1."""
+    """Returns the ranks whose flag is 1, in words."""
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 

@@ -41,7 +41,7 @@ class Prepared:
     """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps.
 
     Attributes:
-        columns: `[1, rows]` tensors by the names that models know them by.
+        columns: `[1, rows]` tensors by their names among the arguments of models.
         documents_checksum: of the documents that form the micro-batch.
         cuts: cuts of documents beside this rank's segments.
     """

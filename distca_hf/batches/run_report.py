@@ -100,6 +100,6 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
 
 
 def count(number: int, noun: str) -> str:
-    """Returns a number of things in words."""
+    """Returns a number and its noun: "1 rank", "2 ranks"."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"

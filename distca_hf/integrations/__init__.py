@@ -1,1 +1,1 @@
-"""Where distca_hf meets Transformers, Accelerate and datasets."""
+"""Transformers, Accelerate and datasets: everything that depends on them."""

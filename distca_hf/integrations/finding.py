@@ -59,7 +59,7 @@ def find_documents(
         padding: `[B, places]`, False where a place of a row is padding; or as `all_places` returns it.
         numbers: the same before it was made bool.
         positions: of the queries.
-        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the one before it. It counts
+        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before. It counts
             more than positions.
         cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
         unseen: whether the batch may have positions that are not given here.

@@ -94,7 +94,7 @@ class ConfigFacts:
 
 
 def _name_of(value: object) -> str:
-    """Stands in for a value that JSON does not know; memory addresses would differ between ranks."""
+    """Returns a stand-in for a value that JSON cannot write; memory addresses would differ between ranks."""
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 

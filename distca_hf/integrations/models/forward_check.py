@@ -1,4 +1,4 @@
-"""Forward check: is an enabled model still the one that was checked, and does all of its attention come here?
+"""Forward check: an enabled model must stay the one that was checked, and all of its attention must come here.
 
 A model is checked once, when it is enabled. Programs may copy or change it afterwards. So every forward pass with a
 plan is checked before its first layer and behind its last one.

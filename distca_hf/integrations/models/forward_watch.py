@@ -199,7 +199,7 @@ class ForwardWatch:
             )
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Checks the attention calls of the pass, and shows them to all ranks.
+        """Checks the attention calls of the pass, and compares them over ranks.
 
         Raises:
             UnsupportedAttentionError, PlanError: some layer computed something else.

@@ -165,7 +165,7 @@ def _train_from_whole_checkpoint(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Trains, unless the checkpoint to resume from was not written to its end."""
+    """Runs `Trainer.train`, unless the checkpoint to resume from was not written to its end."""
     check_checkpoint(attachment.trainer.args.output_dir, resume_from_checkpoint)
     with attachment.training():
         return train(resume_from_checkpoint, *args, **kwargs)

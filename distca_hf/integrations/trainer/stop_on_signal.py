@@ -1,4 +1,4 @@
-"""Preemption: on SIGTERM or Ctrl-C all ranks end the same step, save a checkpoint, and leave.
+"""Stop on a signal: on SIGTERM or Ctrl-C all ranks end the same step, save a checkpoint, and leave.
 
 Ranks get a signal at different times, or only one of them does. Its next agreements carry the signal
 (`Traffic.leave_signal`), so that after a step all ranks have seen it, without a collective of its own.

@@ -1,4 +1,4 @@
-"""Drift: do all ranks still hold the same weights?
+"""Weights check: compares weights that all ranks should hold alike.
 
 A flipped bit, a missed reduction, or an optimizer that sees other gradients on one rank changes no message and raises
 no error: losses drift. Now and then a checksum of every replicated parameter is compared, bit by bit equal or not.
@@ -70,7 +70,7 @@ class WeightsCheck:
 
 
 def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that every rank holds as a whole, by name."""
+    """Yields parameters that every rank holds as a whole, with their names."""
     sharded = {
         parameter
         for module in model.modules()

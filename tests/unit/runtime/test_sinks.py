@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
@@ -24,7 +24,6 @@ from support.parity import live_plan
 
 HEADS, KV_HEADS, DIM = 6, 3, 4
 SPEC = AttentionSpec(0.4, softcap=0.7)
-CONFIG = DistCAConfig(kernel="reference")
 
 
 def tensors(layout: Layout) -> list[torch.Tensor]:
@@ -35,7 +34,7 @@ def tensors(layout: Layout) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def expected(layout: Layout) -> list[torch.Tensor]:
+def expected(layout: Layout, softcap: float = SPEC.softcap) -> list[torch.Tensor]:
     """Output, and gradients of queries, keys, values and sinks, from a softmax with one more column."""
     *inputs, dout = tensors(layout)
     q, k, v, sinks = (x.requires_grad_() for x in inputs)
@@ -43,7 +42,8 @@ def expected(layout: Layout) -> list[torch.Tensor]:
     for tokens in layout.document_tokens.tolist():
         rows, start = slice(start, start + tokens), start + tokens
         keys, values = (x[rows].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        scores = SPEC.softcap * (torch.einsum("tnh,snh->nts", q[rows], keys) * SPEC.scale / SPEC.softcap).tanh()
+        scores = torch.einsum("tnh,snh->nts", q[rows], keys) * SPEC.scale
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
         scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), float("-inf"))
         column = sinks[:, None, None].expand(-1, tokens, 1)
         shares = torch.cat([scores, column], dim=2).softmax(-1)[:, :, :-1]
@@ -52,25 +52,30 @@ def expected(layout: Layout) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
 
 
-def of_rank(transport: Transport, plan: Plan, num_chunks: int) -> list[torch.Tensor]:
+def of_rank(
+    transport: Transport, plan: Plan, num_chunks: int = 1, spec: AttentionSpec = SPEC, kernel: KernelName = "reference"
+) -> list[torch.Tensor]:
+    """The same results of one rank, the last one its part of the sum."""
     layout, rank = plan.layout, transport.rank
-    live = live_plan(layout, transport, CONFIG, plan=plan, num_chunks=num_chunks)
+    live = live_plan(layout, transport, DistCAConfig(kernel=kernel), plan=plan, num_chunks=num_chunks)
     *of_tokens, sinks, dout = tensors(layout)
     rows, padding = rows_of_rank(layout, rank), int(layout.padding_rows[rank])
     *held, dout = (torch.cat([x[rows], x.new_zeros(padding, *x.shape[1:])]) for x in (*of_tokens, dout))
     inputs = [x.requires_grad_() for x in (*held, sinks)]
-    out, *_ = flash_attn(*inputs[:3], SPEC, live.handle, sinks_N=sinks)
+    out, *_ = flash_attn(*inputs[:3], spec, live.handle, sinks_N=sinks)
     *gradients, of_sinks = torch.autograd.grad(out, inputs, dout)
     return [*(x.detach()[: len(rows)] for x in (out, *gradients)), of_sinks]
 
 
+@pytest.mark.parametrize("softcap", [0.0, SPEC.softcap])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_sinks_count_once_on_all_ranks_together(num_ranks: int, num_chunks: int) -> None:
-    plan = plan_in_place(random_layout(random.Random(num_ranks), num_ranks))
-    of_ranks = run_ranks(num_ranks, partial(of_rank, plan=plan, num_chunks=num_chunks))
+def test_sinks_count_once_on_all_ranks_together(num_ranks: int, num_chunks: int, softcap: float) -> None:
+    """With "auto", and no softcap, another kernel than that of forward computes backward: it reads log-sum-exps."""
+    plan, spec = plan_in_place(random_layout(random.Random(num_ranks), num_ranks)), SPEC._replace(softcap=softcap)
+    of_ranks = run_ranks(num_ranks, partial(of_rank, plan=plan, num_chunks=num_chunks, spec=spec, kernel="auto"))
 
-    *whole, of_sinks = expected(plan.layout)
+    *whole, of_sinks = expected(plan.layout, softcap)
     for rank, results in enumerate(of_ranks):
         rows = rows_of_rank(plan.layout, rank)
         torch.testing.assert_close(results[:-1], [x[rows] for x in whole], rtol=0, atol=1e-10)
@@ -83,7 +88,7 @@ def test_sinks_are_refused_where_queries_move() -> None:
     assert plan.pieces.moved.any()
 
     with pytest.raises(UnsupportedAttentionError, match="sinks of 6 heads are not computed where queries move"):
-        run_ranks(2, partial(of_rank, plan=plan, num_chunks=1))
+        run_ranks(2, partial(of_rank, plan=plan))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -107,7 +112,7 @@ def test_local_attention_takes_sinks(in_graph: bool, compiled: bool) -> None:
 
 def test_sinks_alone_may_need_gradients() -> None:
     layout = Layout.from_packs([[5, 3]])
-    live = live_plan(layout, run_ranks(1, lambda transport: transport)[0], CONFIG)
+    live = live_plan(layout, LocalTransport(), DistCAConfig(kernel="reference"))
     *of_tokens, sinks, dout = tensors(layout)
     out, *_ = flash_attn(*of_tokens, SPEC, live.handle, sinks_N=sinks.requires_grad_())
 
