@@ -124,8 +124,8 @@ class EpochPacker:
         longest = int(np.argmax(document_tokens))
         if document_tokens[longest] > capacity_tokens:
             raise PackingError(
-                f"document {longest} has {document_tokens[longest]} tokens, a micro-batch holds {capacity_tokens}; split "
-                "or remove it, or train with more tokens per rank"
+                f"document {longest} has {document_tokens[longest]} tokens, a micro-batch holds {capacity_tokens}; "
+                "split or remove it, or train with more tokens per rank"
             )
         self._tokens = document_tokens
         self._capacity_tokens = capacity_tokens
