@@ -6,7 +6,7 @@ import torch
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.groups import default_device
-from distca_hf.comm.uncaught import show_errors_once
+from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of

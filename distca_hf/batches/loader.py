@@ -18,8 +18,7 @@ import torch
 
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.prefetch import Prefetcher
-from distca_hf.batches.prepare import Cursor, Prepared, Preparer
+from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
 from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts, shared_facts
 from distca_hf.comm.agreement import Agreement

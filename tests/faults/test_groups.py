@@ -197,7 +197,7 @@ def test_a_thread_that_computes_is_seen_at_work(monkeypatch: pytest.MonkeyPatch)
 
 ABANDONED_LOOP = """
 import itertools, sys
-from distca_hf.batches.prefetch import Prefetcher
+from distca_hf.batches.prepare import Prefetcher
 from distca_hf.telemetry import LoaderTimes
 
 items = iter(Prefetcher(itertools.count, 2, LoaderTimes()))

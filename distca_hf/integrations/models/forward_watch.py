@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.batch_documents import Batch, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
-from distca_hf.batches.run_report import RunReport
+from distca_hf.batches.preview import RunReport
 from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
@@ -25,9 +25,8 @@ from distca_hf.integrations.checkpointing.policies import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.facts import ConfigFacts, module_facts
 from distca_hf.integrations.models.flops import step_flops
-from distca_hf.integrations.models.forward_check import ForwardCheck
+from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,

@@ -15,9 +15,9 @@ import torch
 from datasets import Dataset, IterableDataset
 
 import distca_hf
-from distca_hf.batches import prefetch as ahead
+from distca_hf.batches import prepare as ahead
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.prefetch import Prefetcher
+from distca_hf.batches.prepare import Prefetcher
 from distca_hf.data import contents
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.runtime.live_plan import LivePlan
