@@ -105,8 +105,8 @@ def train(
 ) -> None:
     """Trains from a recipe: starts its script with accelerate launch, one process for each GPU.
 
-    Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Those behind -- go to accelerate
-    launch (-- --num_processes 4). The whole line is printed first.
+    Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments behind -- go to
+    accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
     from distca_hf import train as command
 

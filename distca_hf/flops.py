@@ -48,7 +48,7 @@ class Rates:
 
 
 # Rates of an H200, fitted to measured steps of whole layers (docs/benchmarks/2026-11-23-plan.md), without and with
-# Liger's kernels, which shorten norms, rotary embeddings and activations. Ratios of two steps hold for other GPUs if
+# Liger's kernels. These shorten norms, rotary embeddings and activations. Ratios of two steps hold for other GPUs if
 # all rates change by the same factor.
 H200 = Rates(matrix=518e12, attention_forward=650e12, attention_backward=600e12)
 H200_LIGER = Rates(matrix=622e12, attention_forward=650e12, attention_backward=600e12)

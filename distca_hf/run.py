@@ -1,8 +1,8 @@
 """`python -m distca_hf.run --recipe RECIPE [SCRIPT] [ARGUMENTS]`: runs a script in a process prepared from a recipe.
 
 Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`; `distca train` starts both.
-RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them), SCRIPT a file or the name of a
-shipped example (`distca examples`); without it the recipe's own script runs. `--recipe` may also come after the
+RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them). SCRIPT is a file or the name of a
+shipped example (`distca examples`). Without it the recipe's own script runs. `--recipe` may also come after the
 script; all other arguments are the script's.
 
 Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k train.py --dataset DATASET

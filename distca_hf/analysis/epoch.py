@@ -1,7 +1,7 @@
 """Epoch: balance of every micro-batch of an epoch, as packed and as planned.
 
 Balance of documents in order is computed for all micro-batches. Plans are made for optimizer steps spread evenly over
-the epoch: for all of them if there are few, otherwise for as many as take about a second.
+the epoch. Of few all are planned, otherwise as many as take about a second.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -29,7 +29,7 @@ def find_model(name: str) -> ModelShape:
 
     Args:
         name: name of the table; path of a config.json or of its folder; model type or class of Transformers; or name
-            on the Hub, from which only the configuration is loaded.
+            on the Hub. From there only the configuration is loaded.
 
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.
@@ -81,7 +81,7 @@ def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
 
 
 def read_model(path: Path) -> ModelShape:
-    """Reads a config.json, or that of a folder; with its size, if Transformers knows the model type.
+    """Reads a config.json, or that of a folder; with its size, if Transformers has the model type.
 
     Raises:
         ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
@@ -102,7 +102,7 @@ def read_model(path: Path) -> ModelShape:
 
 
 def _type_of(name: str) -> str | None:
-    """Returns the model type of a type or a class; None if Transformers knows neither."""
+    """Returns the model type of a type or a class; None if Transformers has neither."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -43,9 +43,10 @@ class StepReport:
         request: ranks, model and layout.
         source: file or dataset of the lengths.
         origin: place of the step in training; None if the documents were given as a batch.
-        documents, tokens, longest_document_tokens: numbers of documents and tokens, and length of the longest
-            document.
-        cut_documents, shards: number of documents with more than one task, and of their tasks.
+        documents, tokens: how many there are.
+        longest_document_tokens: length of the longest document.
+        cut_documents: number of documents with more than one task.
+        shards: number of their tasks.
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
         planned: the plan of distca.
         baselines: other planners and kinds of parallelism, by name.

@@ -22,8 +22,8 @@ ADAM_BYTES = 8
 HALF_BYTES, SINGLE_BYTES = 2, 4
 # Bytes of a token and word of the vocabulary: logits in bf16 and fp32, and gradients of both.
 LOGIT_BYTES = 12
-# Bytes of a weight in DeepSpeed's own estimate of ZeRO-3 (deepspeed.runtime.zero.stage3), without AdamW's state: of a
-# rank's share (weights in 16 and 32 bits, gradients), and of the largest layer while it is gathered.
+# Bytes of a weight in DeepSpeed's own estimate of ZeRO-3 (deepspeed.runtime.zero.stage3), without AdamW's state. The
+# first is of a rank's share (weights in 16 and 32 bits, gradients), the second of the largest layer, while gathered.
 ZERO3_BYTES, ZERO3_LAYER_BYTES = 10, 4
 
 

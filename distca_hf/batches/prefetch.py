@@ -29,7 +29,7 @@ class Prefetcher(Generic[Item]):
     """Items of `make()`, up to `depth` of them made before they are asked for.
 
     The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
-    thread: a daemon thread would be cut off in the midst of a call, which may abort the process.
+    thread. A daemon thread would be cut off in the midst of a call, which may abort the process.
     """
 
     def __init__(self, make: Callable[[], Iterator[Item]], depth: int, times: LoaderTimes) -> None:

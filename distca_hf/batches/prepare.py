@@ -1,6 +1,6 @@
 """Preparer: one rank's part of a micro-batch, made on the host: placed, planned, routed and read.
 
-Runs in the loader's background thread: it knows no process group, and nothing of the loader.
+It runs in the loader's background thread, and uses neither process groups nor the loader.
 """
 
 import time
@@ -26,7 +26,7 @@ class Cursor:
 
     Attributes:
         taken: parts of the epoch that were taken before in micro-batches of another size, as (capacity_tokens,
-            micro-batches): a run may go on with other ranks than it began with.
+            micro-batches). A run may go on with other ranks than it began with.
         steps_from: a micro-batch of the epoch that an optimizer step begins with.
     """
 

@@ -18,8 +18,8 @@ from distca_hf.planning.rank_plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 
 
-# Micro-batches whose work is counted, and how many of them are also placed: that takes up to a twentieth of a second
-# each, and all come out alike.
+# Micro-batches whose work is counted, and how many of them are also placed. Placing one takes up to a twentieth of a
+# second, and all come out alike.
 COUNTED = 128
 PLACED = 8
 

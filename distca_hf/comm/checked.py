@@ -1,8 +1,8 @@
 """Checked exchanges: before rows leave, all ranks show each other which exchange they mean.
 
 A process group delivers exchanges in the order in which each rank starts them. If two ranks start them in different
-orders, rows of one place arrive in another: as wrong numbers (gloo, equal sizes), as an abort or as a hang. Nothing in
-here does that; this finds out who does, at the price of one more message per exchange. For debugging.
+orders, rows of one place arrive in another. Wrong numbers (gloo, equal sizes), an abort or a hang follow. This package
+keeps one order; the check finds code that does not, for one more message per exchange. For debugging.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Roll call: after a failed exchange, the ranks that are still there, and the last words of the others.
 
 A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks
-who else does; a rank that ends with an exception leaves its words there. Asked once, on the way out: it costs nothing
-before.
+for the others. A rank that ends with an exception leaves its words there. The store is asked once, when a run ends, so
+that it costs nothing before.
 """
 
 import sys

@@ -64,8 +64,10 @@ class ShownOnce:
 
 
 def first_rank_with(words: str, rank: int) -> int:
-    """Returns the rank that was the first to end with these words, in which a rank may name itself; this one if the
-    job's store cannot be asked."""
+    """Returns the rank that was the first to end with these words; this one if the job's store cannot be asked.
+
+    Words in which a rank names itself count as the same.
+    """
     alike = re.sub(rf"\brank {rank}\b", "rank", words)
     key = hashlib.blake2b(alike.encode(), digest_size=8).hexdigest()
     try:

@@ -22,7 +22,7 @@ from distca_hf.layout import Layout
 MOST_TOKENS = 1 << 22
 # The same in documents; of a larger dataset, this many documents are read.
 MOST_DOCUMENTS = 1024
-# Number of tokens on either side of a cut that its ranks compare: enough to tell texts apart, and few to read.
+# Number of tokens on either side of a cut that its ranks compare: enough for texts to differ, and few to read.
 AROUND_A_CUT_TOKENS = 8
 # Modulus of checksums and of their sums, so that they fit in int64.
 MODULUS = 1 << 62

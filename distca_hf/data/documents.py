@@ -199,7 +199,7 @@ def check_map_style(dataset: Any) -> None:
     """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`.
 
     Raises:
-        PackingError: it is not; the message names the way out.
+        PackingError: it is not; the message names the remedy.
     """
     import datasets
 

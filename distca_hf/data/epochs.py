@@ -1,8 +1,8 @@
 """Epochs: which documents form which global micro-batch. Whole documents, shuffled, every one exactly once.
 
 Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
-order; when the next one does not fit, smaller ones from a little further on fill the gap and the large one opens the
-next micro-batch.
+order. When the next one does not fit, smaller ones from a little further on fill the gap. The large one opens the next
+micro-batch.
 
 A training that goes on in an epoch may have other sizes of micro-batches and steps than before (`ResumedEpoch`).
 """
@@ -17,7 +17,7 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PackingError
 
 
-# Number of documents that are searched to fill the gap before one that does not fit: padding is below 0.2 % with it,
+# Number of documents that are searched to fill the gap before one that does not fit. Padding is below 0.2 % with it,
 # and documents stay close to their shuffled place.
 LOOKAHEAD_DOCUMENTS = 1024
 
@@ -124,7 +124,8 @@ class EpochPacker:
         longest = int(np.argmax(document_tokens))
         if document_tokens[longest] > capacity_tokens:
             raise PackingError(
-                f"document {longest} has {document_tokens[longest]} tokens, a micro-batch holds {capacity_tokens}"
+                f"document {longest} has {document_tokens[longest]} tokens, a micro-batch holds {capacity_tokens}; "
+                "split or remove it, or train with more tokens per rank"
             )
         self._tokens = document_tokens
         self._capacity_tokens = capacity_tokens

@@ -2,8 +2,8 @@
 queries.
 
     keys    0 ........ prefix ....... end      The kernel's causal mask is aligned top-left, so it is only used where
-    queries | no mask  | square, causal |      queries and keys are equally many; the prefix is attended without mask,
-                                               and both parts are merged by their log-sum-exps.
+    queries | no mask  | square, causal |      queries and keys are equally many. The prefix is attended without mask.
+                                               Both parts are merged by their log-sum-exps.
 
 Shape legend in `kernels.interface`. Operators: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward.
 """

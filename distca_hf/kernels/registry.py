@@ -115,8 +115,9 @@ def kernel_name(kernel: Kernel) -> str:
 
 
 def choose_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
-    """Returns the kernel called `name`; for "auto" the first of the table that can do the job, and does it on a few
-    tokens (the reference only on a CPU).
+    """Returns the kernel called `name`; for "auto" the first of the table that can do the job.
+
+    "auto" tries each on a few tokens, and takes the reference only on a CPU.
 
     Args:
         spec: how to attend; all kernels take any scale, and can be deterministic.

@@ -1,10 +1,10 @@
 """Launches of Triton kernels that cost the host little.
 
 `kernel[grid](...)` finds out with every launch on which values the kernel is specialised, and looks for settings in
-the environment: 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are constants, and callers
-keep a `Launch` for each kind of tensors. Its first call compiles. Later ones launch the result as Triton itself does
-in the end, but without the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also specialises on how
-far pointers reach.
+the environment. That takes 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are
+constants, and callers keep a `Launch` for each kind of tensors. Its first call compiles. Later ones launch the result
+as Triton itself does in the end, but without the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton
+also specialises on how far pointers reach.
 
 Names of Triton that it does not document are used here alone: `function`, `packed_metadata` and `run` of a compiled
 kernel.

@@ -7,8 +7,8 @@ A share is the part of one rank, or of one node. It takes a few dense pieces, ta
       ^^^^^^^^^                                               ^^^^^^^^^^^^
       fill up to the share's tokens                           take up to the share's work
 
-Why it always works: read from the dense end, the first n tokens of the pool weigh at least n times the mean, the last
-n at most that, because the cost of a token never falls along a document. Swapping one token at a time moves the work
+It always works, because the cost of a token never falls along a document. Read from the dense end, the first n tokens
+of the pool weigh at least n times the mean, the last n at most that. Swapping one token at a time moves the work
 of (dense prefix + light suffix) across the goal in steps of at most one token's cost. So some mixture has exactly the
 share's tokens, and its work to within one token. Removing a set of mean cost leaves a pool with the same mean: repeat
 for the next share. A tail needs the keys of its whole document, and the head that is left needs none. So tails are

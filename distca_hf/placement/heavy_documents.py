@@ -1,6 +1,6 @@
 """Heavy documents: each gets a group of ranks for itself, and light documents that fill these ranks up.
 
-A document with more work than one rank's share is divided over several ranks, and each of them but one needs keys and
+A document with more work than one rank's share is divided over several ranks. Each of them but one needs keys and
 values of the others. Where ranks hold few documents, most bytes are theirs. So the number of ranks of each heavy
 document is settled first, and light documents are handed out accordingly:
 
@@ -31,12 +31,12 @@ from distca_hf.placement.piece_pool import Piece, PiecePool, piece_of
 HEAVY = (0.8, 0.9, 1.0)
 # Longest document, in tokens, that is cut to fill groups up: its keys and values are few bytes.
 SHORT_FOR_GROUPS = 2048
-# Maximum spread of the groups' needs, in mean cost per token, as a fraction of the largest: groups within it are
+# Maximum spread of the groups' needs, in mean cost per token, as a fraction of the largest. Groups within it are
 # filled one after the other.
 ALIKE_GROUPS = 0.5
-# Work of the head that is cut off a heavy document beforehand, as a fraction of a rank's work: the first 22 % of the
-# tokens of a document of one rank's work. The cut costs few bytes, and leaves the accordion light tokens in every
-# group, beside which parts can be large.
+# Work of the head that is cut off a heavy document beforehand, as a fraction of a rank's work. Of a document of one
+# rank's work it is the first 22 % of the tokens. The cut costs few bytes, and leaves the accordion light tokens in
+# every group, beside which parts can be large.
 HEAD = 0.05
 
 

@@ -1,7 +1,7 @@
 """Heuristics that deal documents to the ranks of a node, and the choice among them.
 
 No heuristic is best for all documents. Where documents and ranks are few, several are tried, and the deal that moves
-the fewest keys is kept: that takes little time, and wins most, because every document counts.
+the fewest keys is kept. That takes little time, and wins most, because every document counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class GroupedHeuristic:
         return self.otherwise.deal(PiecePool(pieces, work), goals, off) if in_groups is None else in_groups
 
 
-# Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest: at 1.0
+# Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest. At 1.0
 # all ranks are served one after the other.
 ALIKE = 1.0
 # Documents per rank up to which the heuristics of few documents are tried. Groups stand in for the heuristic behind

@@ -40,7 +40,7 @@ def deal_longest_first(
         short_tokens: documents up to this length are short.
         off: maximum miss of a share's work, as a fraction of it; beyond it the accordion deals everything instead.
         alike: maximum spread of the shares' needs for short documents, in mean cost per token, as a fraction of the
-            largest; shares within it are filled one after the other.
+            largest. Shares within it are filled one after the other.
 
     Returns:
         The pieces of each share.
@@ -143,8 +143,8 @@ class _Need:
     def fitting_tail(self, share: int, pool: PiecePool) -> int:
         """Returns tokens of the densest piece, or of its largest tail, that fit a share.
 
-        Afterwards the pool must have tokens light enough for three sets of shares: this one, all that need tokens as
-        light, and all that need lighter tokens than the mean.
+        Afterwards the pool must have tokens light enough for three sets of shares: this one, all with the same need,
+        and all that need lighter tokens than the mean.
         """
         _, document, start, stop, _ = pool.piece(pool.indices[-1])
         whole, tokens, work = stop - start, self._tokens[share], self._work[share]

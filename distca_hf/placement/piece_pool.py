@@ -26,7 +26,7 @@ Segment = tuple[int, int, int]  # document, start, stop
 # slower, since pieces are made and sorted by the thousand.
 Piece = tuple[float, int, int, int, int]
 
-# Maximum tokens of the rest of a document cut at the light end, up to which it stays there for the next rank: a longer
+# Maximum tokens of the rest of a document cut at the light end, up to which it stays there for the next rank. A longer
 # rest would put dense tokens among light ones.
 LIGHT_REST_TOKENS = 8192
 

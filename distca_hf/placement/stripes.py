@@ -5,8 +5,8 @@ Divided by heads, a rank needs one part of the heads from every token. Queries, 
 once, at the speed inside a node, for any number of ranks. So a part of a document is striped
 
 - if it is the work of several ranks (more of them with few head groups, since each group is then on several ranks); or
-- if its document goes on from, or to, another node: each rank then receives its part of the heads from there, and each
-  sends its own tokens, instead of one rank everything.
+- if its document goes on from, or to, another node. Each rank then receives its part of the heads from there and sends
+  its own tokens. Otherwise one rank would send and receive everything.
 
 The work of a stripe is divided equally among the ranks of its node, whichever tokens they hold. Tokens are spread
 evenly too, and with them the bytes that ranks send.

@@ -23,7 +23,7 @@ Seconds = Callable[[list[Segment]], float]
 
 # Maximum number of swaps, per rank: bounds the time of planning.
 SWAPS_PER_RANK = 4
-# Excess of the slowest rank's seconds over the mean, as a fraction of it, at which the search ends: it is below the
+# Excess of the slowest rank's seconds over the mean, as a fraction of it, at which the search ends. It is below the
 # error of predicted seconds.
 CLOSE_TO_MEAN = 5e-3
 # Maximum number of partners that are tried for one swap, fastest first.

@@ -90,8 +90,9 @@ class KernelCall:
     Attributes:
         query_start, query_stop, key_start, key_stop: tokens or rows, see `CallKind`.
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int64 offsets of each task in tokens, relative to the starts above.
-        heads: head groups [first, last) that the call computes: of all groups of a local token, or of the groups side
-            by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after token.
+        heads: head groups [first, last) that the call computes. They count all groups of a local token, or the groups
+            side by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after
+            token.
     """
 
     kind: CallKind

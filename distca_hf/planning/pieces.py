@@ -75,12 +75,15 @@ def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Ranges):
-    """Ranges sorted by (document, head, start). They cover every document once, and once per group if its heads are
-    divided.
+    """Ranges sorted by (document, head, start).
+
+    They cover every document once, and once per group if its heads are divided.
 
     Attributes:
-        owner, row: rank that holds the tokens, and the layout row of the first one there.
-        task, server: index of the task that computes these queries, and its rank.
+        owner: rank that holds the tokens.
+        row: layout row of the first one there.
+        task: index of the task that computes these queries.
+        server: rank of that task.
     """
 
     owner: IntArray

@@ -45,7 +45,7 @@ from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import KeyTransfers, key_transfers
 
 
-# Maximum work that a rank defers, to compute it while results are sent back, as a fraction of the ranks' mean work: a
+# Maximum work that a rank defers, to compute it while results are sent back, as a fraction of the ranks' mean work. A
 # quarter covers the exchange on slow links, and more would delay the results themselves.
 LATE_SHARE = 0.25
 

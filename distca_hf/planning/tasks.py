@@ -23,7 +23,7 @@ ALL_HEADS = -1
 class Tasks:
     """Tasks as five int64 arrays of one length, sorted by (server, needs a prefix, document, head, start).
 
-    A task whose queries attend no keys before its own tokens needs no prefix. Such tasks come first on every server.
+    A task whose queries attend no keys before its own tokens needs no prefix. These tasks come first on every server.
 
     Attributes:
         document, start, stop: query range.

@@ -1,8 +1,8 @@
-"""Operators of torch made of functions: compiled graphs, checkpointing and autograd all know them by name.
+"""Operators of torch made of functions: compiled graphs, checkpointing and autograd find them by name.
 
-`torch.library.custom_op` with `register_autograd` does the same for twice the time of the host: 40 µs in each layer,
-half of which are generic (keyword arguments, mutated arguments, aliases). And where the dispatcher would call
-nothing else, there is no dispatching.
+`torch.library.custom_op` with `register_autograd` does the same for twice the time of the host, 40 µs in each layer.
+Half of it is generic (keyword arguments, mutated arguments, aliases). Where the dispatcher would call nothing else,
+there is no dispatching.
 """
 
 from collections.abc import Callable

@@ -49,8 +49,9 @@ class ForwardPass:
         self._calls_per_region = 1
 
     def check_open(self) -> None:
-        """Checks that the model of a layer has begun this pass and did not end it, or that backward computes the layer
-        again; for layers of enabled models.
+        """Checks that the model of a layer has begun this pass and did not end it; for layers of enabled models.
+
+        A layer that backward computes again passes, too.
 
         Raises:
             PlanError: part of the model was called, and nothing around it is checked.

@@ -44,8 +44,8 @@ class PlanUse:
 class LivePlan:
     """The plan of a micro-batch on this rank, which its batch carries as `distca_plan`: opaque to users.
 
-    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these,
-    so that the very same object arrives in every layer.
+    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them. A live plan is none of
+    these, so that the very same object arrives in every layer.
 
     Args:
         micro_batch: number of the micro-batch, counted by the loader.

@@ -1,8 +1,8 @@
 """The operator: core attention as one `torch.library` operator with an explicit backward.
 
-Its name holds `flash_attn`, and its log-sum-exp is an output: selective activation checkpointing (torch's own, and
-TRL's by name) then saves both, and recomputation neither exchanges nor attends again. How many rows are kept is an
-`unknown_size`, so that `torch.compile` traces it without a graph break.
+Its name holds `flash_attn`, and its log-sum-exp is an output. Selective activation checkpointing (torch's own, and
+TRL's by name) then saves both, and recomputation neither exchanges nor attends again. The number of kept rows is an
+`unknown_size`, so that `torch.compile` traces the operator without a graph break.
 
 Shape legend in `kernels.interface`.
 """

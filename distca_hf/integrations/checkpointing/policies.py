@@ -1,8 +1,8 @@
 """Activation checkpointing that does not attend twice: attention outputs are saved, the rest is recomputed.
 
 Recomputing attention costs an exchange and the largest part of a long document's time. Its output and log-sum-exp
-cost `N * V` elements and `N` fp32 numbers per token and layer: 8.1 KB for an 8B Llama in bf16, as much as the layer's
-input, which is saved anyway. They may wait on the host (`offload`).
+cost `N * V` elements and `N` fp32 numbers per token and layer. That is 8.1 KB for an 8B Llama in bf16, as much as the
+layer's input, which is saved anyway. They may wait on the host (`offload`).
 
 Where attention is recomputed all the same, at least rows of other ranks are kept (`runtime.retention`).
 

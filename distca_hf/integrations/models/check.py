@@ -2,7 +2,7 @@
 refuses others by name.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
-tokens; a recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
+tokens. A recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
 silently. So everything that is not known to be right is refused before the first step.
 
 The work of a layer or a loss is read from its source and its settings. Two checks at run time follow. An attention

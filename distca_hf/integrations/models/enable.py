@@ -23,8 +23,8 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
 
     The model can train on any packed batch: ranks plan it together, and attention tasks move between them. With
     batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over all
-    labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one (for an
-    accumulation window, say).
+    labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one (for
+    accumulation, say).
 
     Args:
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around

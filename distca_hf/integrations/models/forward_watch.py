@@ -159,8 +159,10 @@ class ForwardWatch:
         plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers))
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
-        """Returns `use_cache=False`, unless the caller decided: a cache would keep the keys of all layers alive, and
-        nothing is generated from a batch with a plan."""
+        """Returns `use_cache=False`, unless the caller decided.
+
+        A cache would keep the keys of all layers alive, and nothing is generated from a batch with a plan.
+        """
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
         if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
@@ -169,8 +171,11 @@ class ForwardWatch:
         return {"use_cache": False}
 
     def _is_alone(self, module: nn.Module, batch: Batch) -> bool:
-        """Returns whether this rank attends to a batch without a plan, whatever other ranks do: it is the only one, or
-        the model is not training (evaluation, generation, a teacher), unless the setting `evaluate` is "distca"."""
+        """Returns whether this rank attends to a batch without a plan, whatever other ranks do.
+
+        So it is on one rank, and where the model is not training (evaluation, generation, a teacher), unless the
+        setting `evaluate` is "distca".
+        """
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.plugin.evaluate == "distca"
         return world_size() == 1 or not (trains or evaluates) or batch.get("past_key_values") is not None

@@ -34,9 +34,9 @@ class DistCACallback(TrainerCallback):
     Trainer(model=model, args=args, train_dataset=packed, callbacks=[distca_hf.DistCACallback(plugin)])
     ```
 
-    It adds metrics to every log, over the micro-batches since the last one and all ranks: the basic ones, or with the
-    setting `metrics="all"` all of them (`batches.meter` has both). It comes before the callbacks that report logs
-    to trackers.
+    It adds metrics to every log, over the micro-batches since the last one and all ranks. The setting `metrics`
+    chooses the basic ones or all (`batches.meter` has both). It comes before the callbacks that report logs to
+    trackers.
 
     It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
     compares weights every `check_weights_every_steps`.

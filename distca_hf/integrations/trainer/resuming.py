@@ -77,8 +77,8 @@ def check_checkpoint(output_dir: str, resume_from_checkpoint: str | Path | bool 
 class Resuming(TrainerCallback):
     """Saves the loader's position with every checkpoint of a Trainer, and resumes there.
 
-    Every document is trained `num_train_epochs` times, whatever ranks, tokens and accumulation steps were in between:
-    an epoch of Trainer ends where an epoch of the data does. `max_steps`, the learning-rate schedule, the progress
+    Every document is trained `num_train_epochs` times, whatever ranks, tokens and accumulation steps were in between.
+    An epoch of Trainer ends where an epoch of the data does. `max_steps`, the learning-rate schedule, the progress
     bar and `state.epoch` follow. A run that resumes with the sizes it had is bit-equal to one that was never
     interrupted.
 
@@ -94,8 +94,10 @@ class Resuming(TrainerCallback):
         self._missing = _missing_methods()
 
     def install(self, attachment: Attachment) -> None:
-        """Replaces the methods of an attached Trainer that count epochs and steps, and adds itself to its callbacks,
-        as the first one: the others see the epoch that is set here."""
+        """Replaces the methods of an attached Trainer that count epochs and steps, and adds itself to its callbacks.
+
+        It is the first of them, so that the others see the epoch that is set here.
+        """
         attachment.add_callback(self, first=True)
         methods: tuple[Method, ...] = (self._train, self._count, self._restore, self._run_epoch)
         if not self._missing:

@@ -29,7 +29,7 @@ MOST_STEPS_UNSHOWN = 2
 class LeaveOnSignal(TrainerCallback):
     """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
 
-    It should be the last callback: then an evaluation that was due does not come before the checkpoint, and callbacks
+    It should be the last callback. Then an evaluation that was due does not come before the checkpoint, and callbacks
     that report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
     example, stays; so do the default ones where training does not run on the main thread. A second Ctrl-C ends
     training at once, without a checkpoint.

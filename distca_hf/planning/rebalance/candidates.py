@@ -15,7 +15,7 @@ from distca_hf.planning.rebalance.work_limits import WorkGaps, work_limits
 from distca_hf.topology import Topology
 
 
-# Maximum work of one tile of the longest document, as a fraction of the mean work of the ranks: cuts on coarser tiles
+# Maximum work of one tile of the longest document, as a fraction of the mean work of the ranks. Cuts on coarser tiles
 # would leave ranks unequal by more. Tiles are halved from `TILE_TOKENS` until they are below it.
 TILE_SHARE = 0.005
 # Minimum work of a task that moves, as a fraction of the mean work of the ranks: a smaller one costs a kernel call.

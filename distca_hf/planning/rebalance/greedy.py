@@ -32,8 +32,8 @@ ENOUGH = 1.6
 RANKS_WITH_ROOM = 8
 # and ranks that hold or received keys of the document. More change the choice rarely and cost time.
 RANKS_WITH_KEYS = 6
-# Minimum ratio of the work still to move to a whole document's work, from which on the document moves to the server of
-# the last move without a search: its bytes hardly count.
+# Minimum ratio of the work still to move to a whole document's work. From there on the document moves to the server of
+# the last move without a search, as its bytes hardly count.
 SHORT = 10
 
 

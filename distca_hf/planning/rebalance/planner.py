@@ -1,9 +1,9 @@
 """Rebalancing: a plan for a layout that must stay as it is, because its batches were packed before.
 
-Tokens stay where they are. Ranks with more than their share of the work give queries to others: heads of their longest
-documents, the latest queries first (`head_stacks`), since these have most work for the same bytes. `cuts` finds the
-heads and the position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead.
-So several candidates are made, by different `strategies`. Their bytes are counted exactly, and the best is kept.
+Tokens stay where they are. Ranks with more than their share of the work give queries to others: the latest of some
+heads of their longest documents (`head_stacks`), which have most work for the same bytes. `cuts` finds the heads and
+the position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead. So
+several candidates are made, by different `strategies`. Their bytes are counted exactly, and the best is kept.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from distca_hf.planning.rebalance.strategies import MANY_DOCUMENTS, STRATEGIES, 
 from distca_hf.topology import Topology
 
 
-# Maximum work of a rank above its share, as a fraction of the share: the last two percent cost bytes and no longer
+# Maximum work of a rank above its share, as a fraction of the share. The last two percent cost bytes and no longer
 # show in the time of a step.
 TOLERANCE = 0.023
 # Maximum ratio of the largest rank's bytes of a node-aware candidate to those of the best candidate.

@@ -9,8 +9,8 @@ class Strategy:
     """Settings of one greedy pass.
 
     Attributes:
-        merge_below: a tail of a document that packing cut is merged with the part before it if moving its queries
-            costs less than this times the cost of moving the keys.
+        merge_below: maximum cost of moving the queries of a short tail, as a multiple of the cost of moving its keys.
+            Below it the tail is merged with the part before it.
         spare_room: whether a server may be left with room, where using it up would cut a document so deep that too
             many queries travel. It helps where many ranks have room.
         merge_heads: fraction of the heads that are merged; all of them where the document goes on behind the tail.

@@ -1,7 +1,7 @@
 """Modes of a benchmark step: the same documents and weights, held and attended in different ways.
 
 local     whole documents, packed in order; nothing is exchanged
-sorted    the same packs, sorted by work over the accumulation window (`distca_hf.data.sorted_sampler`): ranks
+sorted    the same packs, sorted by work over an optimizer step (`distca_hf.data.sorted_sampler`): ranks
           have equally heavy packs at the same time. With one micro-step there is nothing to sort: it is local.
 ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
           documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
@@ -248,7 +248,7 @@ BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
 
 
 def build_mode(name: str, place: Place, window: Window) -> Mode:
-    """Returns the mode of this name for the documents of an accumulation window. A collective call."""
+    """Returns the mode of this name for the documents of an optimizer step. A collective call."""
     return BUILDERS[name](place, window)
 
 
