@@ -1,6 +1,6 @@
 """The plugin, which users create: settings, and the functions that follow them."""
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -16,6 +16,7 @@ from distca_hf.telemetry import get_logger
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import Trainer
 
 log = get_logger(__name__)
@@ -43,7 +44,7 @@ class DistCAPlugin(ParallelContext):
 
     def dataloader(
         self,
-        dataset: Any,
+        dataset: "Dataset",
         seed: int = 0,
         shuffle: bool = True,
         device: torch.device | str | None = None,

@@ -12,7 +12,7 @@ from contextlib import closing
 from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from distca_hf.errors import ConfigError
 from distca_hf.planning.rank_plan import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
+
+if TYPE_CHECKING:
+    from distca_hf.data.documents import Dataset
 
 log = get_logger(__name__)
 
@@ -71,7 +74,7 @@ class PlacedLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: "Dataset",
         config: DistCAConfig,
         transport: Transport,
         device: torch.device,

@@ -17,7 +17,7 @@ from distca_hf.batches.preview import RunReport
 from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
-from distca_hf.integrations.checkpointing.policies import (
+from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
     recomputes_attention,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from torch import nn
@@ -124,7 +125,7 @@ def _place(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) ->
         attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
         attachment.replace(trainer, "compute_loss", partial(_loss_over_all_labels, trainer, trainer.compute_loss))
 
-        def evaluation(dataset: Any = None) -> PlacedLoader:
+        def evaluation(dataset: datasets.Dataset | str | None = None) -> PlacedLoader:
             return _evaluation_loader(trainer, plugin, dataset)
 
         check_placed_evaluation(trainer, evaluation)
@@ -249,7 +250,9 @@ def _loss_over_all_labels(
         trainer.current_gradient_accumulation_steps = steps
 
 
-def _evaluation_loader(trainer: Trainer, plugin: ParallelContext, dataset: Any) -> PlacedLoader:
+def _evaluation_loader(
+    trainer: Trainer, plugin: ParallelContext, dataset: datasets.Dataset | str | None
+) -> PlacedLoader:
     """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
@@ -274,7 +277,7 @@ def _add_callbacks(plugin: ParallelContext, attachment: Attachment, callback: Di
         attachment.add_callback(LeaveOnSignal(plugin.transport), first=False)
 
 
-def _dataset(trainer: Trainer) -> Any:
+def _dataset(trainer: Trainer) -> datasets.Dataset:
     """Returns the training dataset without masks that TRL's settings leave unused; warns where TRL has cut
     documents."""
     dataset, args = trainer.train_dataset, trainer.args

@@ -190,7 +190,7 @@ def _is_known(collator: Callable[..., object]) -> bool:
     return collator is default_data_collator or kind in KEEP_LABELS or of_trl
 
 
-def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[Any], object]) -> None:
+def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Dataset], object]) -> None:
     """Opens all evaluation datasets of a Trainer whose evaluation batches are placed.
 
     Raises:
@@ -217,7 +217,7 @@ def check_evaluation(trainer: Trainer) -> None:
         log.warning("%s", message)
 
 
-def _evaluation_datasets(trainer: Trainer) -> list[tuple[str, Any]]:
+def _evaluation_datasets(trainer: Trainer) -> list[tuple[str, datasets.Dataset]]:
     """Returns names, quoted behind a space, and datasets."""
     given = trainer.eval_dataset
     if isinstance(given, Mapping):
