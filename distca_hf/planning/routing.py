@@ -316,7 +316,7 @@ def _late_share(plan: Plan, rank: int) -> float:
     work.
     """
     tasks = plan.tasks
-    squares = tasks.mask.pairs_of(np.zeros_like(tasks.start), tasks.stop - tasks.start)
+    squares = tasks.mask.pairs_inside(tasks.stop - tasks.start)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
     local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0
