@@ -6,7 +6,7 @@ that one rank attends to alone needs rows of queries and of keys, too.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,27 +14,11 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_cu_seqlens
+from distca_hf.runtime.local_attention import Documents
 
 
 # Keywords of a model's forward pass: tensors, and flags or caches of any type.
 Batch = Mapping[str, Any]
-
-
-class Documents(NamedTuple):
-    """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: `[documents + 1]` offsets of queries and of keys, int32.
-        max_seqlen_q, max_seqlen_k: queries and keys of the longest document.
-        query_rows, key_rows: rows of the batch that are tokens, one row of the batch after the other; None if all are.
-    """
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    query_rows: torch.Tensor | None = None
-    key_rows: torch.Tensor | None = None
 
 
 def whole_rows(batch_size: int, queries: int, keys: int, device: torch.device) -> Documents:
@@ -42,7 +26,7 @@ def whole_rows(batch_size: int, queries: int, keys: int, device: torch.device) -
     offsets = [
         torch.arange(0, (batch_size + 1) * rows, rows, dtype=torch.int32, device=device) for rows in (queries, keys)
     ]
-    return Documents(offsets[0], offsets[1], queries, keys)
+    return Documents.of(offsets[0], offsets[1], queries, keys)
 
 
 def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documents:
@@ -57,7 +41,7 @@ def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documen
         offsets.append(torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
         longest.append(int(lengths.max()))
         rows.append(tokens.flatten().nonzero().flatten())
-    return Documents(offsets[0], offsets[1], longest[0], longest[1], rows[0], rows[1])
+    return Documents.of(offsets[0], offsets[1], longest[0], longest[1], rows[0], rows[1])
 
 
 def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) -> Documents:
@@ -75,7 +59,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
         begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
         check_beginnings(positions[begins])
         offsets, longest = offsets_of(begins)
-        return Documents(offsets, offsets, longest, longest)
+        return Documents.of(offsets, offsets, longest, longest)
     query_tokens = tokens[:, : positions.shape[1]]
     row_of, place = query_tokens.nonzero(as_tuple=True)
     positions = positions[row_of, place]
@@ -90,7 +74,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
     check_beginnings(positions[begins & ~(first & (place > 0))])
     offsets, longest = offsets_of(begins)
     key_rows = tokens.flatten().nonzero().flatten()
-    return Documents(offsets, offsets, longest, longest, query_tokens.flatten().nonzero().flatten(), key_rows)
+    return Documents.of(offsets, offsets, longest, longest, query_tokens.flatten().nonzero().flatten(), key_rows)
 
 
 def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) -> None:
@@ -144,7 +128,7 @@ def given_documents(
             f"document {document} has {tokens[0][document]} queries (cu_seq_lens_q) but {tokens[1][document]} keys "
             "(cu_seq_lens_k): its first queries could attend to nothing; give at least as many keys"
         )
-    return Documents(offsets[0], offsets[1], longest[0], longest[1])
+    return Documents.of(offsets[0], offsets[1], longest[0], longest[1])
 
 
 def check_beginnings(positions: torch.Tensor) -> None:

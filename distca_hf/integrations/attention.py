@@ -10,13 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from distca_hf.batches.batch_documents import Documents
 from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.refusals import check_call, check_window, name_of, shortest_window
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
@@ -94,13 +92,13 @@ def distca_attention(
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
     documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
     kernel = "auto" if settings is None else settings.kernel
-    if isinstance(documents, DocumentsInGraph):
-        out_TNV, _ = flash_attn_in_graph(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
-        return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
-    check_window(window_tokens, documents.max_seqlen_k, module)
-    if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
-        _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
-    return _attend_locally(query, key, value, documents, spec, kernel), None
+    if not torch.compiler.is_compiling():  # a graph compares windows where it finds documents
+        if window_tokens is not None:
+            check_window(window_tokens, documents.longest_keys, module)
+        if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
+            _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
+    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
+    return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:
@@ -120,30 +118,6 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
         )
     mask.check(module, queries, keys)
     return mask
-
-
-def _attend_locally(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    spec: AttentionSpec,
-    kernel: str,
-) -> torch.Tensor:
-    """Returns `[B, T, N, V]`, zero where there is padding."""
-    q_TNH, k_SGH, v_SGV = _rows(query), _rows(key), _rows(value)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query_rows, key_rows = documents
-    if key_rows is not None:
-        k_SGH, v_SGV = k_SGH.index_select(0, key_rows), v_SGV.index_select(0, key_rows)
-    if query_rows is not None:
-        q_TNH = q_TNH.index_select(0, query_rows)
-    out_TNV, _ = flash_attn_local(
-        q_TNH, k_SGH, v_SGV, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec, kernel
-    )
-    batch, _, queries, _ = query.shape
-    if query_rows is not None:
-        out_TNV = out_TNV.new_zeros((batch * queries, *out_TNV.shape[1:])).index_copy(0, query_rows, out_TNV)
-    return out_TNV.unflatten(0, (batch, queries))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

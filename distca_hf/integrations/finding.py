@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from distca_hf.batches.batch_documents import (
-    Documents,
     check_beginnings,
     check_goes_on,
     check_mask_numbers,
@@ -22,6 +21,7 @@ from distca_hf.batches.batch_documents import (
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.refusals import check_window
 from distca_hf.runtime.custom_op import define_op
+from distca_hf.runtime.local_attention import Documents
 
 
 # In a mask that was made as long as its cache: places behind the given ones.
@@ -75,7 +75,7 @@ def find_documents(
         if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
             check_beginnings(positions.expand(batch_size, queries)[begins])
         offsets, longest = offsets_of(begins)
-        return Documents(offsets, offsets, longest, longest)
+        return Documents.of(offsets, offsets, longest, longest)
     first = q_offset if cached is None else int(cached)
     tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
     query_tokens = None if tokens is None else tokens[:, first - kv_offset :][:, :queries]
@@ -146,7 +146,7 @@ def _find_documents(
     unseen: bool,
     window_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the fields of `DocumentsInGraph`, with rows also where all of them are tokens.
+    """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens.
 
     Args:
         there: on the device of the documents.
@@ -155,16 +155,16 @@ def _find_documents(
         there.device, batch_size, queries, keys, q_offset, kv_offset, cached, padding, numbers, positions, goes_on,
         cu_seq_lens_q, cu_seq_lens_k, unseen,
     )  # fmt: skip
-    check_window(window_tokens, found.max_seqlen_k)
+    check_window(window_tokens, found.longest_keys)
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
     offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]
-    of_all, rows, counts = (batch_size * queries, batch_size * keys), [], []
-    for count, of_tokens in zip(of_all, (found.query_rows, found.key_rows), strict=True):
+    sizes, rows = found.sizes.clone(), []
+    of_all = ((batch_size * queries, found.query_rows), (batch_size * keys, found.key_rows))
+    for place, (count, of_tokens) in enumerate(of_all, start=3):
         tokens = torch.arange(count, device=there.device) if of_tokens is None else of_tokens
         rows.append(_filled_up(tokens, count))
-        counts.append(len(tokens))
-    sizes = [len(found.cu_seqlens_q) - 1, found.max_seqlen_q, found.max_seqlen_k, *counts]
-    return offsets[0], offsets[1], rows[0], rows[1], torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        sizes[place] = len(tokens)
+    return offsets[0], offsets[1], sizes, rows[0], rows[1]
 
 
 def _shapes(there: torch.Tensor, batch_size: int, queries: int, keys: int, *others: Any) -> tuple[torch.Tensor, ...]:
@@ -172,8 +172,8 @@ def _shapes(there: torch.Tensor, batch_size: int, queries: int, keys: int, *othe
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
     return (
         *(there.new_empty([places], dtype=torch.int32) for _ in range(2)),
-        *(there.new_empty([count], dtype=torch.int64) for count in (batch_size * queries, batch_size * keys)),
         torch.empty([5], dtype=torch.int64, device="cpu"),
+        *(there.new_empty([count], dtype=torch.int64) for count in (batch_size * queries, batch_size * keys)),
     )
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distca_hf.batches.batch_documents import Documents
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
 from distca_hf.integrations.refusals import name_of
-from distca_hf.runtime.attention_in_graph import DocumentsInGraph
+from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
 
 
@@ -105,7 +104,7 @@ class RowMask:
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
         window_tokens: int | None = None,
-    ) -> Documents | DocumentsInGraph:
+    ) -> Documents:
         """Returns the documents that a layer attends to, found once for all layers that were given the same; in a
         compiled graph every layer finds them.
 
@@ -125,7 +124,7 @@ class RowMask:
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
         there = torch.empty(0, device=self._device)
-        found = DocumentsInGraph(*find_in_graph(there, *self._arguments(*given), window_tokens))
+        found = Documents(*find_in_graph(there, *self._arguments(*given), window_tokens))
         _, _, queries, keys = self.shape
         all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
         if cu_seq_lens_q is not None or (self._padding is None and all_tokens):

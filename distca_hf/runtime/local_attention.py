@@ -3,10 +3,14 @@
 "distca" computes it where a batch carries no plan: in evaluation, in generation with a KV cache, on one rank, and for
 padded batches.
 
+Numbers of documents, tokens and padded places are in tensors, and no shape depends on them: rows that attend are taken
+inside the operator. So one compiled graph serves all lengths, and torch can record CUDA graphs between the operators
+(`mode="reduce-overhead"`).
+
 Shape legend in `kernels.interface`.
 """
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -28,59 +32,42 @@ from distca_hf.kernels.registry import choose_kernel
 from distca_hf.runtime.custom_op import define_op
 
 
-def attend(
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    spans: Spans,
-    spec: list[float],
-    kernel: str,
-    sinks_N: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention output `[T, N, V]` and log-sum-exp `[N, T]`, for operators: nothing is recorded.
+class Documents(NamedTuple):
+    """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
 
-    Args:
-        spec: fields of an `AttentionSpec`.
-        kernel: name of one, or "auto".
+    In a compiled graph tensors are as long as they can get; places behind the last one count for nothing.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 `[documents + 1]` offsets of queries and of keys.
+        sizes: int64 `[5]` on the CPU: documents, queries and keys of the longest one, query rows, key rows.
+        query_rows, key_rows: int64, rows of the batch that are tokens, in order; None if all are.
     """
-    if not len(q_TNH):  # a batch of padding alone has no work for a kernel
-        return empty_outputs(q_TNH, v_SGV)
-    how = spec_of(*spec)
-    return _kernel(kernel, q_TNH, k_SGH, v_SGV, how, sinks_N).forward(q_TNH, k_SGH, v_SGV, spans, how, sinks_N)
 
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    sizes: torch.Tensor
+    query_rows: torch.Tensor | None = None
+    key_rows: torch.Tensor | None = None
 
-def attend_backward(
-    dout_TNV: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    out_TNV: torch.Tensor,
-    lse_NT: torch.Tensor,
-    spans: Spans,
-    spec: list[float],
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes gradients of q, k and v, deterministic ones if torch is told to be so."""
-    dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_SGH, v_SGV)
-    if not len(q_TNH):
-        return dq, dk.zero_(), dv.zero_()
-    how = spec_of(*spec)
-    if torch.are_deterministic_algorithms_enabled():
-        how = made_deterministic(how)
-    saved = Saved(q_TNH, k_SGH, v_SGV, out_TNV, lse_NT)
-    _kernel(kernel, q_TNH, k_SGH, v_SGV, how).backward(dout_TNV, saved, Gradients(dq, dk, dv), spans, how)
-    return dq, dk, dv
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        query_rows: torch.Tensor | None = None,
+        key_rows: torch.Tensor | None = None,
+    ) -> "Documents":
+        """Returns documents whose tensors are exactly as long as they have to be."""
+        rows = [0 if rows is None else len(rows) for rows in (query_rows, key_rows)]
+        sizes = torch.tensor([len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k, *rows], device="cpu")
+        return cls(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows)
 
-
-def _kernel(
-    name: str,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    spec: AttentionSpec,
-    sinks_N: torch.Tensor | None = None,
-) -> Kernel:
-    return choose_kernel(cast(KernelName, name), Job.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
+    @property
+    def longest_keys(self) -> int:
+        """Keys of the longest document."""
+        return int(self.sizes[2])
 
 
 def _flash_attn_local(
@@ -89,15 +76,21 @@ def _flash_attn_local(
     v_SGV: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    sizes: torch.Tensor,
+    query_rows: torch.Tensor | None,
+    key_rows: torch.Tensor | None,
     spec: list[float],
     kernel: str,
     sinks_N: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention output and log-sum-exp of varlen attention."""
-    spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(q_TNH, k_SGH, v_SGV, spans, spec, kernel, sinks_N)
+    """Computes attention output and log-sum-exp of varlen attention, zero in rows that are no tokens."""
+    spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
+    q, k, v, how = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), spec_of(*spec)
+    if len(q):
+        out, lse = _kernel(kernel, q, k, v, how, sinks_N).forward(q, k, v, spans, how, sinks_N)
+    else:  # a batch of padding alone has no work for a kernel
+        out, lse = empty_outputs(q, v)
+    return _put_back(out, rows_q, len(q_TNH)), _put_back(lse, rows_q, len(q_TNH), dim=1)
 
 
 def _shapes(
@@ -115,29 +108,75 @@ def _flash_attn_local_backward(
     lse_NT: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    sizes: torch.Tensor,
+    query_rows: torch.Tensor | None,
+    key_rows: torch.Tensor | None,
     spec: list[float],
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes gradients of q, k and v."""
-    spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend_backward(dout_TNV, q_TNH, k_SGH, v_SGV, out_TNV, lse_NT, spans, spec, kernel)
+    """Computes gradients of q, k and v, zero in rows that are no tokens; deterministic ones if torch is told so."""
+    spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
+    dout, q, out = (_taken(x, rows_q) for x in (dout_TNV, q_TNH, out_TNV))
+    k, v, lse, how = _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _taken(lse_NT, rows_q, dim=1), spec_of(*spec)
+    if torch.are_deterministic_algorithms_enabled():
+        how = made_deterministic(how)
+    dq, dk, dv = empty_gradients(dout, q, k, v)
+    if len(q):
+        saved = Saved(q, k, v, out, lse)
+        _kernel(kernel, q, k, v, how).backward(dout, saved, Gradients(dq, dk, dv), spans, how)
+    else:
+        dk.zero_()
+        dv.zero_()
+    return _put_back(dq, rows_q, len(q_TNH)), _put_back(dk, rows_k, len(k_SGH)), _put_back(dv, rows_k, len(v_SGV))
+
+
+def _kernel(
+    name: str,
+    q_TNH: torch.Tensor,
+    k_SGH: torch.Tensor,
+    v_SGV: torch.Tensor,
+    spec: AttentionSpec,
+    sinks_N: torch.Tensor | None = None,
+) -> Kernel:
+    return choose_kernel(cast(KernelName, name), Job.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
+
+
+def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tensor | None]:
+    """Returns documents without the places behind the last one, and rows of queries and of keys; None for all rows."""
+    offsets_q, offsets_k, sizes, query_rows, key_rows = documents
+    number, max_seqlen_q, max_seqlen_k, queries, keys = sizes.tolist()
+    if len(offsets_q) != number + 1:  # a view costs the host more than the question
+        offsets_q, offsets_k = offsets_q[: number + 1], offsets_k[: number + 1]
+    spans = Spans(offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    return spans, None if query_rows is None else query_rows[:queries], None if key_rows is None else key_rows[:keys]
+
+
+def _taken(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
+    return x if rows is None else x.index_select(dim, rows)
+
+
+def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 0) -> torch.Tensor:
+    """Returns `x` in its rows of `size`, and zero in the others."""
+    if rows is None:
+        return x
+    shape = [*x.shape]
+    shape[dim] = size
+    return x.new_zeros(shape).index_copy_(dim, rows, x)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec, kernel, sinks = inputs
+    *tensors, spec, kernel, sinks = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks)
-    ctx.how = max_seqlen_q, max_seqlen_k, spec, kernel
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)
+    ctx.how = spec, kernel
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks = ctx.saved_tensors
+    q, k, v, out, lse, *documents, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.how)
-    return *gradients, *[None] * 6, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
+    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *documents, *ctx.how)
+    return *gradients, *[None] * 7, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
 
 
 _local = define_op(_flash_attn_local, _shapes, _backward, _save)
@@ -148,18 +187,16 @@ def flash_attn_local(
     q_TNH: torch.Tensor,
     k_SGH: torch.Tensor,
     v_SGV: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    documents: Documents,
     spec: AttentionSpec,
     kernel: str = "auto",
     sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention output `[T, N, V]`, which is differentiable, and log-sum-exp `[N, T]` of varlen attention.
+    """Returns attention output `[T, N, V]`, which is differentiable, and log-sum-exp `[N, T]`; both zero in rows that
+    are no tokens.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: documents, see `Spans`.
+        q_TNH, k_SGH, v_SGV: all rows of the batch.
         spec: gradients are deterministic, too, if torch is told to be so.
         kernel: name of one, or "auto".
         sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
@@ -167,6 +204,5 @@ def flash_attn_local(
     Raises:
         UnsupportedAttentionError: no kernel can attend like this; names the option.
     """
-    spans = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    output: tuple[torch.Tensor, torch.Tensor] = _local(q_TNH, k_SGH, v_SGV, *spans, [*spec], kernel, sinks_N)
+    output: tuple[torch.Tensor, torch.Tensor] = _local(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)
     return output

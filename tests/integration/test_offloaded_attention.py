@@ -14,7 +14,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.checkpointing import offload
 from distca_hf.integrations.checkpointing.offload import OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.runtime.local_attention import flash_attn_local
+from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from support.data import random_dataset
 from support.models import tiny_model
 
@@ -50,7 +50,7 @@ class Regions:
     def _twice(x: torch.Tensor) -> torch.Tensor:
         offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
         for _ in range(2):
-            out, _ = flash_attn_local(x, x, x, offsets, offsets, 4, 4, AttentionSpec(0.5))
+            out, _ = flash_attn_local(x, x, x, Documents.of(offsets, offsets, 4, 4), AttentionSpec(0.5))
             x = x + torch.tanh(out)
         return x
 
@@ -123,8 +123,9 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
 
     def differs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         offsets = torch.tensor([0, len(x)], dtype=torch.int32)
+        documents = Documents.of(offsets, offsets, len(x), len(x))
         for _ in range(next(calls)):
-            x = torch.tanh(flash_attn_local(x, x, x, offsets, offsets, len(x), len(x), AttentionSpec(0.5))[0])
+            x = torch.tanh(flash_attn_local(x, x, x, documents, AttentionSpec(0.5))[0])
         return layer(x)
 
     x = torch.randn(4, 1, 4, requires_grad=True)

@@ -13,16 +13,14 @@ from typing import Any, Self
 
 import torch
 
-import distca_hf.runtime.attention_in_graph
 import distca_hf.runtime.local_attention
-import distca_hf.runtime.op  # noqa: F401 (all register operators)
+import distca_hf.runtime.op  # noqa: F401 (both register operators)
 from distca_hf.torch_private import TorchDispatchMode
 
 
 SAVED_OPERATORS = (
     torch.ops.distca.flash_attn.default,
     torch.ops.distca.flash_attn_local.default,
-    torch.ops.distca.flash_attn_in_graph.default,
 )
 
 

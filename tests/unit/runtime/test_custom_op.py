@@ -14,9 +14,8 @@ from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.layout import Layout
 from distca_hf.planning.in_place import plan_in_place
-from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.local_attention import flash_attn_local
+from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn, flash_attn_backward
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, random_plan
@@ -43,7 +42,7 @@ def alone(kernel: KernelName = "reference") -> LivePlan:
 
 def of_documents() -> tuple[Any, ...]:
     offsets = torch.tensor([0, 8, 12], dtype=torch.int32)
-    return offsets, offsets, 8, 8, SPEC, "reference"
+    return Documents.of(offsets, offsets, 8, 8), SPEC, "reference"
 
 
 def sinks(requires_grad: bool = True) -> torch.Tensor:
@@ -54,39 +53,39 @@ def sinks(requires_grad: bool = True) -> torch.Tensor:
 @pytest.mark.parametrize("sinks_N", [None, sinks(), sinks(requires_grad=False)], ids=["none", "trained", "frozen"])
 def test_local_attention_passes_the_checks_of_torch(requires_grad: bool, sinks_N: torch.Tensor | None) -> None:
     held = tensors(requires_grad=requires_grad)
-    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *of_documents(), sinks_N))
+    documents, spec, kernel = of_documents()
+    given = *documents, [*spec], kernel, sinks_N
+    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *given))
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("sinks_N", [None, sinks()], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("rows", [None, [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 0, 0]], ids=["all rows", "some rows"])
-def test_attention_in_a_graph_passes_the_checks_of_torch(
+def test_longer_tensors_of_documents_pass_the_checks_of_torch(
     requires_grad: bool, sinks_N: torch.Tensor | None, rows: list[int] | None
 ) -> None:
     held = tensors(requires_grad=requires_grad)
     offsets = torch.tensor([0, 6, 12 if rows is None else 10, 0, 0], dtype=torch.int32)
     taken = None if rows is None else torch.tensor(rows)
     count = 12 if rows is None else 10
-    documents = DocumentsInGraph(offsets, offsets, taken, taken, torch.tensor([2, 6, 6, count, count]))
-    torch.library.opcheck(
-        torch.ops.distca.flash_attn_in_graph.default, (*held, *documents, [*SPEC], "reference", sinks_N)
-    )
+    documents = Documents(offsets, offsets, torch.tensor([2, 6, 6, count, count]), taken, taken)
+    given = *documents, [*SPEC], "reference", sinks_N
+    torch.library.opcheck(torch.ops.distca.flash_attn_local.default, (*held, *given))
 
 
-def test_attention_in_a_graph_is_local_attention_to_its_rows() -> None:
+def test_rows_attend_as_if_there_were_no_others() -> None:
     q, k, v = tensors(requires_grad=True)
     of_queries, of_keys = torch.tensor([2, 3, 7, 8]), torch.tensor([0, 1, 2, 3, 6, 7, 8])
     offsets = [torch.tensor(offsets, dtype=torch.int32) for offsets in ([0, 2, 4], [0, 4, 7])]
-    expected, _ = flash_attn_local(
-        *(x[rows] for x, rows in ((q, of_queries), (k, of_keys), (v, of_keys))), *offsets, 2, 4, SPEC, "reference"
-    )
+    taken = q[of_queries], k[of_keys], v[of_keys]
+    expected, _ = flash_attn_local(*taken, Documents.of(*offsets, 2, 4), SPEC, "reference")
     expected.backward(torch.ones_like(expected))
     gradients = [x.grad for x in (q, k, v)]
 
     longer = [torch.cat([x, x.new_zeros(3)]) for x in (*offsets, of_queries, of_keys)]
-    documents = DocumentsInGraph(longer[0], longer[1], longer[2], longer[3], torch.tensor([2, 2, 4, 4, 7]))
+    documents = Documents(longer[0], longer[1], torch.tensor([2, 2, 4, 4, 7]), longer[2], longer[3])
     again = tensors(requires_grad=True)
-    out, lse = flash_attn_in_graph(*again, documents, SPEC, "reference")
+    out, lse = flash_attn_local(*again, documents, SPEC, "reference")
     out.backward(torch.ones_like(out))
 
     assert torch.equal(out[of_queries], expected)
@@ -129,17 +128,19 @@ class Seen(TorchDispatchMode):
 
 def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
     """Values and gradients; and with a mode there is none that does not see it."""
-    # The operator itself has no defaults.
-    for attention, given, others in (
-        (flash_attn_local, of_documents(), (None,)),
-        (flash_attn, (SPEC, alone().handle), (None, True, None)),
+    documents, spec, kernel = of_documents()
+    live = alone()
+    # The operator itself has no defaults, and takes no tuples.
+    for attention, given, of_operator in (
+        (flash_attn_local, (documents, spec, kernel), (*documents, [*SPEC], kernel, None)),
+        (flash_attn, (SPEC, live.handle), ([*SPEC], live.handle, None, True, None)),
     ):
         name = "flash_attn_local" if attention is flash_attn_local else "flash_attn"
         operator = getattr(torch.ops.distca, name).default
         results = []
-        for call, more in ((attention, ()), (operator, others)):
+        for call, arguments in ((attention, given), (operator, of_operator)):
             held = tensors()
-            out = call(*held, *given, *more)[0]
+            out = call(*held, *arguments)[0]
             results.append([out, *torch.autograd.grad(out.square().sum(), held)])
         with Seen() as seen:
             held = tensors()
@@ -190,7 +191,8 @@ def test_tensors_of_other_kinds_are_dispatched() -> None:
         with kind:
             held = [torch.empty(TOKENS, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
             offsets = torch.empty(3, dtype=torch.int32)
-        out, lse = flash_attn_local(*held, offsets, offsets, 8, 8, SPEC, "auto")
+            documents = Documents.of(offsets, offsets, 8, 8)
+        out, lse = flash_attn_local(*held, documents, SPEC, "auto")
         assert (out.shape, lse.shape) == ((TOKENS, HEADS, DIM), (HEADS, TOKENS))
     assert live.forward_calls == 0
 
@@ -280,7 +282,7 @@ def test_some_inputs_need_no_gradients() -> None:
 
 def _local(*given: torch.Tensor) -> torch.Tensor:
     offsets = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
-    output: torch.Tensor = flash_attn_local(*given, offsets, offsets, 8, 8, SPEC, "reference")[0]
+    output: torch.Tensor = flash_attn_local(*given, Documents.of(offsets, offsets, 8, 8), SPEC, "reference")[0]
     return output
 
 
@@ -329,10 +331,10 @@ def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refu
 @pytest.mark.parametrize("planned", [True, False])
 def test_options_that_a_kernel_does_not_compute_are_refused(planned: bool, how: dict[str, Any], told: str) -> None:
     live, given = alone("cpu"), {"spec": SPEC, **how}
-    spans = of_documents()[:4]
+    documents = of_documents()[0]
     with pytest.raises(UnsupportedAttentionError, match=f"kernel='cpu' .*{told}"):
         _ = (
             flash_attn(*tensors(), plan=live.handle, **given)
             if planned
-            else flash_attn_local(*tensors(), *spans, kernel="cpu", **given)
+            else flash_attn_local(*tensors(), documents, kernel="cpu", **given)
         )

@@ -13,8 +13,7 @@ from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.plan import Plan
-from distca_hf.runtime.attention_in_graph import DocumentsInGraph, flash_attn_in_graph
-from distca_hf.runtime.local_attention import flash_attn_local
+from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from distca_hf.testing.reference import rows_of_rank
@@ -92,18 +91,15 @@ def test_sinks_are_refused_where_queries_move() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_local_attention_takes_sinks(in_graph: bool, compiled: bool) -> None:
+def test_local_attention_takes_sinks(compiled: bool) -> None:
     layout = Layout.from_packs([[5, 3]])
     *inputs, dout = tensors(layout)
     inputs = [x.requires_grad_() for x in inputs]
     offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+    documents = Documents.of(offsets, offsets, 5, 5)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        if in_graph:
-            documents = DocumentsInGraph(offsets, offsets, None, None, torch.tensor([2, 5, 5, 8, 8]))
-            return flash_attn_in_graph(q, k, v, documents, SPEC, "reference", sinks)[0]
-        return flash_attn_local(q, k, v, offsets, offsets, 5, 5, SPEC, "reference", sinks)[0]
+        return flash_attn_local(q, k, v, documents, SPEC, "reference", sinks)[0]
 
     out = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(*inputs)
     results = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
