@@ -220,10 +220,13 @@ class Layout:
     @cached_property
     def rank_work(self) -> IntArray:
         """`[ranks]` attended pairs of the rows that each rank holds, under the causal mask."""
-        return self.rank_work_of(CAUSAL_MASK)
+        return self._count_rank_work(CAUSAL_MASK)
 
     def rank_work_of(self, mask: Mask) -> IntArray:
-        """Counts `[ranks]` attended pairs of the rows that each rank holds."""
+        """Returns `[ranks]` attended pairs of the rows that each rank holds."""
+        return self.rank_work if mask == CAUSAL_MASK else self._count_rank_work(mask)
+
+    def _count_rank_work(self, mask: Mask) -> IntArray:
         pairs = offsets(mask.pairs_of(self.segment_start, self.segment_stop))
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
 

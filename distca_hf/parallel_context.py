@@ -1,4 +1,4 @@
-"""Parallel context: settings of a training, and the way from them to the other ranks.
+"""Parallel context: the settings of a training, and the ranks that follow them together.
 
 All that trains together is given the same context: models, loaders and callbacks open no groups of their own.
 """
@@ -6,18 +6,32 @@ All that trains together is given the same context: models, loaders and callback
 import torch
 
 from distca_hf.comm.checked import CheckedTransport
-from distca_hf.comm.groups import open_transport
+from distca_hf.comm.groups import default_device, open_transport, world_size
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 
 
-class ParallelContext(DistCAConfig):
-    """Settings, and the transports between the ranks that follow them: one for each device."""
+class ParallelContext:
+    """Settings, and the transports between the ranks that follow them: one for each device.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    Attributes:
+        config: settings.
+    """
+
+    def __init__(self, config: DistCAConfig) -> None:
+        self.config = config
         self._transports: dict[torch.device, Transport] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that train together."""
+        return world_size()
+
+    @property
+    def device(self) -> torch.device:
+        """Device that training runs on, as far as the process groups and CUDA say."""
+        return default_device()
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
@@ -26,9 +40,10 @@ class ParallelContext(DistCAConfig):
         elif device.type == "cpu":
             device = torch.device("cpu")  # "cpu:0" is the same
         if device not in self._transports:
-            opened = open_transport(device, self.exchange_timeout_seconds, self.agreement_timeout_seconds)
+            config = self.config
+            opened = open_transport(device, config.exchange_timeout_seconds, config.agreement_timeout_seconds)
             _check_accelerate(opened)
-            self._transports[device] = opened if not self.check_exchanges else CheckedTransport(opened)
+            self._transports[device] = opened if not config.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
     def close(self) -> None:

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.comm.groups import default_device
 from distca_hf.comm.uncaught import show_errors_once
-from distca_hf.config import unknown_environment_settings
+from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.settings import describe_settings
+from distca_hf.settings import describe_settings, names_of
 from distca_hf.telemetry import get_logger
 
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class DistCAPlugin(ParallelContext):
+class DistCAPlugin(DistCAConfig, ParallelContext):
     """Core attention disaggregation for a training run.
 
     ```python
@@ -37,6 +36,9 @@ class DistCAPlugin(ParallelContext):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The package reads `config`; the settings here are those of `config`, for users to read.
+        settings = {name: getattr(self, name) for name in names_of(DistCAConfig)}
+        ParallelContext.__init__(self, DistCAConfig(**settings))
         for name, meant in unknown_environment_settings().items():
             hint = f" (did you mean {meant}?)" if meant else ""
             log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)
@@ -70,11 +72,11 @@ class DistCAPlugin(ParallelContext):
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
-        target = default_device() if device is None else torch.device(device)
+        target = self.device if device is None else torch.device(device)
         head_groups = 1 if model is None else head_groups_of(model)
         return PlacedLoader(
             dataset,
-            self,
+            self.config,
             self.transport(target),
             target,
             seed,

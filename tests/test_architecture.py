@@ -112,6 +112,12 @@ def test_lower_layers_do_not_know_upper_libraries(part: str) -> None:
             assert not any(name == banned or name.startswith(f"{banned}.") for banned in FORBIDDEN[part]), (path, name)
 
 
+def test_the_plugin_is_for_users_alone() -> None:
+    importers = {path.name for path in _sources() if "plugin" in _own_imports(path) - {_part(path)}}
+
+    assert importers == {"__init__.py"}
+
+
 def test_there_are_no_import_cycles() -> None:
     modules = {f"distca_hf.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}": p for p in PACKAGE.rglob("*.py")}
     modules |= {f"distca_hf.patches.{p.stem}": p for p in (ROOT / "patches").glob("*.py")}

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from distca_hf.comm.groups import default_device, world_size
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
@@ -40,17 +39,20 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         UnsupportedAttentionError: the model would compute something else than its own attention; gives all reasons.
         ConfigError: the model was not loaded for distca.
     """
-    longest = longest_document_tokens if longest_document_tokens is not None else plugin.tokens_per_rank * world_size()
-    check_model(model, longest, plugin.kernel, default_device())
+    config = plugin.config
+    longest = (
+        longest_document_tokens if longest_document_tokens is not None else config.tokens_per_rank * plugin.num_ranks
+    )
+    check_model(model, longest, config.kernel, plugin.device)
     inner = transformers_model(model)
     earlier = watch_of(inner)
-    if earlier is None or earlier.root is not model or earlier.plugin is not plugin:
+    if earlier is None or earlier.root is not model or earlier.context is not plugin:
         if earlier is not None:
             log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
             earlier.leave({model, inner})
         ForwardWatch(model, plugin).enter()
     for number, layer in enumerate(attention_layers(inner).values()):
-        settings = LayerSettings(plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"))
+        settings = LayerSettings(config.kernel, config.deterministic, torch.tensor(number, device="cpu"))
         setattr(layer, LAYER_SETTINGS, settings)
     return model
 

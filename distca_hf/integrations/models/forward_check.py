@@ -25,7 +25,7 @@ class ForwardCheck:
 
     Args:
         root: the module that was enabled.
-        plugin: settings that its passes follow.
+        config: settings that its passes follow.
         layers: its attention layers.
 
     Attributes:
@@ -33,8 +33,8 @@ class ForwardCheck:
         num_calls: attention calls of every pass; None before the first one.
     """
 
-    def __init__(self, root: nn.Module, plugin: DistCAConfig, layers: Collection[nn.Module]) -> None:
-        self._root, self._plugin, self._num_layers = root, plugin, len(layers)
+    def __init__(self, root: nn.Module, config: DistCAConfig, layers: Collection[nn.Module]) -> None:
+        self._root, self._config, self._num_layers = root, config, len(layers)
         inner = transformers_model(root)
         self._class_name = type(inner).__name__
         # Layers look their implementation up in their config; most often it is one for all of them.
@@ -88,10 +88,10 @@ class ForwardCheck:
             UnsupportedAttentionError: the longest document is too long for them.
         """
         self.position_limits.check(plan.facts.longest_document_tokens, f"micro-batch {plan.micro_batch}")
-        if plan.config is self._plugin or self._warned_of_plugin:
+        if plan.config is self._config or self._warned_of_plugin:
             return
         self._warned_of_plugin = True
-        of_batch, of_model = plan.config.shared_settings(), self._plugin.shared_settings()
+        of_batch, of_model = plan.config.shared_settings(), self._config.shared_settings()
         different = [
             f"{name}={value} and {of_model[name]}" for name, value in of_batch.items() if of_model[name] != value
         ]

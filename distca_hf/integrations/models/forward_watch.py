@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.batches.batch_documents import Batch, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.run_report import RunReport
-from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.checkpointing.policies import (
@@ -57,7 +56,7 @@ class ForwardWatch:
 
     Attributes:
         root: the module that was enabled.
-        plugin: settings and transports that its passes follow.
+        context: settings and transports that its passes follow.
         packs: plans batches without a plan; None before the first one.
         position_limits: longest documents that the model can take.
         flops: operations of the model; None if they are not known.
@@ -65,17 +64,17 @@ class ForwardWatch:
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
-    def __init__(self, root: nn.Module, plugin: ParallelContext) -> None:
-        self.root, self.plugin = root, plugin
+    def __init__(self, root: nn.Module, context: ParallelContext) -> None:
+        self.root, self.context, config = root, context, context.config
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
-        self.flops, self.report = step_flops(root), RunReport(plugin)
+        self.flops, self.report = step_flops(root), RunReport(config)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
         self._config_facts = ConfigFacts(root)
-        self._check = ForwardCheck(root, plugin, self._layers.values())
+        self._check = ForwardCheck(root, config, self._layers.values())
         self.position_limits = self._check.position_limits
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
@@ -139,9 +138,9 @@ class ForwardWatch:
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
         rows_wait = False
-        if self.plugin.checkpointed_attention != "recompute":
+        if self.context.config.checkpointed_attention != "recompute":
             self._save_attention(module)
-        elif self.plugin.kv_residency != "refetch" and plan.transport.world_size > 1:
+        elif self.context.config.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
         layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
         if self._module_facts is None:
@@ -177,15 +176,15 @@ class ForwardWatch:
         setting `evaluate` is "distca".
         """
         trains = module.training and torch.is_grad_enabled()
-        evaluates = not module.training and self.plugin.evaluate == "distca"
-        return world_size() == 1 or not (trains or evaluates) or batch.get("past_key_values") is not None
+        evaluates = not module.training and self.context.config.evaluate == "distca"
+        return self.context.num_ranks == 1 or not (trains or evaluates) or batch.get("past_key_values") is not None
 
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
         if self.packs is None:
-            transport = self.plugin.transport(tokens_of(batch).device)
-            self.packs = PackPlanner(self.plugin, transport, self._head_groups, self._token_bytes)
+            transport = self.context.transport(tokens_of(batch).device)
+            self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes)
         return self.packs.plan(batch, trains=module.training)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
@@ -196,7 +195,7 @@ class ForwardWatch:
 
     def _save_attention(self, module: nn.Module) -> None:
         first = self._checkpointed is None
-        on_host = self.plugin.checkpointed_attention == "offload"
+        on_host = self.context.config.checkpointed_attention == "offload"
         if not save_attention(self._checkpointed_modules(module), on_host) and first:
             log.warning(
                 "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import Trainer
 
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.data.sorted_sampler import SortedPackSampler
@@ -36,7 +37,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 
-def attach(trainer: Trainer, plugin: ParallelContext) -> None:
+def attach(trainer: Trainer, context: ParallelContext) -> None:
     """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
     packs and Trainer's loader: then attention tasks move between ranks.
 
@@ -53,7 +54,7 @@ def attach(trainer: Trainer, plugin: ParallelContext) -> None:
         earlier.undo()
     if trainer.train_dataset is not None and packed_by(trainer) is None:
         check_map_style(trainer.train_dataset)
-    reasons = list(wrong_settings(trainer, plugin))
+    reasons = list(wrong_settings(trainer, context.config))
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
@@ -64,9 +65,9 @@ def attach(trainer: Trainer, plugin: ParallelContext) -> None:
         packed = packed_by(trainer)
         if packed is not None:
             log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
-            _keep_packs(trainer, plugin, attachment)
+            _keep_packs(trainer, context, attachment)
         else:
-            _place(trainer, plugin, attachment)
+            _place(trainer, context, attachment)
     except BaseException:
         attachment.undo()
         raise
@@ -88,41 +89,41 @@ def detach(trainer: Trainer) -> None:
     attachment.undo()
 
 
-def _enable(attachment: Attachment, plugin: ParallelContext, longest_document_tokens: int | None = None) -> None:
+def _enable(attachment: Attachment, context: ParallelContext, longest_document_tokens: int | None = None) -> None:
     """Enables the Trainer's model until it is detached."""
     model = attachment.trainer.model
     attachment.when_undone(restorer(model))
-    enable(model, plugin, longest_document_tokens)
+    enable(model, context, longest_document_tokens)
 
 
-def _keep_packs(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
+def _keep_packs(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> None:
     """Leaves batches to the Trainer."""
-    if plugin.sort_packs:
+    if context.config.sort_packs:
         attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer))
     check_evaluation(trainer)
-    _enable(attachment, plugin)
-    callback = DistCACallback(plugin)
+    _enable(attachment, context)
+    callback = DistCACallback(context)
     callback.watch(trainer.model)
-    _add_callbacks(plugin, attachment, callback)
+    _add_callbacks(context, attachment, callback)
 
 
-def _place(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
+def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> None:
     """Gives the Trainer placed batches."""
     args = trainer.args
-    _set_arguments(trainer, plugin, attachment)
-    loader = _training_loader(trainer, plugin)
+    _set_arguments(trainer, context.config, attachment)
+    loader = _training_loader(trainer, context)
     loader.writes_epochs = False  # the callback writes a line when training ends
-    _enable(attachment, plugin, loader.longest_document_tokens)
+    _enable(attachment, context, loader.longest_document_tokens)
     watch = watch_of(trainer.model)
     assert watch is not None
     watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
-    if plugin.evaluate == "distca":
+    if context.config.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
         attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
         attachment.replace(trainer, "compute_loss", partial(loss_over_all_labels, trainer, trainer.compute_loss))
 
         def evaluation(dataset: Any = None) -> PlacedLoader:
-            return _evaluation_loader(trainer, plugin, dataset)
+            return _evaluation_loader(trainer, context, dataset)
 
         check_placed_evaluation(trainer, evaluation)
         attachment.replace(trainer, "get_eval_dataloader", evaluation)
@@ -138,9 +139,9 @@ def _place(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) ->
         return loader
 
     attachment.replace(trainer, "get_train_dataloader", training)
-    callback = DistCACallback(plugin, loader)
+    callback = DistCACallback(context, loader)
     callback.watch(trainer.model)
-    _add_callbacks(plugin, attachment, callback)
+    _add_callbacks(context, attachment, callback)
     Resuming(loader).install(attachment)
 
 
@@ -171,7 +172,7 @@ def _train_from_whole_checkpoint(
         return train(resume_from_checkpoint, *args, **kwargs)
 
 
-def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attachment) -> None:
+def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachment) -> None:
     """Sets arguments that placed batches need, and names arguments that have no effect on them."""
     args = trainer.args
     if not args.average_tokens_across_devices:
@@ -182,7 +183,7 @@ def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attach
         report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
-            plugin.tokens_per_rank,
+            config.tokens_per_rank,
         )
     attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
@@ -194,19 +195,19 @@ def _set_arguments(trainer: Trainer, plugin: ParallelContext, attachment: Attach
         )
 
 
-def _training_loader(trainer: Trainer, plugin: ParallelContext) -> PlacedLoader:
+def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
-    args, head_groups = trainer.args, head_groups_of(trainer.model)
+    args, config, head_groups = trainer.args, context.config, head_groups_of(trainer.model)
     return PlacedLoader(
         _dataset(trainer),
-        plugin,
-        plugin.transport(args.device),
+        config,
+        context.transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
         # A window's micro-batches are taken one right after the other: have all of the next one ready.
-        prefetch=max(plugin.prefetch, args.gradient_accumulation_steps + 1),
+        prefetch=max(config.prefetch, args.gradient_accumulation_steps + 1),
         head_groups=head_groups,
-        micro_steps=args.gradient_accumulation_steps if plugin.regroup_steps else 1,
+        micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
     )
 
@@ -223,15 +224,15 @@ def _report_loss_only(
     return evaluate(dataloader, description, True, *args, **kwargs)
 
 
-def _evaluation_loader(trainer: Trainer, plugin: ParallelContext, dataset: Any) -> PlacedLoader:
+def _evaluation_loader(trainer: Trainer, context: ParallelContext, dataset: Any) -> PlacedLoader:
     """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
     device, head_groups = trainer.args.device, head_groups_of(trainer.model)
     return PlacedLoader(
         dataset,
-        plugin,
-        plugin.transport(device),
+        context.config,
+        context.transport(device),
         device,
         shuffle=False,
         head_groups=head_groups,
@@ -239,13 +240,13 @@ def _evaluation_loader(trainer: Trainer, plugin: ParallelContext, dataset: Any) 
     )
 
 
-def _add_callbacks(plugin: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:
+def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:
     """Adds metrics before the callbacks that report them, and leaving behind all others."""
-    if plugin.metrics == "basic":
+    if context.config.metrics == "basic":
         print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)
     attachment.add_callback(callback, first=True)
-    if plugin.save_on_signal:
-        attachment.add_callback(LeaveOnSignal(plugin.transport), first=False)
+    if context.config.save_on_signal:
+        attachment.add_callback(LeaveOnSignal(context.transport), first=False)
 
 
 def _dataset(trainer: Trainer) -> Any:

@@ -47,7 +47,7 @@ class DistCACallback(TrainerCallback):
     """
 
     def __init__(self, plugin: ParallelContext, loader: PlacedLoader | None = None) -> None:
-        self._plugin = plugin
+        self._context = plugin
         self._loader = loader
         self._model: nn.Module | None = None
         self._since_log: Meter | None = None
@@ -70,13 +70,13 @@ class DistCACallback(TrainerCallback):
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
             ConfigError: packs are to be sorted, which takes another sampler than Trainer's.
         """
-        if self._plugin.sort_packs:
+        if self._context.config.sort_packs:
             raise ConfigError(
                 "sort_packs chooses which rank runs which pack, and a callback cannot replace Trainer's sampler: "
                 "call plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
             )
-        self.watch(enable(model, self._plugin))
-        leave = LeaveOnSignal(self._plugin.transport) if self._plugin.save_on_signal else None
+        self.watch(enable(model, self._context))
+        leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None
         handler = _handler_of_this_event(self)
         if handler is None:
             log.warning("DistCACallback stays where it is among callbacks: trackers before it do not get its metrics")
@@ -84,7 +84,7 @@ class DistCACallback(TrainerCallback):
             return
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
-        if self._plugin.metrics == "basic":
+        if self._context.config.metrics == "basic":
             print_in_short(handler.callbacks, setattr)
         if leave is not None:
             handler.add_callback(leave)
@@ -107,7 +107,7 @@ class DistCACallback(TrainerCallback):
             ConfigError: the model does not follow this callback's plugin.
         """
         watch = self._check_model()
-        source, transport = self._source(watch), self._plugin.transport(args.device)
+        source, transport = self._source(watch), self._context.transport(args.device)
         self._since_log, self._since_begin = (Meter(transport, args.device, watch.flops) for _ in range(2))
         for meter in (self._since_log, self._since_begin):
             meter.begin(source)
@@ -130,7 +130,7 @@ class DistCACallback(TrainerCallback):
                 "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
                 "trainer.add_callback, or call plugin.attach(trainer)"
             )
-        if watch.plugin is not self._plugin:
+        if watch.context is not self._context:
             raise ConfigError(
                 "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
                 "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
@@ -168,10 +168,10 @@ class DistCACallback(TrainerCallback):
         """
         for meter in self._meters():
             meter.note_training()
-        every = self._plugin.check_weights_every_steps
+        every = self._context.config.check_weights_every_steps
         if every and state.global_step % every == 0:
             if self._weights is None:
-                self._weights = WeightsCheck(self._plugin.transport(args.device))
+                self._weights = WeightsCheck(self._context.transport(args.device))
             self._weights.compare(model, state.global_step)
         if self._leave is not None:
             self._leave.on_step_end(args, state, control)
@@ -205,7 +205,7 @@ class DistCACallback(TrainerCallback):
         reading = self._read(self._since_log, state.global_step)
         if reading is None:
             return
-        if self._plugin.metrics == "basic":
+        if self._context.config.metrics == "basic":
             metrics = reading.basic()
         else:
             metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)

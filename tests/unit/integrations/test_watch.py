@@ -35,7 +35,7 @@ def test_model_enabled_again_follows_the_new_plugin_alone() -> None:
     for plugin in (first, first, second, second):
         distca_hf.enable(model, plugin)
 
-    assert watch_of(model).plugin is second
+    assert watch_of(model).context is second
     assert num_hooks(model) == (1, 1)
     batch = batch_of(second)
     assert torch.isfinite(model(**batch).loss)

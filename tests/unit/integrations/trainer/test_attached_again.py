@@ -98,7 +98,7 @@ def test_the_last_plugin_counts(make: Callable[..., Trainer]) -> None:
     last = attach(trainer, tokens_per_rank=300)
 
     assert len(trainer.get_train_dataloader()) == len(last.dataloader(random_dataset(40)))
-    assert watch_of(trainer.model).plugin is last
+    assert watch_of(trainer.model).context is last
     trainer.train()
 
 

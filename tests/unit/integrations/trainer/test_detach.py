@@ -130,7 +130,7 @@ def test_earlier_plugin_counts_again(make: Callable[..., Trainer]) -> None:
     watch, second = watch_of(model), distca_hf.DistCAPlugin(tokens_per_rank=64)
     trainer = make(model)
     second.attach(trainer)
-    assert watch_of(model).plugin is second
+    assert watch_of(model).context is second
     second.detach(trainer)
 
     assert watch_of(model) is watch
