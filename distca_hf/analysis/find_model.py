@@ -121,7 +121,7 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from distca_hf.integrations.models.flops import step_flops
+    from distca_hf.integrations.models.parts import step_flops
 
     try:
         with torch.device("meta"):
