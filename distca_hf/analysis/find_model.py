@@ -142,6 +142,7 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
     )
 
 
+# Bytes of a weight by the names that configurations have for dtypes.
 BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+# Version of `state_dict`. A checkpoint with another one holds a position in other units, and is refused.
 STATE_VERSION = 3
 
 

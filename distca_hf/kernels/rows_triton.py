@@ -14,7 +14,8 @@ from distca_hf.kernels.row_views import KindOfRows, kinds_of_rows, widths_of_par
 from distca_hf.kernels.triton_launcher import Launch
 
 
-# Most elements, and most heads, of a row that one program holds in registers.
+# Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so
+# that a thread holds 16 elements.
 MOST_ELEMENTS_OF_A_BLOCK = 2048
 MOST_HEADS_OF_A_BLOCK = 8
 

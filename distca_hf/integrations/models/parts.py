@@ -25,6 +25,7 @@ from distca_hf.planning.heads import Heads, head_groups
 # refuses to say how many there are, or how wide they are.
 NUMBER = "num_attention_heads"
 OTHERS = ("num_key_value_heads", "hidden_size", "head_dim")
+# A method that a class may or may not have.
 Function = Callable[..., object] | None
 # Names that configurations have for the experts of a layer, and for the experts of one token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
