@@ -21,10 +21,9 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, made_deterministic
 from distca_hf.runtime.checks import check_finite, check_room
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.exchanges import KVDispatch, KVGradCombine
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads, empty_rows
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
+from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received
 
