@@ -101,6 +101,7 @@ class DocumentSource:
         Raises:
             PackingError: values are missing, or the row is shorter than announced.
         """
+        # 1. Tokens of the row, and the one behind the last, which is its label.
         row, first = int(self._row[document]), int(self._start[document])
         document_stop = first + int(self.document_tokens[document])
         begin, end = first + start, first + stop
@@ -113,11 +114,13 @@ class DocumentSource:
                     f"row {row}: attention_mask is 0 at token {begin + padding[0]}: the dataset is padded. Tokenise "
                     "it without padding: documents are packed here"
                 )
+        # 2. Labels, but for tokens that nothing is to be learnt from.
         labels = self._read("labels", row, begin, labels_end) if "labels" in self._columns else input_ids.copy()
         for mask in self._masks:
             labels[self._read(mask, row, begin, labels_end) == 0] = IGNORED_LABEL
         if self._unlearnt_token is not None:
             labels[input_ids == self._unlearnt_token] = IGNORED_LABEL
+        # 3. Shifted inside of the document: no token predicts the first one of a document.
         if start == 0:
             labels[0] = IGNORED_LABEL
         shift_labels = np.full(stop - start, IGNORED_LABEL, dtype=np.int64)
@@ -141,6 +144,7 @@ class DocumentSource:
         packed = read_column(dataset, "seq_lengths").combine_chunks()
         if not (pa.types.is_list(packed.type) or pa.types.is_large_list(packed.type)):
             raise PackingError(f"column 'seq_lengths' must hold a list of document lengths per row, not {packed.type}")
+        # 2, 3, 4 in a row of 9 tokens: documents [0:2), [2:5), [5:9) of that row.
         counts = pc.list_value_length(packed).fill_null(0).to_numpy().astype(np.int64)
         lengths = check_document_tokens(packed.flatten().to_numpy(zero_copy_only=False), "seq_lengths")
         row = np.repeat(np.arange(len(rows)), counts)

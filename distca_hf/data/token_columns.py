@@ -98,6 +98,8 @@ def open_columns(dataset: "Dataset") -> tuple[dict[str, Column], IntArray]:
     Raises:
         PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
     """
+    # `length`, `input_ids` and each other column say how many tokens a row has. Where two disagree, documents would be
+    # cut at wrong tokens.
     announced = _announced_lengths(dataset)
     if dataset.format["type"] == "custom":
         return _open_items(dataset, announced)

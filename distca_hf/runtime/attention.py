@@ -54,6 +54,7 @@ def attend(
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
+    # 1. All that may be refused, before anything is sent.
     plan.agree()
     if not plan.forward_calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
@@ -62,6 +63,7 @@ def attend(
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
+    # 2. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
@@ -76,6 +78,7 @@ def attend(
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
 
+    # 3. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     out, lse = empty_rows(q_TNH, v_TGV)
     _clear_padding(routing, out, lse)
     calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
@@ -87,6 +90,7 @@ def attend(
         local.attend_prefixes(prefixes, remote_kv, at_once=not calls.late)
         if remote_queries is not None:
             remote_queries.attend(chunk, remote_kv, transport, where)
+    # 4. Late local calls, while results go back to their owner ranks.
     local.attend(calls.late, k_TGH, v_TGV)
     local.merge_prefixes()
     if remote_queries is not None:
@@ -122,6 +126,7 @@ def attend_backward(
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
+    # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)
     remote_queries = None
@@ -133,6 +138,8 @@ def attend_backward(
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
 
+    # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV, which
+    #    are sent as soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     comes = keys.sends or routing.queries is not None
     calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
@@ -150,6 +157,7 @@ def attend_backward(
         combine.start(chunk, transport, where)
         if remote_queries is not None:
             remote_queries.send_gradients(chunk, transport, where)
+    # 3. Late local calls, while gradients go back. Sums come last, and in one order: all that they add to is written.
     local.derive(calls.late, k_TGH, v_TGV, dk, dv)
     local.add_prefixes()
     combine.finish(*as_rows(groups, dk, dv))

@@ -190,6 +190,9 @@ class KVGradCombine:
 
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Waits for all chunks, and adds gradients of the remote KV and of other servers to those of local rows."""
+        #     dk, dv       local rows; local calls have written them
+        #     + total      of the remote KV, at rows that this rank copied into it
+        #     + returned   of each server, at rows that were sent to it
         for exchange in self._started:
             exchange.wait()
         total = self._gradients.total
@@ -213,6 +216,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
 
 def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
+    # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are those of k and v
     (groups, dim), value_dim = k.shape[1:], v.shape[2]
     width, count = groups * dim, rows.shape[0]
     stride = rows.stride(0)

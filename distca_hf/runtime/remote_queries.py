@@ -198,6 +198,7 @@ def _unpack(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tens
     """Returns the tensors that were packed, with the row shapes and dtypes of `like`; views where they are aligned."""
     if len(like) == 1:
         return [rows.view(len(rows), *like[0].shape[1:])]
+    # row of bytes   | lse, fp32 | dout, bf16 | q, bf16 | out, bf16 |     largest elements first, as in `_pack`
     order = _largest_elements_first(like)
     widths = [math.prod(x.shape[1:]) * x.element_size() for x in order]
     parts = {
