@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.comm.transport import AllToAll
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import RowSums
-from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.rank_plan import RankPlan
 from distca_hf.planning.routing import QueryMoves, Routing
