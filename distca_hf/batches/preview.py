@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cost import causal_pairs_of, imbalance
-from distca_hf.data.accumulation import MicroBatches
+from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rank_plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
@@ -63,7 +63,7 @@ class PlacedData:
 
     planner: PlacedPlanner
     document_tokens: IntArray
-    micro_batches: MicroBatches
+    micro_batches: RegroupedEpoch
     first: int
     micro_steps: int
     per_epoch: int
@@ -80,7 +80,7 @@ class PlacedData:
             pairs.append(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
             before.append(imbalance(fill_in_order(lengths, self.planner.num_ranks).rank_work))
             if index in placed:
-                after.append(self.planner.plan(lengths).imbalance)
+                after.append(self.planner.plan(lengths, self.micro_batches.layout(index)).imbalance)
         return Preview(np.array(tokens), np.array(pairs), np.array(before), np.full(len(counted), np.mean(after)))
 
     def _spread(self, most: int) -> Iterator[int]:
