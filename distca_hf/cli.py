@@ -108,7 +108,7 @@ def train(
     Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments behind -- go to
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
-    from distca_hf import train as command
+    from distca_hf import run as command
 
     if is_launched() and not dry_run:
         command.train_here(recipe, script, context.args)

@@ -5,7 +5,7 @@ All that trains together is given the same context: models, loaders and callback
 
 import torch
 
-from distca_hf.comm.checked import CheckedTransport
+from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.groups import default_device, open_transport, world_size
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig

@@ -1,11 +1,11 @@
 """The plugin, which users create: settings, and the functions that follow them."""
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.comm.uncaught import show_errors_once
+from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of
@@ -15,6 +15,7 @@ from distca_hf.telemetry import get_logger
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import Trainer
 
 log = get_logger(__name__)
@@ -45,7 +46,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
 
     def dataloader(
         self,
-        dataset: Any,
+        dataset: "Dataset",
         seed: int = 0,
         shuffle: bool = True,
         device: torch.device | str | None = None,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from distca_hf.comm.checked import CheckedTransport
+from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.parallel_context import ParallelContext
