@@ -117,7 +117,7 @@ def test_plugin_closes_behind_the_default_group(tmp_path: Path) -> None:
 
 def test_hooks_for_uncaught_errors_are_taken_back() -> None:
     usual = sys.excepthook
-    calls = [RollCall(HashStore(), 0, 2) for _ in range(2)]
+    calls = [RollCall(HashStore(), 0, range(2)) for _ in range(2)]
     for call in calls:
         call.announce_uncaught_errors()
     for call in reversed(calls):
