@@ -108,7 +108,7 @@ def train(
     Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments behind -- go to
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
-    from distca_hf import train as command
+    from distca_hf import run as command
 
     if is_launched() and not dry_run:
         command.train_here(recipe, script, context.args)
@@ -122,60 +122,69 @@ def train(
         command.launch(line)
 
 
+# Options of `distca plan` whose help takes several lines.
+DocumentLengths = Annotated[
+    Path,
+    typer.Argument(
+        help="document lengths, in the dataset's order: .jsonl, .csv or .parquet with a column length, lengths, "
+        "num_tokens or input_ids; a flat list in .json or .txt; a saved datasets folder; or a shipped sample: "
+        "pretrain, prolong"
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        help="llama3-8b (the default) or another name of the table, a model type or class of Transformers (qwen3, "
+        "Qwen3ForCausalLM: its default sizes), the path of a config.json or of its folder, or a name on the Hub"
+    ),
+]
+LayoutKind = Annotated[
+    str,
+    typer.Option(
+        help="placed: distca chooses the rank of each token; fixed: tokens stay where documents in order fill "
+        "the ranks, tasks move"
+    ),
+]
+OverlongRule = Annotated[
+    str, typer.Option(help="documents longer than a whole batch: error, split (into several) or truncate")
+]
+BytesLimit = Annotated[
+    int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
+]
+Checkpointing = Annotated[
+    str,
+    typer.Option(
+        help="what layers keep until backward, for estimates: saved (inputs, attention's outputs), recomputed "
+        "(inputs) or none (everything: no checkpointing)"
+    ),
+]
+Seed = Annotated[int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")]
+LengthsAreBatch = Annotated[
+    bool,
+    typer.Option(
+        "--lengths-are-batch",
+        help="plan exactly these documents; several micro-steps take them in order, nearly equal tokens each",
+    ),
+]
+
+
 @app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384 --compare")
 def plan(
-    lengths: Annotated[
-        Path,
-        typer.Argument(
-            help="document lengths, in the dataset's order: .jsonl, .csv or .parquet with a column length, lengths, "
-            "num_tokens or input_ids; a flat list in .json or .txt; a saved datasets folder; or a shipped sample: "
-            "pretrain, prolong"
-        ),
-    ],
+    lengths: DocumentLengths,
     ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="llama3-8b (the default) or another name of the table, a model type or class of Transformers (qwen3, "
-            "Qwen3ForCausalLM: its default sizes), the path of a config.json or of its folder, or a name on the Hub"
-        ),
-    ] = None,
+    model: ModelName = None,
     model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
-    layout: Annotated[
-        str,
-        typer.Option(
-            help="placed: distca chooses the rank of each token; fixed: tokens stay where documents in order fill "
-            "the ranks, tasks move"
-        ),
-    ] = "placed",
-    overlong: Annotated[
-        str, typer.Option(help="documents longer than a whole batch: error, split (into several) or truncate")
-    ] = "error",
-    bytes_limit: Annotated[
-        int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
-    ] = None,
-    checkpointing: Annotated[
-        str,
-        typer.Option(
-            help="what layers keep until backward, for estimates: saved (inputs, attention's outputs), recomputed "
-            "(inputs) or none (everything: no checkpointing)"
-        ),
-    ] = "saved",
+    layout: LayoutKind = "placed",
+    overlong: OverlongRule = "error",
+    bytes_limit: BytesLimit = None,
+    checkpointing: Checkpointing = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
     gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB")] = 80.0,
-    seed: Annotated[
-        int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")
-    ] = 0,
-    lengths_are_batch: Annotated[
-        bool,
-        typer.Option(
-            "--lengths-are-batch",
-            help="plan exactly these documents; several micro-steps take them in order, nearly equal tokens each",
-        ),
-    ] = False,
+    seed: Seed = 0,
+    lengths_are_batch: LengthsAreBatch = False,
     compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,

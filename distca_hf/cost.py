@@ -95,6 +95,12 @@ class Mask:
         queries_in_full = (stops - rising_stops) - (starts - rising_starts)
         return causal_pairs_of(rising_starts, rising_stops) + queries_in_full * self.window_tokens
 
+    def pairs_inside(self, tokens: IntArray) -> IntArray:
+        """Counts the pairs whose query and key lie in one range, for ranges of these lengths; below 2 ** 63."""
+        if self.window_tokens is None:
+            return tokens * (tokens + 1) // 2
+        return self.pairs_of(np.zeros_like(tokens), tokens)
+
     def queries_of(self, pairs: int) -> int:
         """Returns the largest n for which the first n queries of a document have at most `pairs` pairs; exact."""
         if self.window_tokens is None or pairs <= (rising_pairs := self.pairs_before(self.window_tokens)):

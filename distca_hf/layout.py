@@ -14,9 +14,9 @@ instead of its queries. Placement sets the mark, planning divides the heads.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
 from distca_hf.cost import CAUSAL_MASK, Mask
@@ -31,7 +31,7 @@ MAX_INTEGER = 2**63 - 1
 TILE_TOKENS = 128
 
 
-def as_int_array(values: Any, name: str) -> IntArray:
+def as_int_array(values: ArrayLike, name: str) -> IntArray:
     """Converts values to a one-dimensional int64 array.
 
     Raises:
@@ -53,7 +53,7 @@ def as_int_array(values: Any, name: str) -> IntArray:
     return array.astype(np.int64)
 
 
-def check_document_tokens(values: Any, name: str = "document lengths") -> IntArray:
+def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> IntArray:
     """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31.
 
     Raises:
@@ -69,7 +69,7 @@ def check_document_tokens(values: Any, name: str = "document lengths") -> IntArr
     return lengths
 
 
-def check_cu_seqlens(cu_seqlens: Any, num_tokens: int) -> IntArray:
+def check_cu_seqlens(cu_seqlens: ArrayLike, num_tokens: int) -> IntArray:
     """Returns document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
 
     Raises:
@@ -220,10 +220,13 @@ class Layout:
     @cached_property
     def rank_work(self) -> IntArray:
         """`[ranks]` attended pairs of the rows that each rank holds, under the causal mask."""
-        return self.rank_work_of(CAUSAL_MASK)
+        return self._count_rank_work(CAUSAL_MASK)
 
     def rank_work_of(self, mask: Mask) -> IntArray:
-        """Counts `[ranks]` attended pairs of the rows that each rank holds."""
+        """Returns `[ranks]` attended pairs of the rows that each rank holds."""
+        return self.rank_work if mask == CAUSAL_MASK else self._count_rank_work(mask)
+
+    def _count_rank_work(self, mask: Mask) -> IntArray:
         pairs = offsets(mask.pairs_of(self.segment_start, self.segment_stop))
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
 

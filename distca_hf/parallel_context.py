@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca_hf.comm.checked import CheckedTransport
+from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.groups import default_device, open_transport
 from distca_hf.comm.members import Members, process_group_of
 from distca_hf.comm.transport import Transport

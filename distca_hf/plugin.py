@@ -1,14 +1,14 @@
 """The plugin, which users create: settings, and the functions that follow them."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.comm.uncaught import show_errors_once
+from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of
@@ -18,6 +18,7 @@ from distca_hf.telemetry import get_logger
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import Trainer
 
 log = get_logger(__name__)
@@ -59,7 +60,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
 
     def dataloader(
         self,
-        dataset: Any,
+        dataset: "Dataset",
         seed: int = 0,
         shuffle: bool = True,
         device: torch.device | str | None = None,

@@ -1,12 +1,17 @@
-"""Telemetry: log lines with name and rank, once per job; and the time that the training loop waited for data."""
+"""Telemetry: log lines, once per job; an error for the launcher's summary; the time that training waited for data."""
 
+import contextlib
+import json
 import logging
+import os
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm import tqdm
 
-from distca_hf.config import launched_rank
+from distca_hf.config import launched_error_file, launched_rank
 
 
 NAME = "distca_hf"
@@ -88,3 +93,27 @@ class LoaderTimes:
         """Waiting as a fraction of all time since the first micro-batch."""
         total = self.wait_seconds + self.step_seconds
         return self.wait_seconds / total if total else 0.0
+
+
+def leave_for_launcher(words: str, follows: bool = False) -> None:
+    """Writes an error into the file that the launcher reads if this process fails.
+
+    Nothing is written if the launcher named no file, or if it exists already (`torch.distributed.elastic`'s `record`).
+
+    Args:
+        words: the error.
+        follows: whether another process failed first. The launcher shows the error with the earliest second as cause.
+    """
+    name = launched_error_file()
+    if name is None:
+        return
+    # The format of torch.distributed.elastic. With a call stack, its summary would not show the message.
+    content = {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()) + follows)}}}
+    whole = Path(f"{name}.{os.getpid()}")  # renamed when complete: a partial file would make the launcher fail
+    try:
+        if not Path(name).exists():
+            whole.write_text(json.dumps(content), encoding="utf-8")
+            whole.replace(name)
+    except OSError:  # the error is printed in any case
+        with contextlib.suppress(OSError):
+            whole.unlink()

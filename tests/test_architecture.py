@@ -21,7 +21,6 @@ BASE = {
     "cost",
     "flops",
     "import_hooks",
-    "launcher",
     "layout",
     "recipe",
     "settings",
@@ -40,7 +39,7 @@ LAYERS: list[set[str]] = [
     {"batches"},
     {"integrations", "patches"},
     {"analysis", "plugin"},
-    {"__init__", "cli", "run", "train"},
+    {"__init__", "cli", "run"},
 ]
 # Parts that know nothing of each other; and training never needs analysis.
 STRANGERS = [

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
@@ -34,6 +34,11 @@ from distca_hf.data.documents import DocumentSource
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.shipped import LENGTHS
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from pyarrow import ChunkedArray
 
 
 NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
@@ -105,7 +110,7 @@ def _read_dataset(path: Path) -> DocumentLengths:
     return _from_arrow(values, f"{path}, column {column}")
 
 
-def _read_source(dataset: Any, path: Path) -> DocumentLengths:
+def _read_source(dataset: "Dataset", path: Path) -> DocumentLengths:
     """Reads document lengths as the loader does."""
     try:
         tokens = DocumentSource(dataset, sys.maxsize).document_tokens
@@ -115,7 +120,7 @@ def _read_source(dataset: Any, path: Path) -> DocumentLengths:
     return DocumentLengths(tokens, f"{path}, column {column}")
 
 
-def _from_arrow(values: Any, source: str) -> DocumentLengths:
+def _from_arrow(values: "ChunkedArray", source: str) -> DocumentLengths:
     """Returns lengths from an arrow column: its numbers, or the lengths of its lists."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -12,14 +12,13 @@ from contextlib import closing
 from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.prefetch import Prefetcher
-from distca_hf.batches.prepare import Cursor, Prepared, Preparer
+from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
 from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts, shared_facts
 from distca_hf.comm.agreement import Agreement
@@ -33,6 +32,9 @@ from distca_hf.errors import ConfigError
 from distca_hf.planning.rank_plan import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
+
+if TYPE_CHECKING:
+    from distca_hf.data.documents import Dataset
 
 log = get_logger(__name__)
 
@@ -72,7 +74,7 @@ class PlacedLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: "Dataset",
         config: DistCAConfig,
         transport: Transport,
         device: torch.device,

@@ -1,23 +1,34 @@
-"""Preparer: one rank's part of a micro-batch, made on the host: placed, planned, routed and read.
+"""Prepare: one rank's part of a micro-batch, made on the host in a background thread, before it is asked for.
 
-It runs in the loader's background thread, and uses neither process groups nor the loader.
+A `Preparer` places, plans, routes and reads. A `Prefetcher` runs it ahead and hands its micro-batches over in order.
+Neither uses a process group or the loader.
 """
 
+import queue
+import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.data.accumulation import MicroBatches
+from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import RankRows, collate
 from distca_hf.data.contents import Cut, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rank_plan import PlanFacts, rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.telemetry import LoaderTimes
+
+
+Item = TypeVar("Item")
+
+# How often a thread that waits for room looks whether it is still wanted.
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,20 +77,20 @@ class Preparer:
     rank: int
     device: torch.device
 
-    def rest(self, begin: Cursor, epoch: MicroBatches) -> Iterator[Prepared]:
+    def rest(self, begin: Cursor, epoch: RegroupedEpoch) -> Iterator[Prepared]:
         """Yields micro-batches from `begin` to the end of its epoch."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):
             yield self.prepare(epoch, replace(begin, micro_batch=micro_batch))
 
-    def prepare(self, epoch: MicroBatches, cursor: Cursor) -> Prepared:
+    def prepare(self, epoch: RegroupedEpoch, cursor: Cursor) -> Prepared:
         """Places, plans and reads one micro-batch."""
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
         num_ranks = self.planner.num_ranks
-        plan = self.planner.plan(document_tokens)
+        plan = self.planner.plan(document_tokens, epoch.layout(cursor.micro_batch))
         work_before = fill_in_order(document_tokens, num_ranks).rank_work
         mine = rank_plan(plan, self.rank, self.planner.config.num_chunks(num_ranks), work_before)
         pin = self.device.type == "cuda"
@@ -101,3 +112,69 @@ def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
     """Returns the arrays as `[1, rows]` tensors by name."""
     tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in vars(rows).items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+class _End:
+    """The last thing in the queue."""
+
+
+class Prefetcher(Generic[Item]):
+    """Items of `make()`, up to `depth` of them made before they are asked for.
+
+    The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
+    thread. A daemon thread would be cut off in the midst of a call, which may abort the process.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Item]], depth: int, times: LoaderTimes) -> None:
+        self._make = make
+        self._queue: queue.Queue[Item | _Failure | type[_End]] = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        self._times = times
+
+    def __iter__(self) -> Generator[Item, None, None]:
+        """Yields items in order; an exception of the iterator is raised in its place."""
+        thread = threading.Thread(target=self._run, name="distca-ahead")
+        thread.start()
+        try:
+            while True:
+                asked = time.perf_counter()
+                item = self._queue.get()
+                if self._times.begun:  # nothing can be ahead of the very first item
+                    self._times.wait_seconds += time.perf_counter() - asked
+                self._times.begun = True
+                if item is _End:
+                    return
+                if isinstance(item, _Failure):
+                    raise item.error
+                handed_over = time.perf_counter()
+                yield item  # type: ignore[misc]
+                self._times.step_seconds += time.perf_counter() - handed_over
+        finally:
+            self._stopped.set()
+            thread.join()
+
+    def _run(self) -> None:
+        try:
+            for item in self._make():
+                if not self._put(item):
+                    return
+            self._put(_End)
+        except BaseException as error:
+            self._put(_Failure(error))
+
+    def _put(self, item: "Item | _Failure | type[_End]") -> bool:
+        """Puts an item when there is room; False if the consumer has stopped."""
+        while not self._stopped.is_set():
+            if not threading.main_thread().is_alive():
+                return False
+            try:
+                self._queue.put(item, timeout=POLL_SECONDS)
+            except queue.Full:
+                continue
+            return True
+        return False

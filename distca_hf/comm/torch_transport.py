@@ -5,6 +5,10 @@ moment later, which a machine under load makes long. It needs the interpreter fo
 objects. If the interpreter begins to end while the thread waits for it, CPython ends the thread inside of a C++
 destructor. The process then dies of SIGABRT with "terminate called without an active exception". A thread that comes
 later does no harm: torch leaves the object where it is.
+
+The same thread is waited for where a group ends. DDP's reducer drops its group, and so joins the group's threads, with
+the interpreter locked. If it is the last to hold the group (`accelerator.end_training()` before the model is dropped),
+the process hangs forever. So the job's group is held here, too, until its threads rest.
 """
 
 import atexit
@@ -56,6 +60,7 @@ class TorchTransport:
         self._rollcall = rollcall
         self._groups = [data_group, control_group]
         self._under_way: set[dist.Work] = set()
+        self._job_group = dist.group.WORLD  # held, not used: see above
         atexit.register(self.at_exit)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
@@ -109,6 +114,7 @@ class TorchTransport:
     def close(self) -> None:
         """Ends both groups, and joins their threads unless an operation is still under way."""
         atexit.unregister(self.at_exit)
+        let_gloo_threads_rest()
         self._end(self._groups)
         self._rollcall.be_silent()
 

@@ -7,7 +7,7 @@ longer than a global micro-batch is refused, split or truncated here, so that al
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,10 @@ from distca_hf.data.token_columns import ATTENTION_MASK, MASK_COLUMNS, open_colu
 from distca_hf.errors import PackingError, and_more
 from distca_hf.layout import check_document_tokens
 from distca_hf.telemetry import get_logger
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Dataset
 
 
 log = get_logger(__name__)
@@ -59,7 +63,7 @@ class DocumentSource:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: "Dataset",
         capacity_tokens: int,
         overlong: OverlongPolicy = "error",
         unlearnt_token: int | None = None,
@@ -126,7 +130,7 @@ class DocumentSource:
             raise PackingError(f"row {row}: column {column!r} has {start + len(values)} values, {stop} were announced")
         return values
 
-    def _split_rows(self, dataset: Any, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    def _split_rows(self, dataset: "Dataset", rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Returns row, first token and length of every document."""
         if "seq_lengths" not in dataset.column_names:
             return (
@@ -195,7 +199,7 @@ def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArr
     return document, start, np.minimum(document_tokens[document] - start, most_tokens)
 
 
-def check_map_style(dataset: Any) -> None:
+def check_map_style(dataset: object) -> None:
     """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`.
 
     Raises:

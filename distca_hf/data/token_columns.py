@@ -4,7 +4,7 @@ Lengths come from Arrow offsets, which are small; values are read from the memor
 """
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,10 @@ import pyarrow.compute as pc
 
 from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 # Columns of TRL that are 0 at tokens without a label.
@@ -73,7 +77,7 @@ class ItemColumn:
         lengths: `[rows]` announced lengths; a row of another length is an error.
     """
 
-    def __init__(self, name: str, dataset: Any, lengths: IntArray) -> None:
+    def __init__(self, name: str, dataset: "Dataset", lengths: IntArray) -> None:
         self._name = name
         self._dataset = dataset
         self._lengths = lengths
@@ -88,7 +92,7 @@ class ItemColumn:
         return values[start:stop].astype(np.int64)
 
 
-def open_columns(dataset: Any) -> tuple[dict[str, Column], IntArray]:
+def open_columns(dataset: "Dataset") -> tuple[dict[str, Column], IntArray]:
     """Opens the token columns of a dataset, by name, and counts the tokens of every row.
 
     Raises:
@@ -118,14 +122,14 @@ def open_columns(dataset: Any) -> tuple[dict[str, Column], IntArray]:
     return dict(columns), lengths
 
 
-def read_column(dataset: Any, name: str) -> pa.ChunkedArray:
+def read_column(dataset: "Dataset", name: str) -> pa.ChunkedArray:
     """Reads a whole column, in the dataset's order; for small columns."""
     column = dataset.data.column(name)
     indices = _row_indices(dataset)
     return column if indices is None else column.take(pa.array(indices))
 
 
-def _open_items(dataset: Any, announced: IntArray | None) -> tuple[dict[str, Column], IntArray]:
+def _open_items(dataset: "Dataset", announced: IntArray | None) -> tuple[dict[str, Column], IntArray]:
     made = dataset[0] if len(dataset) else {}
     if "input_ids" not in made:
         raise PackingError(f"the dataset's transform gives no 'input_ids', only {list(made)}")
@@ -137,7 +141,7 @@ def _open_items(dataset: Any, announced: IntArray | None) -> tuple[dict[str, Col
     return {name: ItemColumn(name, dataset, announced) for name in TOKEN_COLUMNS if name in made}, announced
 
 
-def _announced_lengths(dataset: Any) -> IntArray | None:
+def _announced_lengths(dataset: "Dataset") -> IntArray | None:
     """Reads the column `length`, if it holds an integer for every row."""
     if "length" not in dataset.column_names:
         return None
@@ -147,7 +151,7 @@ def _announced_lengths(dataset: Any) -> IntArray | None:
     return column.to_numpy().astype(np.int64)
 
 
-def _row_indices(dataset: Any) -> IntArray | None:
+def _row_indices(dataset: "Dataset") -> IntArray | None:
     """Returns the stored row of each row, for a dataset that was shuffled or selected from."""
     indices = dataset._indices  # no public accessor; `flatten_indices` would copy all tokens
     return None if indices is None else indices.column(0).to_numpy().astype(np.int64)

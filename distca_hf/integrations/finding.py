@@ -4,8 +4,6 @@ Numbers of documents and of tokens are in the tensors themselves. In a compiled 
 the graph neither breaks nor depends on them.
 """
 
-from typing import Any
-
 import torch
 
 from distca_hf.batches.batch_documents import (
@@ -26,6 +24,22 @@ from distca_hf.runtime.local_attention import Documents
 
 # In a mask that was made as long as its cache: places behind the given ones.
 NOT_GIVEN = -1
+# Arguments of `find_documents` behind the device.
+Given = tuple[
+    int,
+    int,
+    int,
+    int,
+    int,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    bool,
+]
 
 
 def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
@@ -167,14 +181,28 @@ def _find_documents(
     return offsets[0], offsets[1], sizes, rows[0], rows[1]
 
 
-def _shapes(there: torch.Tensor, batch_size: int, queries: int, keys: int, *others: Any) -> tuple[torch.Tensor, ...]:
-    cu_seq_lens_q = others[7]
+def _shapes(
+    there: torch.Tensor,
+    batch_size: int,
+    queries: int,
+    keys: int,
+    q_offset: int,
+    kv_offset: int,
+    cached: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    numbers: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    goes_on: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+    *others: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
-    return (
-        *(there.new_empty([places], dtype=torch.int32) for _ in range(2)),
-        torch.empty([5], dtype=torch.int64, device="cpu"),
-        *(there.new_empty([count], dtype=torch.int64) for count in (batch_size * queries, batch_size * keys)),
+    offsets_q, offsets_k = (there.new_empty([places], dtype=torch.int32) for _ in range(2))
+    sizes = torch.empty([5], dtype=torch.int64, device="cpu")
+    rows_q, rows_k = (
+        there.new_empty([count], dtype=torch.int64) for count in (batch_size * queries, batch_size * keys)
     )
+    return offsets_q, offsets_k, sizes, rows_q, rows_k
 
 
 def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | None) -> int:

@@ -6,13 +6,12 @@ computed at all. Where a batch is attended to locally, the first layer finds its
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.finding import all_places, find_documents, find_in_graph
+from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph
 from distca_hf.integrations.refusals import name_of
 from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
@@ -136,7 +135,7 @@ class RowMask:
         position_ids: torch.Tensor | None,
         cu_seq_lens_q: torch.Tensor | None,
         cu_seq_lens_k: torch.Tensor | None,
-    ) -> tuple[Any, ...]:
+    ) -> Given:
         """Returns the arguments of `find_documents` behind the device."""
         batch_size, _, queries, keys = self.shape
         first, goes_on = self._q_offset, None

@@ -9,7 +9,7 @@ Tensor names end in their shape:
 
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -154,7 +154,7 @@ def put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
 
 
 def empty_gradients(
-    dout_TNV: torch.Tensor, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: Any
+    dout_TNV: torch.Tensor, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns contiguous room for the gradients of q, k and v; takes all that an operator's backward takes."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_SGH, v_SGV))

@@ -11,11 +11,10 @@ import torch
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.capabilities import Capabilities, Job
-from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
 from distca_hf.kernels.reference import ReferenceKernel
-from distca_hf.kernels.torch_varlen import TorchVarlenKernel
+from distca_hf.kernels.torch_kernels import CpuKernel, TorchVarlenKernel
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 

@@ -10,9 +10,9 @@ Names of Triton that it does not document are used here alone: `function`, `pack
 kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -23,6 +23,20 @@ from distca_hf.torch_private import current_stream
 ALIGNMENT = 16
 # Metadata for Triton's hooks, and the hooks before and after a launch.
 _NO_HOOKS = None, None, None
+
+
+class CompiledKernel(Protocol):
+    """A kernel of Triton's, compiled for one specialisation."""
+
+    function: object
+    packed_metadata: object
+    run: Callable[..., object]
+
+
+class JitFunction(Protocol):
+    """A kernel of Triton's, which compiles when it is launched on a grid."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., CompiledKernel]: ...
 
 
 class Launch:
@@ -36,10 +50,10 @@ class Launch:
             bits.
     """
 
-    def __init__(self, kernel: Any, constants: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, kernel: JitFunction, constants: tuple[int, ...], device: torch.device) -> None:
         self._kernel, self._constants, self._device = kernel, constants, device.index
-        self._run: Any = None
-        self._of_launch: tuple[Any, ...] = ()
+        self._run: Callable[..., object] | None = None
+        self._of_launch: tuple[object, ...] = ()
 
     def __call__(
         self,

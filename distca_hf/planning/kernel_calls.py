@@ -13,10 +13,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
+from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
 from distca_hf.cost import CAUSAL_MASK
+from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
+from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
@@ -62,6 +64,46 @@ class LocalParts(Ranges):
     def prefixes(self) -> IntArray:
         """Tokens of the prefixes."""
         return self.start[self.continued]
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteTasks:
+    """Tasks of one rank with queries of other ranks, in the order of their remote-query rows: by chunk, tasks of all
+    heads before those of single groups.
+
+    Attributes:
+        tasks: all tasks of the plan.
+        chosen: `[remote tasks]` indices of these among them.
+        lines: `[remote tasks]` line of each, see `line_keys`.
+        chunk: `[remote tasks]` chunk that brings its keys.
+        first_query_row: `[tasks]` first remote-query row of each of them; 0 for all other tasks.
+    """
+
+    tasks: Tasks
+    chosen: IntArray
+    lines: IntArray
+    chunk: IntArray
+    first_query_row: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, chunks: ExchangeChunks) -> "RemoteTasks":
+        """Sorts the remote tasks of a rank, and counts the rows of their queries."""
+        tasks = plan.tasks
+        chosen = np.flatnonzero((tasks.server == rank) & plan.has_remote_queries)
+        document, head = tasks.document[chosen], tasks.head[chosen]
+        lines = line_keys(document, head, tasks.head_groups)
+        chunk = chunks.of_remote_queries(tasks.server[chosen], lines)
+        order = np.lexsort((tasks.start[chosen], head, document, head != ALL_HEADS, chunk))
+        chosen = chosen[order]
+        query_rows = (tasks.stop - tasks.start)[chosen] * rows_per_token(head[order], tasks.head_groups)
+        first_query_row = np.zeros(len(tasks), dtype=np.int64)
+        first_query_row[chosen] = exclusive_cumsum(query_rows)
+        return cls(tasks, chosen, lines[order], chunk[order], first_query_row)
+
+    @property
+    def prefixes(self) -> IntArray:
+        """Tokens of the prefixes that they read."""
+        return self.tasks.stop[self.chosen]
 
 
 class CallKind(Enum):
@@ -176,25 +218,16 @@ def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tu
     return tuple(calls)
 
 
-def remote_query_calls(
-    tasks: Tasks, remote_queries: IntArray, first_query_row: IntArray, remote_kv: RemoteKVLayout, chunk: int
-) -> tuple[KernelCall, ...]:
-    """Returns calls of the tasks of one chunk with queries of other ranks, against their whole causal prefixes.
-
-    Args:
-        tasks: all tasks of the plan.
-        remote_queries: indices of the chunk's tasks, in the order of their remote-query rows.
-        first_query_row: `[chunk's tasks]` first remote-query row of each.
-        remote_kv: where their keys are.
-        chunk: the chunk.
-    """
-    groups = tasks.head_groups
-    document, head, start, stop = (x[remote_queries] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
-    line, per_token = remote_kv.index_of(line_keys(document, head, groups)), rows_per_token(head, groups)
+def remote_query_calls(remote: RemoteTasks, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
+    """Returns calls of the remote tasks whose keys a chunk brings, against their whole causal prefixes."""
+    of_chunk = np.flatnonzero(remote.chunk == chunk)
+    tasks, chosen = remote.tasks, remote.chosen[of_chunk]
+    start, stop, first_query_row = tasks.start[chosen], tasks.stop[chosen], remote.first_query_row[chosen]
+    line, per_token = remote_kv.index_of(remote.lines[of_chunk]), rows_per_token(tasks.head[chosen], tasks.head_groups)
     first_key = remote_kv.offset[line, chunk]
     opens = _opens(line, per_token, stop, remote_kv, chunk)
     calls = []
-    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(remote_queries)]):
+    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
         queries, keys = offsets((stop - start)[begin:end]), offsets(stop[begin:end])
         query, key, rows = (int(x[begin]) for x in (first_query_row, first_key, per_token))
         query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows

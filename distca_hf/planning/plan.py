@@ -61,7 +61,7 @@ class Plan:
         moved[self.pieces.task[self.pieces.moved]] = True
         return moved
 
-    @property
+    @cached_property
     def reads_others(self) -> np.ndarray:
         """`[tasks]` whether a task may need keys that its server does not hold."""
         return self.has_remote_queries | (self.tasks.first_key < self.tasks.start)

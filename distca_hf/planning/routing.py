@@ -33,6 +33,7 @@ from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,
+    RemoteTasks,
     adding_calls,
     local_calls,
     prefix_calls,
@@ -192,39 +193,26 @@ def route(
     Raises:
         PlanError: the plan's mask is not causal; kernel calls and remote KV are of whole causal prefixes.
     """
-    if plan.tasks.mask != CAUSAL_MASK:
-        raise PlanError(
-            f"a plan for {plan.tasks.mask} cannot be routed on rank {rank}: kernel calls compute the causal mask "
-            f"{CAUSAL_MASK} alone. Plan with mask=CAUSAL_MASK"
-        )
-    # 1. Local parts: pieces that this rank holds and computes, outside of tasks with remote queries.
-    layout, tasks, groups = plan.layout, plan.tasks, plan.tasks.head_groups
+    _refuse_other_masks(plan, rank)
+    layout, groups = plan.layout, plan.tasks.head_groups
     chunks = ExchangeChunks.cut(plan, 1) if chunks is None else chunks
     transfers = key_transfers(plan, chunks) if transfers is None else transfers
+
+    # 1. Computed here: pieces that this rank holds outside of tasks with remote queries, and these tasks.
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
     local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task]))
+    remote = RemoteTasks.of(plan, rank, chunks)
 
-    # 2. Tasks with remote queries, in the order of their remote-query rows: by chunk, all heads before single groups.
-    remote = np.flatnonzero((tasks.server == rank) & plan.has_remote_queries)
-    remote_lines = line_keys(tasks.document[remote], tasks.head[remote], groups)
-    chunk_of_task = chunks.of_remote_queries(tasks.server[remote], remote_lines)
-    of_group = tasks.head[remote] != ALL_HEADS
-    order = np.lexsort((tasks.start[remote], tasks.head[remote], tasks.document[remote], of_group, chunk_of_task))
-    remote, chunk_of_task, remote_lines = remote[order], chunk_of_task[order], remote_lines[order]
-    query_rows = (tasks.stop - tasks.start)[remote] * rows_per_token(tasks.head[remote], groups)
-    first_query_row = np.zeros(len(tasks), dtype=np.int64)
-    first_query_row[remote] = exclusive_cumsum(query_rows)
-
-    # 3. The remote KV: prefixes of both kinds.
-    lines = np.concatenate([local.prefix_lines, remote_lines])
-    prefixes = np.concatenate([local.prefixes, tasks.stop[remote]])
+    # 2. The remote KV: prefixes of both kinds.
+    lines = np.concatenate([local.prefix_lines, remote.lines])
+    prefixes = np.concatenate([local.prefixes, remote.prefixes])
     remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
 
-    # 4. Rows that are sent, received, and copied from this rank's own keys.
+    # 3. Rows that are sent, received, and copied from this rank's own keys.
     numbered = _Numbered(held)
     sent = transfers.select(transfers.source == rank)
     received = _received(transfers, rank)
-    kept_before = received if kept is None else _received(kept, rank)
+    received_to_remote_kv = _in_remote_kv(received, remote_kv)
     send = IndexRanges.of(numbered.of(sent.document, sent.head, sent.start), sent.rows)
     part, start, stop = remote_kv.parts_of(held)
     document, head = held.document[part], held.head[part]
@@ -238,12 +226,8 @@ def route(
         send_rows=numbered.layout_rows(send),
         chunk_send_counts=_counts(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
         chunk_receive_counts=_counts(received.chunk, received.source, received.rows, chunks.count, layout.num_ranks),
-        received_to_remote_kv=IndexRanges.of(
-            remote_kv.row(received.document, received.head, received.start), received.rows
-        ),
-        kept_to_remote_kv=IndexRanges.of(
-            remote_kv.row(kept_before.document, kept_before.head, kept_before.start), kept_before.rows
-        ),
+        received_to_remote_kv=received_to_remote_kv,
+        kept_to_remote_kv=received_to_remote_kv if kept is None else _in_remote_kv(_received(kept, rank), remote_kv),
         local_rows=numbered.layout_rows(copied),
         local_to_remote_kv=IndexRanges.of(remote_kv.row(document, head, start), copied.lengths),
         shared_rows=numbered.layout_rows(shared),
@@ -252,20 +236,29 @@ def route(
         remote_kv_rows=remote_kv.num_rows,
         local=local_calls(local),
         prefix_of_chunk=tuple(prefix_calls(local, remote_kv, chunk) for chunk in range(chunks.count)),
-        remote_queries_of_chunk=tuple(
-            remote_query_calls(
-                tasks,
-                remote[chunk_of_task == chunk],
-                first_query_row[remote[chunk_of_task == chunk]],
-                remote_kv,
-                chunk,
-            )
-            for chunk in range(chunks.count)
-        ),
+        remote_queries_of_chunk=tuple(remote_query_calls(remote, remote_kv, chunk) for chunk in range(chunks.count)),
         late_share=_late_share(plan, rank),
         exchanges=len(transfers) > 0,
-        queries=_query_moves(plan, rank, first_query_row, chunks) if plan.moves_queries else None,
+        queries=_query_moves(plan, rank, remote.first_query_row, chunks) if plan.moves_queries else None,
     )
+
+
+def _refuse_other_masks(plan: Plan, rank: int) -> None:
+    """Checks that the plan's mask is the one that kernel calls compute.
+
+    Raises:
+        PlanError: it is another one.
+    """
+    if plan.tasks.mask != CAUSAL_MASK:
+        raise PlanError(
+            f"a plan for {plan.tasks.mask} cannot be routed on rank {rank}: kernel calls compute the causal mask "
+            f"{CAUSAL_MASK} alone. Plan with mask=CAUSAL_MASK"
+        )
+
+
+def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKVLayout) -> IndexRanges:
+    """Returns the remote-KV rows of received rows."""
+    return IndexRanges.of(remote_kv.row(received.document, received.head, received.start), received.rows)
 
 
 def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
@@ -323,7 +316,7 @@ def _late_share(plan: Plan, rank: int) -> float:
     work.
     """
     tasks = plan.tasks
-    squares = tasks.mask.pairs_of(np.zeros_like(tasks.start), tasks.stop - tasks.start)
+    squares = tasks.mask.pairs_inside(tasks.stop - tasks.start)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
     local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0

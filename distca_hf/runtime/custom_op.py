@@ -6,8 +6,7 @@ there is no dispatching.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -19,12 +18,30 @@ from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_
 _library = torch.library.Library("distca", "FRAGMENT")
 
 
+# Arguments and results of an operator, and its own context: `SavedForBackward` with its attributes.
+Inputs = TypeVarTuple("Inputs")
+Output = TypeVar("Output")
+Context = TypeVar("Context", bound="SavedForBackward")
+
+
+class SavedForBackward(Protocol):
+    """The context of an operator in autograd (`torch.autograd.function.FunctionCtx`), as far as it is used here."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 def define_op(
-    function: Callable[..., Any],
-    fake: Callable[..., Any],
-    backward: Callable[..., Any] | None = None,
-    save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
-) -> Callable[..., Any]:
+    function: Callable[[*Inputs], Output],
+    fake: Callable[[*Inputs], Output],
+    backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
+    save: Callable[[Context, tuple[*Inputs], Output], None] | None = None,
+) -> Callable[[*Inputs], Output]:
     """Defines the operator `distca::<name of the function>` of tensors, numbers and lists of numbers. It writes to
     none of them, and its outputs share no memory with them.
 
@@ -47,7 +64,7 @@ def define_op(
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
     recorded, below = _recorded(name, backward, save), below_autograd(operator)
 
-    def call(*given: Any) -> Any:
+    def call(*given: *Inputs) -> Output:
         if torch.compiler.is_dynamo_compiling() or not is_plain(given):
             return operator(*given)
         return recorded(function, *given)
@@ -57,14 +74,14 @@ def define_op(
             torch.library.register_autograd(f"distca::{name}", backward, setup_context=save, lib=_library)
         return call
 
-    def dispatched(keyset: Any, *given: Any) -> Any:
+    def dispatched(keyset: object, *given: *Inputs) -> Output:
         if in_dual_level() and any(_has_tangent(x) for x in given):
             raise UnsupportedAttentionError(
                 f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
                 "here; use backward, or load the model with another attn_implementation"
             )
 
-        return recorded(partial(below, keyset), *given)
+        return recorded(lambda *inputs: below(keyset, *inputs), *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
     return call
@@ -72,9 +89,9 @@ def define_op(
 
 def _recorded(
     name: str,
-    backward: Callable[..., Any] | None,
-    save: Callable[[Any, tuple[Any, ...], Any], None] | None,
-) -> Callable[..., Any]:
+    backward: Callable[..., tuple[torch.Tensor | None, ...]] | None,
+    save: Callable[[Context, tuple[*Inputs], Output], None] | None,
+) -> Callable[[Callable[[*Inputs], Output], *Inputs], Output]:
     """Returns a function that calls its first argument with the others.
 
     Autograd records the call as one step if one of them needs gradients. Nothing within is recorded: autograd is off
@@ -83,19 +100,19 @@ def _recorded(
 
     class Recorded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, below: Callable[..., Any], *given: Any) -> Any:
+        def forward(ctx: Context, below: Callable[[*Inputs], Output], *given: *Inputs) -> Output:
             output = below(*given)
             if save is not None:
                 save(ctx, given, output)
             return output
 
         @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             if backward is None:
                 raise NotImplementedError(f"distca::{name} cannot be differentiated: no gradients of gradients")
             return None, *backward(ctx, *gradients)
 
-    def call(below: Callable[..., Any], *given: Any) -> Any:
+    def call(below: Callable[[*Inputs], Output], *given: *Inputs) -> Output:
         if torch.is_grad_enabled() and any([isinstance(x, torch.Tensor) and x.requires_grad for x in given]):
             return Recorded.apply(below, *given)
         return below(*given)
@@ -103,5 +120,5 @@ def _recorded(
     return call
 
 
-def _has_tangent(given: Any) -> bool:
+def _has_tangent(given: object) -> bool:
     return isinstance(given, torch.Tensor) and forward_ad.unpack_dual(given).tangent is not None

@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -39,6 +38,22 @@ class PlanUse:
 
     begun: bool = False
     trained: bool = False
+
+
+# Shapes, dtypes and devices of queries, keys and values; how they attend; there are no sinks.
+_Question = tuple[
+    torch.Size,
+    torch.Size,
+    torch.Size,
+    torch.dtype,
+    torch.dtype,
+    torch.dtype,
+    torch.device,
+    torch.device,
+    torch.device,
+    AttentionSpec,
+    bool,
+]
 
 
 class LivePlan:
@@ -77,7 +92,7 @@ class LivePlan:
         self.config = config
         self.agreement = agreement
         self.fingerprint = fingerprint
-        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        self._kernels: dict[_Question, Kernel] = {}
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()

@@ -10,7 +10,7 @@ inside the operator. So one compiled graph serves all lengths, and torch can rec
 Shape legend in `kernels.interface`.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from distca_hf.kernels.interface import (
     spec_of,
 )
 from distca_hf.kernels.registry import choose_kernel
-from distca_hf.runtime.custom_op import define_op
+from distca_hf.runtime.custom_op import SavedForBackward, define_op
 
 
 class Documents(NamedTuple):
@@ -70,6 +70,26 @@ class Documents(NamedTuple):
         return int(self.sizes[2])
 
 
+# Queries, keys, values; fields of `Documents`; numbers of an `AttentionSpec`; name of the kernel; sinks.
+_Inputs = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    list[float],
+    str,
+    torch.Tensor | None,
+]
+
+
+class _Context(SavedForBackward, Protocol):
+    how: tuple[list[float], str]  # numbers of an `AttentionSpec`, name of the kernel
+
+
 def _flash_attn_local(
     q_TNH: torch.Tensor,
     k_SGH: torch.Tensor,
@@ -94,7 +114,7 @@ def _flash_attn_local(
 
 
 def _shapes(
-    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: Any
+    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_outputs(q_TNH, v_SGV)
 
@@ -164,17 +184,18 @@ def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 
     return x.new_zeros(shape).index_copy_(dim, rows, x)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, spec, kernel, sinks = inputs
+def _save(ctx: _Context, inputs: _Inputs, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, offsets_q, offsets_k, sizes, query_rows, key_rows, spec, kernel, sinks = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)
+    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, sizes, query_rows, key_rows, sinks)
     ctx.how = spec, kernel
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, *documents, sinks = ctx.saved_tensors
+def _backward(ctx: _Context, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, offsets_q, offsets_k, sizes, query_rows, key_rows, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    documents = offsets_q, offsets_k, sizes, query_rows, key_rows
     gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *documents, *ctx.how)
     return *gradients, *[None] * 7, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
 
@@ -204,5 +225,4 @@ def flash_attn_local(
     Raises:
         UnsupportedAttentionError: no kernel can attend like this; names the option.
     """
-    output: tuple[torch.Tensor, torch.Tensor] = _local(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)
-    return output
+    return _local(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)

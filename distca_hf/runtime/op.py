@@ -7,14 +7,14 @@ TRL's by name) then saves both, and recomputation neither exchanges nor attends 
 Shape legend in `kernels.interface`.
 """
 
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, sink_gradients, spec_of
 from distca_hf.runtime.attention import attend, attend_backward
-from distca_hf.runtime.custom_op import define_op
+from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.runtime.retention import Kept, current_scope
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
@@ -22,6 +22,16 @@ from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 # Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Queries, keys, values; numbers of an `AttentionSpec`, of the plan and of the layer; gradients are needed; sinks.
+Inputs = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, list[float], int, torch.Tensor | None, bool, torch.Tensor | None
+]
+
+
+class _Context(SavedForBackward, Protocol):
+    spec: list[float]
+    plan: int
+    live: LivePlan | None  # kept alive until backward
 
 
 def _flash_attn(
@@ -52,7 +62,7 @@ def _flash_attn(
     return out, lse, kept.keys, *kept.remote_queries
 
 
-def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: Any) -> Outputs:
+def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> Outputs:
     if q_TNH.device.type != "cpu" and compiles_cuda_graphs():
         raise UnsupportedAttentionError(
             'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '
@@ -93,19 +103,19 @@ def _flash_attn_backward(
         raise
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: _Context, inputs: Inputs, output: Outputs) -> None:
     q, k, v, spec, plan, _, _, sinks = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.plan = spec, plan
-    # Kept alive until backward; a traced plan is a symbol.
-    ctx.live = find_plan(plan) if isinstance(plan, int) else None
+    ctx.live = find_plan(plan) if isinstance(plan, int) else None  # a traced plan is a symbol
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, *kept, sinks = ctx.saved_tensors
+def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, keys, remote_q, remote_out, remote_lse, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    kept = keys, remote_q, remote_out, remote_lse
     gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.plan)
     return *gradients, *[None] * 4, None if sinks is None else sink_gradients(dout, out, lse, sinks)
 

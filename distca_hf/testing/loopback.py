@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from distca_hf.errors import PeerLostError
 
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class LoopbackWorld:
@@ -20,11 +21,11 @@ class LoopbackWorld:
 
     def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
         self.world_size = world_size
-        self._values: list[Any] = [None] * world_size
+        self._values: list[Any] = [None] * world_size  # of the present meeting
         self._barrier = threading.Barrier(world_size)
         self._timeout_seconds = timeout_seconds
 
-    def meet(self, rank: int, value: Any, where: str) -> list[Any]:
+    def meet(self, rank: int, value: Value, where: str) -> list[Value]:
         """Returns the values of all ranks, once all have come.
 
         Raises:
@@ -45,17 +46,16 @@ class LoopbackWorld:
 
 
 @dataclass
-class _Meeting:
+class _Meeting(Generic[Value]):
     """An exchange or gather that takes place when it is waited for: threads have nothing to overlap."""
 
-    hold: Callable[[], Any]
-    held: Any = None
-    done: bool = False
+    hold: Callable[[], Value]
+    held: list[Value] = field(default_factory=list)
 
-    def wait(self) -> Any:
-        if not self.done:
-            self.held, self.done = self.hold(), True
-        return self.held
+    def wait(self) -> Value:
+        if not self.held:
+            self.held.append(self.hold())
+        return self.held[0]
 
 
 class LoopbackTransport:
@@ -65,7 +65,7 @@ class LoopbackTransport:
         self.rank, self.world_size, self.traffic = rank, world.world_size, Traffic()
         self._world = world
 
-    def exchange(self, asked: AllToAll) -> _Meeting:
+    def exchange(self, asked: AllToAll) -> _Meeting[torch.Tensor]:
         self.traffic.count(asked, self.rank)
 
         def hold() -> torch.Tensor:
@@ -80,7 +80,7 @@ class LoopbackTransport:
 
         return _Meeting(hold)
 
-    def gather(self, values: Sequence[int], where: str) -> _Meeting:
+    def gather(self, values: Sequence[int], where: str) -> _Meeting[list[list[int]]]:
         return _Meeting(lambda: self._world.meet(self.rank, list(values), where))
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.packing import whole_documents
+from distca_hf.analysis.baselines.ordinary import whole_documents
 from distca_hf.analysis.estimates import step_cost
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.arrays import IntArray

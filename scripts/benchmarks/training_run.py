@@ -36,7 +36,7 @@ from transformers import (
 )
 
 import distca_hf
-from distca_hf.analysis.baselines.packing import assign_whole_documents
+from distca_hf.analysis.baselines.ordinary import assign_whole_documents
 from distca_hf.data.documents import Tokens
 from distca_hf.integrations.models.forward_watch import watch_of
 

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import hashlib
 import subprocess
 import sys
 import threading
@@ -115,6 +116,41 @@ def test_plugin_closes_behind_the_default_group(tmp_path: Path) -> None:
     assert run_ranks(2, _close_behind_the_default_group, tmp_path, tmp_path) == [True, True]
 
 
+class _SlowToDrop:
+    """Keeps the thread busy that drops it, as a machine under load does."""
+
+    def __del__(self) -> None:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
+
+
+def _drop_ddp_behind_its_group(folder: Path, closes: bool) -> bool:
+    """As a script that ends with `accelerator.end_training()`: the model goes last."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    plugin.transport(CPU).gather([1], "here").wait()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    while dist.get_rank() == 0 and not (folder / "let go").exists():
+        time.sleep(0.02)
+    for _ in range(3):
+        slow = torch.ones(1)
+        slow.held = _SlowToDrop()  # type: ignore[attr-defined]
+        dist.all_reduce(slow, async_op=True)  # which waits on rank 1, so that a thread of gloo holds it last
+        del slow
+    if dist.get_rank() == 1:
+        (folder / "let go").touch()
+    dist.all_reduce(torch.ones(1))  # by the other thread; a barrier would hold operations before it
+    if closes:
+        plugin.close()
+    dist.destroy_process_group()
+    del model
+    return True
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_group_that_ends_before_its_model_hangs_nowhere(tmp_path: Path, closes: bool) -> None:
+    """DDP drops a group with the interpreter's lock held, for which a thread of the group may wait."""
+    assert run_ranks(2, _drop_ddp_behind_its_group, tmp_path, tmp_path, closes) == [True, True]
+
+
 def test_hooks_for_uncaught_errors_are_taken_back() -> None:
     usual = sys.excepthook
     calls = [RollCall(HashStore(), 0, range(2)) for _ in range(2)]
@@ -197,7 +233,7 @@ def test_a_thread_that_computes_is_seen_at_work(monkeypatch: pytest.MonkeyPatch)
 
 ABANDONED_LOOP = """
 import itertools, sys
-from distca_hf.batches.prefetch import Prefetcher
+from distca_hf.batches.prepare import Prefetcher
 from distca_hf.telemetry import LoaderTimes
 
 items = iter(Prefetcher(itertools.count, 2, LoaderTimes()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distca_hf
-from distca_hf.comm.checked import CheckedTransport
+from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import PlanMismatchError
 from distca_hf.testing import loopback

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import distca_hf
-from distca_hf.comm.uncaught import ShownOnce, show_errors_once
+from distca_hf.comm.rollcall import ShownOnce, show_errors_once
 from distca_hf.errors import ConfigError, PackingError, PeerLostError
-from distca_hf.launcher import leave_for_launcher
+from distca_hf.telemetry import leave_for_launcher
 from support.commands import HANG_SECONDS, SCRIPTS
 from support.ranks import Outcome, start_ranks
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distca_hf.integrations.checkpointing.offload import OffloadedAttention
+from distca_hf.integrations.checkpointing import OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 

@@ -13,7 +13,7 @@ from distca_hf.config import DistCAConfig, Residency
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel
-from distca_hf.kernels.torch_varlen import TorchVarlenKernel
+from distca_hf.kernels.torch_kernels import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
 from distca_hf.planning.in_place import plan_in_place

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distca_hf
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.checkpointing import offload
-from distca_hf.integrations.checkpointing.offload import OffloadedAttention
+from distca_hf.integrations import checkpointing
+from distca_hf.integrations.checkpointing import OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from support.data import random_dataset
@@ -66,7 +66,7 @@ def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -
     events: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
     for name in ("save", "fetch", "take"):
-        method = getattr(offload._Region, name)
+        method = getattr(checkpointing._Region, name)
 
         def told(region: object, *args: object, name: str = name, method: object = method) -> object:
             waiting = name != "fetch" or region._fetched is None
@@ -75,7 +75,7 @@ def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -
                 events.append((name, number))
             return method(region, *args)
 
-        monkeypatch.setattr(offload._Region, name, told)
+        monkeypatch.setattr(checkpointing._Region, name, told)
     regions = Regions(3)
     (gradient,) = torch.autograd.grad(regions.run(), regions.x)
 
@@ -100,14 +100,14 @@ def test_backward_may_run_twice() -> None:
 
 def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[torch.Tensor]] = []
-    method = offload._Region._to_host
+    method = checkpointing._Region._to_host
 
     def kept(region: object, x: torch.Tensor) -> torch.Tensor:
         host = method(region, x)
         copies.append(weakref.ref(host))
         return host
 
-    monkeypatch.setattr(offload._Region, "_to_host", kept)
+    monkeypatch.setattr(checkpointing._Region, "_to_host", kept)
     regions = Regions(2)
     loss = regions.run()
     assert all(copy() is not None for copy in copies)

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -38,6 +39,8 @@ CONTEXT.set_forkserver_preload(
 # A start asks every child of this process for its exit code, and an exit code can be read but once: runs in several
 # threads take turns.
 CHILDREN = threading.Lock()
+# Makes a rank print where its threads are, and the time that it is given for it.
+SHOW_STACKS, STACKS_SECONDS = signal.SIGUSR2, 2.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ def start_ranks(
         if exit_code is None:
             exit_code = -int(signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
+                if rank not in endless:
+                    os.kill(process.pid, SHOW_STACKS)
+                    time.sleep(STACKS_SECONDS)
                 os.kill(process.pid, signal.SIGKILL)
             wait([process.sentinel])
             _log(folder, rank).open("a").write(f"\nkilled: still running after {HANG_SECONDS} s\n")
@@ -146,6 +152,7 @@ def _rank_main(
     log = os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(SHOW_STACKS)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is no garbage, and a collection would copy its pages
     os.environ.update(

@@ -32,6 +32,7 @@ def test_pairs_are_counted_key_by_key(mask: Mask, start: int, tokens: int) -> No
     assert mask.pairs(start, start + tokens) == expected
     assert mask.pairs_before(start + tokens) == mask.pairs(0, start) + expected
     assert mask.pairs_of(np.array([start]), np.array([start + tokens])).tolist() == [expected]
+    assert mask.pairs_inside(np.array([tokens])).tolist() == [mask.pairs(0, tokens)]
 
 
 @given(mask=MASKS, pairs=st.integers(0, 800))

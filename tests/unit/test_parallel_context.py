@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from distca_hf.comm.checked import CheckedTransport
+from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.members import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport

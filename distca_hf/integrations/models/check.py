@@ -21,9 +21,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.models.parts import attention_layers, heads_of, transformers_model
+from distca_hf.integrations.models.parts import (
+    attention_layers,
+    heads_of,
+    passes_keywords_on,
+    source_of,
+    takes_shift_labels,
+    transformers_model,
+)
 from distca_hf.integrations.models.positions import longest_rotary_tokens, rotary_refusal
-from distca_hf.integrations.models.source_inspection import passes_keywords_on, source_of, takes_shift_labels
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel

@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.batch_documents import Batch, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
-from distca_hf.batches.run_report import RunReport
+from distca_hf.batches.preview import RunReport
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
-from distca_hf.integrations.checkpointing.policies import (
+from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
     recomputes_attention,
@@ -24,9 +24,8 @@ from distca_hf.integrations.checkpointing.policies import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.facts import ConfigFacts, module_facts
 from distca_hf.integrations.models.flops import step_flops
-from distca_hf.integrations.models.forward_check import ForwardCheck
+from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,

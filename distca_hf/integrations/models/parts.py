@@ -1,7 +1,12 @@
-"""Model parts: the Transformers model inside others, its attention layers and heads, and arguments of its forward."""
+"""Model parts: the Transformers model inside others, its attention layers and heads, and properties of its functions.
 
+Some properties of a function are known only from its source before it runs. Without a source every answer is no.
+"""
+
+import ast
 import inspect
-from collections.abc import Hashable
+import textwrap
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +15,6 @@ from transformers import PreTrainedModel
 
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.models.source_inspection import source_of
 from distca_hf.planning.heads import Heads, head_groups
 
 
@@ -18,6 +22,7 @@ from distca_hf.planning.heads import Heads, head_groups
 # refuses to say how many there are, or how wide they are.
 NUMBER = "num_attention_heads"
 OTHERS = ("num_key_value_heads", "hidden_size", "head_dim")
+Function = Callable[..., object] | None
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -92,3 +97,49 @@ def _uses_interface(module_class: Hashable) -> bool:
     """Returns whether the class's own forward calls the attention interface."""
     source = source_of(getattr(module_class, "forward", None))
     return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def source_of(function: Function) -> str:
+    """Returns the source of a function, without its decorators; empty if there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(function)) if function is not None else ""
+    except (OSError, TypeError):
+        return ""
+
+
+def takes_shift_labels(function: Function) -> bool:
+    """Returns whether a function has a parameter `shift_labels`, or takes the key out of its keywords. Losses that
+    shift labels themselves have a variable of that name."""
+    return any(
+        (isinstance(node, ast.arg) and node.arg == "shift_labels")
+        or (isinstance(node, ast.Constant) and node.value == "shift_labels")
+        for node in _nodes(function)
+    )
+
+
+def passes_keywords_on(function: Function, name: str) -> bool:
+    """Returns whether a method calls `self.name(..., **keywords)`."""
+    calls = (node for node in _nodes(function) if isinstance(node, ast.Call))
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == name
+        and any(keyword.arg is None for keyword in call.keywords)
+        for call in calls
+    )
+
+
+def calls_super(function: Function, name: str) -> bool:
+    """Returns whether a method calls `super().name(...)`."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+        for node in _nodes(function)
+    )
+
+
+def _nodes(function: Function) -> Iterator[ast.AST]:
+    """Returns all nodes of a function's syntax tree."""
+    return ast.walk(ast.parse(textwrap.dedent(source_of(function))))

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import datasets
 import numpy as np
+import torch
+from torch import nn
 from transformers import Trainer
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of
+from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
-from distca_hf.data.sorted_sampler import SortedPackSampler
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable, restorer
 from distca_hf.integrations.models.forward_watch import watch_of
@@ -22,12 +25,13 @@ from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback
 from distca_hf.integrations.trainer.check import (
     arguments_without_effect,
+    check_evaluation,
+    check_placed_evaluation,
     packed_by,
     unlearnt_token,
     wrong_settings,
 )
 from distca_hf.integrations.trainer.console import print_in_short
-from distca_hf.integrations.trainer.evaluation import check_evaluation, check_placed_evaluation, loss_over_all_labels
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
@@ -120,9 +124,9 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     if context.config.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
         attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
-        attachment.replace(trainer, "compute_loss", partial(loss_over_all_labels, trainer, trainer.compute_loss))
+        attachment.replace(trainer, "compute_loss", partial(_loss_over_all_labels, trainer, trainer.compute_loss))
 
-        def evaluation(dataset: Any = None) -> PlacedLoader:
+        def evaluation(dataset: datasets.Dataset | str | None = None) -> PlacedLoader:
             return _evaluation_loader(trainer, context, dataset)
 
         check_placed_evaluation(trainer, evaluation)
@@ -224,7 +228,32 @@ def _report_loss_only(
     return evaluate(dataloader, description, True, *args, **kwargs)
 
 
-def _evaluation_loader(trainer: Trainer, context: ParallelContext, dataset: Any) -> PlacedLoader:
+def _loss_over_all_labels(
+    trainer: Trainer,
+    compute_loss: Callable[..., object],
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **kwargs: object,
+) -> object:
+    """Computes a loss whose mean over ranks is the mean over all labels of a placed micro-batch. Evaluation of some
+    trainers (TRL's) counts nothing: the mean over ranks would be one of means over unequal numbers of labels."""
+    plan = inputs.get("distca_plan")
+    if model.training or plan is None or num_items_in_batch is not None:
+        return compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
+    labels = torch.tensor(max(1, plan.label_tokens), device=inputs["input_ids"].device)
+    steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
+    trainer.current_gradient_accumulation_steps = 1  # TRL divides a loss of experts by it where labels are counted
+    try:
+        return compute_loss(model, inputs, return_outputs, num_items_in_batch=labels, **kwargs)
+    finally:
+        trainer.current_gradient_accumulation_steps = steps
+
+
+def _evaluation_loader(
+    trainer: Trainer, context: ParallelContext, dataset: datasets.Dataset | str | None
+) -> PlacedLoader:
     """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
@@ -249,7 +278,7 @@ def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: D
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
 
 
-def _dataset(trainer: Trainer) -> Any:
+def _dataset(trainer: Trainer) -> datasets.Dataset:
     """Returns the training dataset without masks that TRL's settings leave unused; warns where TRL has cut
     documents."""
     dataset, args = trainer.train_dataset, trainer.args

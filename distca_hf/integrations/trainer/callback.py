@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, PlanSource, Reading
-from distca_hf.batches.run_report import count
+from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable
 from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of

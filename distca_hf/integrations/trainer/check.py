@@ -1,10 +1,15 @@
-"""Trainer check: settings and collators of a Trainer that would make the loss wrong, or would silently be ignored."""
+"""Trainer check: parts of a Trainer that would make the loss wrong, or would silently be ignored.
+
+These are its settings, methods and collator. Whether its evaluation datasets can be evaluated is found out before
+training, too, not at the first evaluation.
+"""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -17,7 +22,9 @@ from transformers import (
 )
 
 from distca_hf.config import DistCAConfig
-from distca_hf.integrations.models.source_inspection import calls_super, takes_shift_labels
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.parts import calls_super, takes_shift_labels
+from distca_hf.telemetry import get_logger
 
 
 # Trainers whose losses are the model's own.
@@ -34,6 +41,10 @@ KEEP_LABELS = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2
 OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
 # Columns that collators of Transformers take for labels under these names.
 OTHER_LABELS = ("label", "label_ids")
+log = get_logger(__name__)
+
+# Rows among which a short and a long one are looked for.
+ROWS_LOOKED_AT = 256
 
 
 def packed_by(trainer: Trainer) -> str | None:
@@ -177,3 +188,66 @@ def _is_known(collator: Callable[..., object]) -> bool:
     kind = type(collator)
     of_trl = f"{kind.__module__}.{kind.__qualname__}" == OF_TRL
     return collator is default_data_collator or kind in KEEP_LABELS or of_trl
+
+
+def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Dataset], object]) -> None:
+    """Opens all evaluation datasets of a Trainer whose evaluation batches are placed.
+
+    Raises:
+        PackingError: one of them cannot be packed.
+    """
+    for _, dataset in _evaluation_datasets(trainer):
+        open_loader(dataset)
+
+
+def check_evaluation(trainer: Trainer) -> None:
+    """Collates a short and a long row of all evaluation datasets of a Trainer.
+
+    Raises:
+        ConfigError: evaluation is due in training and would fail; says why. Where it is not due, that is a warning.
+    """
+    for name, dataset in _evaluation_datasets(trainer):
+        known = isinstance(dataset, datasets.Dataset) and len(dataset) > 0
+        reason = _reason_against(trainer, dataset) if known else None
+        if reason is None:
+            continue
+        message = f"the evaluation dataset{name} cannot be evaluated: {reason}"
+        if trainer.args.eval_strategy != "no":
+            raise ConfigError(message)
+        log.warning("%s", message)
+
+
+def _evaluation_datasets(trainer: Trainer) -> list[tuple[str, datasets.Dataset]]:
+    """Returns names, quoted behind a space, and datasets."""
+    given = trainer.eval_dataset
+    if isinstance(given, Mapping):
+        return [(f" {name!r}", dataset) for name, dataset in given.items()]
+    return [] if given is None else [("", given)]
+
+
+def _reason_against(trainer: Trainer, dataset: datasets.Dataset) -> str | None:
+    """Returns why the collator cannot make a batch with labels of these rows; None if it can."""
+    rows = dataset.select(range(min(len(dataset), ROWS_LOOKED_AT)))
+    rows = trainer._remove_unused_columns(rows, description="evaluation")
+    if "input_ids" not in rows.column_names:
+        return None  # not a tokenised dataset: the collator makes something of it that is not known here
+    lengths = [len(row) for row in rows["input_ids"]]
+    shortest, longest = lengths.index(min(lengths)), lengths.index(max(lengths))
+    several = trainer.args.eval_batch_size > 1 and len(rows) > 1
+    collator = trainer.data_collator
+    name = getattr(collator, "__name__", type(collator).__name__)
+    try:
+        batch = collator([rows[shortest], rows[longest]] if several else [rows[longest]])
+    except Exception as error:  # a collator of any package may raise anything
+        return (
+            f"{name} cannot put rows of {lengths[shortest]} and {lengths[longest]} tokens into one batch "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0][:60]}). Set evaluate='distca' or "
+            "per_device_eval_batch_size=1, or give Trainer a collator that pads (DataCollatorForSeq2Seq)"
+        )
+    missing = [label for label in trainer.label_names if label not in batch]
+    if missing:
+        return (
+            f"{name} makes no {missing[0]!r} of its columns {rows.column_names}, so that no loss can be computed; add "
+            "a column 'labels', or set evaluate='distca', which takes input_ids for labels"
+        )
+    return None

@@ -1,7 +1,8 @@
 """Candidates: plans of one layout, each made by one strategy, with the bytes that it moves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.layout import TILE_TOKENS, Layout
@@ -24,24 +25,34 @@ NEGLIGIBLE_SHARE = 0.002
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan, as stacks, and the numbers that it is compared by.
+    """A plan, as stacks, and the numbers that it is compared by. Stacks and bytes are made when they are first read.
 
     Attributes:
         strategy, prices: the ones it was made with.
-        stacks: stacks of all documents whose queries may have moved.
         overload: largest work of a rank above its limit and above the error that cuts on whole tiles allow.
-        moved: bytes that each rank sends and receives.
         busy_bytes: estimate of the fewest bytes that the rank with the largest surplus has to send.
         steps: moves that were made.
+        make_stacks: makes `stacks`.
+        count_bytes: counts `moved` from them.
     """
 
     strategy: Strategy
     prices: Prices
-    stacks: list[Stack]
     overload: float
-    moved: MovedBytes
     busy_bytes: float
     steps: int
+    make_stacks: Callable[[], list[Stack]]
+    count_bytes: Callable[[list[Stack]], MovedBytes]
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        """Stacks of all documents whose queries may have moved."""
+        return self.make_stacks()
+
+    @cached_property
+    def moved(self) -> MovedBytes:
+        """Bytes that each rank sends and receives."""
+        return self.count_bytes(self.stacks)
 
     @property
     def moves(self) -> bool:
@@ -67,9 +78,9 @@ class Candidates:
         self._token_bytes = token_bytes
         self._capacities = capacities
         self._mask = mask
-        self._documents = DocumentsByRank(layout, mask)
-        self._segments = Segments.of(layout)
         self._held_work = layout.rank_work_of(mask)
+        self._documents = DocumentsByRank(layout, self._held_work, mask)
+        self._segments = Segments.of(layout)
         self._total_work = int(self._held_work.sum()) * head_groups
         mean_work = self._total_work / layout.num_ranks
         longest_tokens = layout.longest_document_tokens
@@ -98,8 +109,16 @@ class Candidates:
         """Makes the candidate in which every query is computed on its owner rank."""
         prices = Prices.opening([False] * self._layout.num_ranks, 1.0)
         strategy = Strategy(merge_below=0)
-        donors, limits = self._donors(prices, strategy), self._limits(tolerance)
-        return self._candidate(strategy, prices, donors, limits, busy_bytes=0.0, steps=0)
+        overload = self._overload((self._held_work * self._head_groups).tolist(), self._limits(tolerance))
+        return Candidate(
+            strategy,
+            prices,
+            overload,
+            busy_bytes=0.0,
+            steps=0,
+            make_stacks=lambda: self._donors(prices, strategy).stacks,
+            count_bytes=self._count_bytes,
+        )
 
     def move(self, strategy: Strategy, tolerance: float) -> Candidate:
         """Makes the candidate in which ranks give their surplus over their limit.
@@ -138,16 +157,8 @@ class Candidates:
     def _donors(self, prices: Prices, strategy: Strategy) -> Donors:
         return Donors(self._documents, self._head_groups, self._token_bytes, prices, strategy, self._mask)
 
-    def _candidate(
-        self, strategy: Strategy, prices: Prices, donors: Donors, limits: list[float], busy_bytes: float, steps: int
-    ) -> Candidate:
-        """Counts the bytes and the overload of stacks after their moves."""
-        moved = MovedBytes.count(
-            self._segments, donors.stacks, self._head_groups, self._token_bytes, self._topology.node_of
-        )
-        return Candidate(
-            strategy, prices, donors.stacks, self._overload(donors.work, limits), moved, busy_bytes, steps
-        )
+    def _count_bytes(self, stacks: list[Stack]) -> MovedBytes:
+        return MovedBytes.count(self._segments, stacks, self._head_groups, self._token_bytes, self._topology.node_of)
 
     def _overload(self, work: list[int], limits: list[float]) -> float:
         """Returns the largest work above a limit, less the slack of tiles; ranks of capacity 0 have no slack."""
@@ -183,4 +194,12 @@ class Candidates:
             if limit == 0 and donors.work[rank]:
                 room = {other: most - donors.work[other] for other, most in enumerate(limits) if most}
                 moves.evict(rank, room)
-        return self._candidate(strategy, prices, donors, limits, busy_bytes, moves.steps)
+        return Candidate(
+            strategy,
+            prices,
+            self._overload(donors.work, limits),
+            busy_bytes,
+            moves.steps,
+            make_stacks=lambda: donors.stacks,
+            count_bytes=self._count_bytes,
+        )

@@ -101,6 +101,21 @@ class CommonCut(NamedTuple):
     position: float
     area: float
 
+    def keys_sent_again(self, position: int, mask: Mask) -> float:
+        """Estimates the keys that a cut higher than this one sends, and that the deeper cut to follow sends again."""
+        mean_keys = mask.area(position) / position
+        return position - self.area / mean_keys
+
+
+def _on_tile(position: int, start: int, tile_tokens: int, round_down: bool) -> int:
+    """Rounds a position to a multiple of the tile; one below the stack's start to the start."""
+    if position <= start:
+        return start
+    rounded = position - position % tile_tokens
+    if rounded < position and not round_down:
+        rounded += tile_tokens
+    return rounded if rounded > start else start
+
 
 def cheapest_cut(
     columns: list[Column],
@@ -129,13 +144,13 @@ def cheapest_cut(
         The cut, or None if no price is below the limit.
     """
     work, round_down, query_price, key_price, whole_head = terms
-    start, mask, (common_position, common_area) = stack.start, stack.mask, common_cut
-    position_of, pairs_before = mask.position, mask.pairs_before  # looked up once: they are called for every head
+    start, common_position = stack.start, common_cut.position
+    position_of, pairs_before = stack.mask.position, stack.mask.pairs_before  # looked up once: each head calls them
     pairs_before_tops, spare_position = stack.count_pairs(), int(common_position)
     pairs_before_start = stack.pairs_before_start
-    pairs = lacks = travels = 0
-    lowest = columns[0][1]
-    best: tuple[float, int, int, int, int] | None = None
+    pairs = lacks = travels = best_count = 0
+    lowest, best_price = columns[0][1], float("inf")
+    best: tuple[int, int, int] | None = None
     for count, (lack, top, travel, head) in enumerate(columns, 1):
         # 1. The position at which so many heads, cut alike, move the work.
         pairs += pairs_before_tops[head]
@@ -148,33 +163,28 @@ def cheapest_cut(
         if lowest <= deepest:
             break  # more heads would be cut still higher
         for wanted in (deepest, spare_position) if spare_room and deepest < common_position else (deepest,):
-            # 2. That position on a tile.
-            position = start
-            if wanted > start:
-                position = wanted - wanted % tile_tokens
-                if position < wanted and not round_down:
-                    position += tile_tokens
-                if position < start:
-                    position = start
+            # 2. That position on a tile, and the price of its rows.
+            position = _on_tile(wanted, start, tile_tokens, round_down)
             if position >= lowest:
                 continue
-            # 3. The price of its rows, for the work that moves.
             queries = travels - count * position
             price = key_price * lacks + (query_price * queries if queries > 0 else 0.0)
             if position == start:
                 price -= count * whole_head
-            elif position > common_position:
-                mean_keys = mask.area(position) / position
-                price += count * key_price * (position - common_area / mean_keys)
-            moved = pairs - count * (pairs_before(position) if position > start else pairs_before_start)
-            if best is None or price < best[0] * moved:
-                best = (price / moved, count, position, queries, lacks)
-        if best is not None and count > best[1] + 1:
+                moved = pairs - count * pairs_before_start
+            else:
+                moved = pairs - count * pairs_before(position)
+                if position > common_position and price < best_price * moved:
+                    price += count * key_price * common_cut.keys_sent_again(position, stack.mask)
+            # 3. The lowest price for the work that moves.
+            if price < best_price * moved:
+                best_price, best_count, best = price / moved, count, (position, queries, lacks)
+        if count > best_count + 1 and best is not None:
             break  # two more heads made it dearer
-    if best is None or best[0] >= price_limit:
+    if best is None or best_price >= price_limit:
         return None
-    price_per_work, count, position, queries, lacks = best
-    return Cut(price_per_work, [head for _, _, _, head in columns[:count]], position, max(0, queries), lacks)
+    position, queries, lacks = best
+    return Cut(best_price, [head for _, _, _, head in columns[:best_count]], position, max(0, queries), lacks)
 
 
 def common_cut_of(stacks: list[Stack], work: float, mask: Mask) -> CommonCut:

@@ -23,15 +23,20 @@ class DocumentsByRank:
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
         whole_work: `[ranks]` attended pairs of all other documents.
+
+    Args:
+        layout: ranks, and the tokens that each of them holds.
+        held_work: `[ranks]` attended pairs of these tokens.
+        mask: keys that queries attend.
     """
 
-    def __init__(self, layout: Layout, mask: Mask) -> None:
+    def __init__(self, layout: Layout, held_work: IntArray, mask: Mask) -> None:
         document, start, stop = layout.segment_document, layout.segment_start, layout.segment_stop
         tokens = layout.document_tokens[document]
         whole = stop - start == tokens
         cut = np.flatnonzero(~whole)
         cut = cut[np.lexsort((start[cut], document[cut]))]
-        self.whole_work = layout.rank_work_of(mask)
+        self.whole_work = held_work.copy()
         np.subtract.at(self.whole_work, layout.segment_rank[cut], mask.pairs_of(start[cut], stop[cut]))
         segments: dict[int, list[tuple[int, int, int]]] = {}
         columns = (document[cut], start[cut], stop[cut], layout.segment_rank[cut])

@@ -57,7 +57,10 @@ class Stack:
     def count_pairs(self) -> list[int]:
         """Counts pairs before the start and before each top, once; returns the latter."""
         if not self.pairs_before_tops:
-            self.pairs_before_tops = [self.mask.pairs_before(top) for top in self.tops]
+            if self.tops.count(self.stop) == len(self.tops):  # as of nearly every stack before its first move
+                self.pairs_before_tops = [self.mask.pairs_before(self.stop)] * len(self.tops)
+            else:
+                self.pairs_before_tops = [self.mask.pairs_before(top) for top in self.tops]
             self.pairs_before_start = self.mask.pairs_before(self.start)
         return self.pairs_before_tops
 

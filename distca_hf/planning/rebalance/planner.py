@@ -80,7 +80,7 @@ def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tol
     steps = 0
     for strategy in STRATEGIES[: effort.strategies]:
         tried = candidates.move(strategy, tolerance)
-        best, steps = min(best, tried, key=_quality), steps + tried.steps
+        best, steps = _better(best, tried), steps + tried.steps
         if _suffices(best, effort) or steps > effort.steps:
             break
     last = best
@@ -88,7 +88,7 @@ def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tol
         if _suffices(best, effort) or steps > effort.steps:
             break
         last = candidates.move_again(last, best.strategy, tolerance)
-        best, steps = min(best, last, key=_quality), steps + last.steps
+        best, steps = _better(best, last), steps + last.steps
     if topology is None or topology.num_nodes == 1:
         return best
     return _for_nodes(candidates, best, tolerance)
@@ -103,9 +103,11 @@ def _for_nodes(candidates: Candidates, best: Candidate, tolerance: float) -> Can
     return min(best, aware, key=lambda candidate: candidate.moved.largest_between_nodes)
 
 
-def _quality(candidate: Candidate) -> tuple[float, int, int]:
-    """Returns the key that candidates are compared by, smallest first: overload, largest rank's bytes, all bytes."""
-    return candidate.overload, candidate.moved.largest_rank, int(candidate.moved.sent.sum())
+def _better(one: Candidate, other: Candidate) -> Candidate:
+    """Returns the candidate with the smaller overload. Of equal ones bytes decide: the largest rank's, then all."""
+    if one.overload != other.overload:
+        return min(one, other, key=lambda candidate: candidate.overload)
+    return min(one, other, key=lambda candidate: (candidate.moved.largest_rank, int(candidate.moved.sent.sum())))
 
 
 def _suffices(candidate: Candidate, effort: Effort) -> bool:

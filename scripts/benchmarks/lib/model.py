@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.integrations.checkpointing.offload import OffloadedAttention
+from distca_hf.integrations.checkpointing import OffloadedAttention
 from lib.baselines.operators import SAVED_OPERATORS
 from lib.liger import use_liger_layers
 

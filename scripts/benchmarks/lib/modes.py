@@ -1,7 +1,7 @@
 """Modes of a benchmark step: the same documents and weights, held and attended in different ways.
 
 local     whole documents, packed in order; nothing is exchanged
-sorted    the same packs, sorted by work over an optimizer step (`distca_hf.data.sorted_sampler`): ranks
+sorted    the same packs, sorted by work over an optimizer step (`distca_hf.data.accumulation`): ranks
           have equally heavy packs at the same time. With one micro-step there is nothing to sort: it is local.
 ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
           documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
@@ -27,7 +27,7 @@ from torch import nn
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
-from distca_hf.data.sorted_sampler import SortedPackSampler
+from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis import command
 from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
-from distca_hf.analysis.compare import run_baselines
-from distca_hf.analysis.first_step import make_report
+from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
+from distca_hf.analysis.first_step import make_report, run_baselines
 from distca_hf.analysis.models import PRESETS, preset
-from distca_hf.analysis.packed_epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs

@@ -15,9 +15,9 @@ import torch
 from datasets import Dataset, IterableDataset
 
 import distca_hf
-from distca_hf.batches import prefetch as ahead
+from distca_hf.batches import prepare as ahead
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.prefetch import Prefetcher
+from distca_hf.batches.prepare import Prefetcher
 from distca_hf.data import contents
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.runtime.live_plan import LivePlan
@@ -492,8 +492,12 @@ def test_history_and_times_tell_what_was_handed_out() -> None:
 
 def test_only_the_very_first_wait_of_a_loader_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by one second whenever it is asked: every wait that counts is one second long."""
-    seconds = count()
-    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    seconds, loop = count(), threading.current_thread()  # not the clock of the thread that prepares
+
+    def now() -> float:
+        return float(next(seconds)) if threading.current_thread() is loop else 0.0
+
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=now))
     loader = loader_of()
     list(loader)
     assert loader.times.wait_seconds == len(loader) - 1

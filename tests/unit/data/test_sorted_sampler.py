@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.data.sorted_sampler import SortedPackSampler
+from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.errors import PackingError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from distca_hf.integrations.models.facts import ConfigFacts, module_facts
+from distca_hf.integrations.models.forward_check import ConfigFacts, module_facts
 from distca_hf.integrations.models.parts import attention_layers
 from support.models import tiny_model
 

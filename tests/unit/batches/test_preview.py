@@ -8,8 +8,7 @@ import pytest
 import distca_hf
 from distca_hf.batches.meter import Reading, duration
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.preview import COUNTED, PLACED, PlacedData, Preview
-from distca_hf.batches.run_report import count, second_line
+from distca_hf.batches.preview import COUNTED, PLACED, PlacedData, Preview, count, second_line
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker

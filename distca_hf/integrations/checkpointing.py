@@ -1,0 +1,292 @@
+"""Activation checkpointing that does not attend twice: attention outputs are saved, the rest is recomputed.
+
+Recomputing attention costs an exchange and the largest part of a long document's time. Its output and log-sum-exp
+cost `N * V` elements and `N` fp32 numbers per token and layer. That is 8.1 KB for an 8B Llama in bf16, as much as the
+layer's input, which is saved anyway. They may wait for backward in host
+memory.
+
+    forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
+                            └──▶ host, beside the next layers                 └──▶ fetch the layer before, meanwhile
+
+Where attention is recomputed all the same, at least rows of other ranks are kept (`runtime.retention`).
+
+Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
+(`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
+cannot save a part of a layer, and torch.compile traces contexts of torch's own selective checkpointing only. Outputs
+that wait on the host need modes of our own (`context_fn`), because torch's keeps outputs where they are.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import distca_hf.runtime.local_attention
+import distca_hf.runtime.op  # noqa: F401 (both register operators)
+from distca_hf.errors import ConfigError
+from distca_hf.runtime.retention import retaining_contexts
+from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import TorchDispatchMode
+
+
+log = get_logger(__name__)
+
+# Attributes under which Transformers and torch's wrapper keep the function that checkpoints a module.
+FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+# Attribute of a checkpointed module: for each of these names our function, and the one that it replaced.
+REPLACED = "_distca_replaced"
+Checkpoint = functools.partial[object]
+# Operators whose outputs are saved: with a plan, and without.
+SAVED_OPERATORS = (
+    torch.ops.distca.flash_attn.default,
+    torch.ops.distca.flash_attn_local.default,
+)
+
+
+def _policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_save_attention = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns modules that are, or may be, checkpointed."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing") or hasattr(module, "checkpoint_fn")
+    ]
+
+
+def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
+    """Returns whether some checkpointed modules recompute anything."""
+    return any(_functions(module) for module in modules if getattr(module, "gradient_checkpointing", True))
+
+
+def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
+    """Returns whether some checkpointed modules recompute everything, attention too."""
+    return any(
+        "context_fn" not in function.keywords
+        for module in modules
+        if getattr(module, "gradient_checkpointing", True)
+        for _, function in _functions(module)
+    )
+
+
+def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
+    """Lets checkpointed modules keep their attention outputs, on their device or on the host, where they recompute
+    everything so far.
+
+    Returns:
+        False if some of them are checkpointed in a way that cannot: reentrant.
+
+    Raises:
+        ConfigError: outputs on the host, of modules that are compiled together with their checkpointing.
+    """
+    if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
+        raise ConfigError(
+            "checkpointed_attention='offload' cannot be compiled: torch.compile traces checkpointing of its own kind "
+            "only. Compile modules inside the checkpointed ones (attention, MLP), or use checkpointed_attention='save'"
+        )
+    contexts = OffloadedAttention() if on_host else _save_attention
+
+    def saving(function: Checkpoint) -> Checkpoint:
+        runs = functools.partial(_checkpoint_on_host, function) if on_host else function
+        return functools.partial(runs, context_fn=contexts)
+
+    return _replace(modules, saving)
+
+
+def keep_received(modules: Sequence[nn.Module]) -> bool:
+    """Lets checkpointed modules that recompute attention keep rows that they received in forward. Modules that are
+    compiled together with their checkpointing exchange again.
+
+    Returns:
+        False if some of them are checkpointed in a way that cannot: reentrant.
+    """
+    return _replace(modules, lambda function: functools.partial(_checkpoint_keeping_received, function))
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def _checkpoint_on_host(function: Checkpoint, *args: object, **kwargs: object) -> object:
+    """Runs a checkpointed region whose outputs wait on the host. Graphs of a compiled model break here."""
+    return function(*args, **kwargs)
+
+
+def _checkpoint_keeping_received(function: Checkpoint, *args: object, **kwargs: object) -> object:
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    return function(*args, **kwargs, context_fn=retaining_contexts)
+
+
+def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoint]) -> bool:
+    """Replaces functions that recompute everything; returns False if one of them is reentrant and cannot be."""
+    able = True
+    for module in modules:
+        for name, function in _functions(module):
+            if "context_fn" in function.keywords or function.func is _checkpoint_keeping_received:
+                continue
+            if function.keywords.get("use_reentrant"):
+                able = able and not getattr(module, "gradient_checkpointing", True)
+            else:
+                replacement = made(functools.partial(function, use_reentrant=False))
+                vars(module).setdefault(REPLACED, {})[name] = replacement, function
+                setattr(module, name, replacement)
+    return able
+
+
+def restore_functions(modules: Sequence[nn.Module]) -> None:
+    """Gives checkpointed modules back the functions that they had, unless others have replaced them since."""
+    for module in modules:
+        for name, (replacement, function) in vars(module).pop(REPLACED, {}).items():
+            if getattr(module, name, None) is replacement:
+                setattr(module, name, function)
+
+
+def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:
+    """Returns names and values of the functions that checkpoint a module."""
+    named = [(name, getattr(module, name, None)) for name in FUNCTIONS]
+    return [(name, function) for name, function in named if isinstance(function, functools.partial)]
+
+
+class OffloadedAttention:
+    """The `context_fn` of all checkpointed modules of one model; called once for each region and forward pass."""
+
+    def __init__(self) -> None:
+        self._regions: list[weakref.ref[_Region]] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self) -> tuple["_Storing", "_Restoring"]:
+        region = _Region(self)
+        self._regions = [known for known in self._regions if known() is not None]  # others have run backward
+        self._regions.append(weakref.ref(region))
+        return _Storing(region), _Restoring(region)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Returns the stream of copies."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def before(self, region: "_Region") -> "_Region | None":
+        """Returns the region whose forward pass came before, the next one in backward; None if there is none."""
+        known = [found for reference in self._regions if (found := reference()) is not None]
+        at = known.index(region)
+        return known[at - 1] if at else None
+
+
+class _Region:
+    """Outputs of the attention calls of one checkpointed region."""
+
+    def __init__(self, owner: OffloadedAttention) -> None:
+        self._owner = owner
+        self._saved: list[list[tuple[torch.Tensor, torch.device]]] = []
+        self._fetched: list[list[torch.Tensor]] | None = None
+        self._taken = 0
+
+    def save(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Starts copies of a call's outputs to the host."""
+        self._saved.append([(self._to_host(x), x.device) for x in outputs])
+
+    def begin(self) -> None:
+        """Begins recomputation; with `retain_graph` perhaps not for the first time."""
+        self._taken = 0
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Starts copies of all outputs to where they were; once."""
+        if self._fetched is None:
+            self._fetched = [[self._to_device(x, device) for x, device in outputs] for outputs in self._saved]
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """Returns outputs of the next call, on the device. The region before is fetched meanwhile.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did.
+        """
+        if self._fetched is None or self._taken >= len(self._saved):
+            raise RuntimeError(
+                f"recomputation made more than the {len(self._saved)} attention calls of its forward pass; "
+                "checkpointed_attention='recompute' attends again"
+            )
+        outputs, self._taken = self._fetched[self._taken], self._taken + 1
+        for x in outputs:
+            if x.is_cuda:
+                torch.cuda.current_stream(x.device).wait_stream(self._owner.stream(x.device))
+                x.record_stream(torch.cuda.current_stream(x.device))
+        if self._taken == len(self._fetched):
+            self._fetched = None
+            before = self._owner.before(self)
+            if before is not None:
+                before.fetch()
+        return tuple(outputs)
+
+    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_cuda:
+            return x.clone()
+        stream = self._owner.stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            host.copy_(x, non_blocking=True)
+        x.record_stream(stream)
+        return host
+
+    def _to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if device.type != "cuda":
+            return host.clone()
+        with torch.cuda.stream(self._owner.stream(device)):
+            return host.to(device, non_blocking=True)
+
+
+class _Mode(TorchDispatchMode):
+    """Looks at attention operators; everything else runs as it is."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self._region = region
+
+
+class _Storing(_Mode):
+    """Forward: outputs of attention are copied to the host."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        outputs = func(*args, **(kwargs or {}))
+        if func in SAVED_OPERATORS:
+            self._region.save(outputs)
+        return outputs
+
+
+class _Restoring(_Mode):
+    """Recomputation: attention returns its earlier outputs."""
+
+    def __enter__(self) -> Self:
+        self._region.begin()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in SAVED_OPERATORS:
+            return self._region.take()
+        return func(*args, **(kwargs or {}))
