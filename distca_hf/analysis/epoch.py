@@ -131,7 +131,7 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
     micro_batches = [document_tokens[step_of == step] for step in range(steps)]
     if max(int(batch.sum()) for batch in micro_batches) > request.capacity_tokens:
         groups = group_documents(document_tokens, steps, request.capacity_tokens)
-        micro_batches = [document_tokens[group] for group in groups]
+        micro_batches = [document_tokens[group.documents] for group in groups]
     return OptimizerStep(micro_batches)
 
 

@@ -116,7 +116,8 @@ def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) ->
     lengths = np.concatenate(micro_batches)
     as_packed = Epoch(np.arange(len(lengths)), np.cumsum([0] + [len(batch) for batch in micro_batches]))
     step = planner.regroup(as_packed, lengths, len(micro_batches))
-    return [planner.plan(lengths[step.micro_batch(index)]) for index in range(step.num_micro_batches)]
+    numbers = range(step.num_micro_batches)
+    return [planner.plan(lengths[step.micro_batch(number)], step.layout(number)) for number in numbers]
 
 
 def _plan_fixed(request: PlanRequest, document_tokens: IntArray) -> Plan:

@@ -63,13 +63,19 @@ class PlacedPlanner:
             epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from
         )
 
-    def plan(self, document_tokens: IntArray) -> Plan:
-        """Plans a micro-batch of documents with these `[documents]` lengths, its rows padded.
+    def plan(self, document_tokens: IntArray, placed: Layout | None = None) -> Plan:
+        """Plans a micro-batch, its rows padded.
+
+        Args:
+            document_tokens: `[documents]` lengths.
+            placed: their placement with equal work, if it was made before; with a table of kernel times they are
+                placed anew.
 
         Raises:
             PackingError: a length is out of range.
         """
-        layout = pad_rows(self._place(document_tokens), self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
+        layout = pad_rows(layout, self.config.pad_to_multiple_of, self.config.tokens_per_rank)
         return plan_in_place(layout, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:

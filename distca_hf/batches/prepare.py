@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.data.accumulation import MicroBatches
+from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import RankRows, collate
 from distca_hf.data.contents import Cut, cuts_of
 from distca_hf.data.documents import DocumentSource
@@ -77,20 +77,20 @@ class Preparer:
     rank: int
     device: torch.device
 
-    def rest(self, begin: Cursor, epoch: MicroBatches) -> Iterator[Prepared]:
+    def rest(self, begin: Cursor, epoch: RegroupedEpoch) -> Iterator[Prepared]:
         """Yields micro-batches from `begin` to the end of its epoch."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):
             yield self.prepare(epoch, replace(begin, micro_batch=micro_batch))
 
-    def prepare(self, epoch: MicroBatches, cursor: Cursor) -> Prepared:
+    def prepare(self, epoch: RegroupedEpoch, cursor: Cursor) -> Prepared:
         """Places, plans and reads one micro-batch."""
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
         num_ranks = self.planner.num_ranks
-        plan = self.planner.plan(document_tokens)
+        plan = self.planner.plan(document_tokens, epoch.layout(cursor.micro_batch))
         work_before = fill_in_order(document_tokens, num_ranks).rank_work
         mine = rank_plan(plan, self.rank, self.planner.config.num_chunks(num_ranks), work_before)
         pin = self.device.type == "cuda"

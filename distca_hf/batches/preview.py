@@ -17,12 +17,12 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of, imbalance
-from distca_hf.data.accumulation import MicroBatches
+from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rank_plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.telemetry import get_logger, this_rank
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 
 
@@ -72,7 +72,7 @@ class PlacedData:
 
     planner: PlacedPlanner
     document_tokens: IntArray
-    micro_batches: MicroBatches
+    micro_batches: RegroupedEpoch
     first: int
     micro_steps: int
     per_epoch: int
@@ -89,7 +89,7 @@ class PlacedData:
             pairs.append(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
             before.append(imbalance(fill_in_order(lengths, self.planner.num_ranks).rank_work))
             if index in placed:
-                after.append(self.planner.plan(lengths).imbalance)
+                after.append(self.planner.plan(lengths, self.micro_batches.layout(index)).imbalance)
         return Preview(np.array(tokens), np.array(pairs), np.array(before), np.full(len(counted), np.mean(after)))
 
     def _spread(self, most: int) -> Iterator[int]:
@@ -138,14 +138,14 @@ class RunReport:
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
         """
         self.written = True
-        if this_rank() != 0 or not log.isEnabledFor(logging.INFO):
+        if plan.transport.rank != 0 or not log.isEnabledFor(logging.INFO):
             return
-        log.info("%s: %s", __version__, self._first_line(plan))
+        log.info("%s: %s", __version__, self._first_line(plan), extra=OF_THIS_RANK)
         if isinstance(plan, PlacedPlan):
             preview, seen = plan.data.preview, f"means over {len(plan.data.preview.tokens)} micro-batches"
         else:
             preview, seen = Preview.of(plan.facts), "in the first micro-batch"
-        log.info("%s", second_line(preview, cost, plan.transport.world_size, seen))
+        log.info("%s", second_line(preview, cost, plan.transport.world_size, seen), extra=OF_THIS_RANK)
 
     def _first_line(self, plan: LivePlan) -> str:
         """Returns the words of the first line."""

@@ -145,9 +145,9 @@ class TorchTransport:
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""
-        missing = self._rollcall.missing(0.0 if began is None else time.monotonic() - began)
+        missing = self._rollcall.missing_in_words(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
-        told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
+        told = "; ".join(missing) or "all ranks still answer"
         cause = str(error).partition("\n")[0][:300] or type(error).__name__
         message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {cause}"
         if "timed out" in str(error).lower():

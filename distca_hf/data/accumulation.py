@@ -16,7 +16,7 @@ micro-step, so that all ranks have packs of about equal work at the same time. N
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,15 +29,17 @@ from distca_hf.placement.stripes import QUERY_AND_OUTPUT_PARTS
 from distca_hf.topology import Topology
 
 
-class MicroBatches(Protocol):
-    """Documents of every micro-batch of an epoch, or of the rest of one."""
+@dataclass(frozen=True, eq=False)
+class MicroStep:
+    """Documents of one micro-step.
 
-    @property
-    def num_micro_batches(self) -> int: ...
+    Attributes:
+        documents: `[documents]` their numbers.
+        layout: their placement, with equal work on all ranks; None if no placement was tried.
+    """
 
-    def micro_batch(self, index: int) -> IntArray:
-        """Returns the documents of one micro-batch."""
-        ...
+    documents: IntArray
+    layout: Layout | None = None
 
 
 class RegroupedEpoch:
@@ -68,31 +70,39 @@ class RegroupedEpoch:
         self._epoch, self._document_tokens = epoch, document_tokens
         self._micro_steps, self._capacity_tokens = micro_steps, capacity_tokens
         self._topology, self._head_groups, self._steps_from = topology, head_groups, steps_from
-        self._regrouped: tuple[int, list[IntArray]] = (-1, [])
+        self._regrouped: tuple[int, list[MicroStep]] = (-1, [])
 
     @property
     def num_micro_batches(self) -> int:
         return self._epoch.num_micro_batches
 
     def micro_batch(self, index: int) -> IntArray:
-        """Returns the documents of one micro-batch. Its optimizer step is regrouped at the first call."""
+        """Returns the documents of one micro-batch."""
+        return self._micro_step(index).documents
+
+    def layout(self, index: int) -> Layout | None:
+        """Returns the placement of one micro-batch by which its step was regrouped; None if no placement was tried."""
+        return self._micro_step(index).layout
+
+    def _micro_step(self, index: int) -> MicroStep:
+        """Returns one micro-batch. Its optimizer step is regrouped at the first call."""
         first = max(0, index - (index - self._steps_from) % self._micro_steps)
         if self._regrouped[0] != first:
             self._regrouped = (first, self._regroup(first))
         return self._regrouped[1][index - first]
 
-    def _regroup(self, first: int) -> list[IntArray]:
+    def _regroup(self, first: int) -> list[MicroStep]:
         last = first + self._micro_steps - (first - self._steps_from) % self._micro_steps
         offsets = self._epoch.offsets[first : last + 1]
         documents = self._epoch.documents[offsets[0] : offsets[-1]]
         if len(offsets) == 2:
-            return [documents]
+            return [MicroStep(documents)]
         as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
         tokens = self._document_tokens[documents]
         groups = group_documents(
             tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups, as_packed
         )
-        return [documents[group] for group in groups]
+        return [MicroStep(documents[group.documents], group.layout) for group in groups]
 
 
 def group_documents(
@@ -102,7 +112,7 @@ def group_documents(
     topology: Topology | None = None,
     head_groups: int = 1,
     as_they_came: Sequence[IntArray] | None = None,
-) -> list[IntArray]:
+) -> list[MicroStep]:
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
 
     Args:
@@ -114,7 +124,8 @@ def group_documents(
         as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
 
     Returns:
-        For each micro-step the indices of its documents, in rising order. Every document is in one of them.
+        The micro-steps. Their documents are indices, in rising order, and every document is in one of them. With a
+        topology they have the placements that were tried.
 
     Raises:
         PackingError: a length is out of range, a document is longer than the capacity, or no way was found to fit all.
@@ -137,7 +148,9 @@ def group_documents(
     found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
     divisions = [division for division in (found[0] or found[1], found[2], as_they_came) if division is not None]
     if divisions:
-        return list(divisions[0] if topology is None else _cheapest(lengths, divisions, topology, head_groups))
+        if topology is None:
+            return [MicroStep(documents) for documents in divisions[0]]
+        return _cheapest(lengths, divisions, topology, head_groups)
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
         f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
@@ -171,16 +184,15 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
 
 def _cheapest(
     lengths: IntArray, divisions: Sequence[Sequence[IntArray]], topology: Topology, head_groups: int
-) -> Sequence[IntArray]:
-    """Returns the division whose placements move least; the first of equals."""
-    moved = [
-        sum(
-            _moved(place(lengths[step], topology.num_ranks, topology=topology, head_groups=head_groups))
-            for step in division
-        )
-        for division in divisions
-    ]
-    return divisions[moved.index(min(moved))]
+) -> list[MicroStep]:
+    """Places the documents of all divisions; returns the one whose placements move least, the first of equals."""
+
+    def placed(documents: IntArray) -> MicroStep:
+        layout = place(lengths[documents], topology.num_ranks, topology=topology, head_groups=head_groups)
+        return MicroStep(documents, layout)
+
+    tried = [[placed(documents) for documents in division] for division in divisions]
+    return min(tried, key=lambda steps: sum(_moved(step.layout) for step in steps if step.layout))
 
 
 def _moved(layout: Layout) -> float:

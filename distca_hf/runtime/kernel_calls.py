@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, accumulation_dtype, without_mask
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Kernel,
+    Room,
+    Saved,
+    accumulation_dtype,
+    without_mask,
+)
 from distca_hf.kernels.row_views import part, transposed
 from distca_hf.kernels.rows import merge
 from distca_hf.planning.kernel_calls import CallKind
@@ -53,14 +62,16 @@ class ForwardCalls:
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            self._kernel.forward(q, call_k, call_v, call.spans, self._spec, self._sinks, out, transposed(lse))
+            inputs, room = Inputs(q, call_k, call_v, self._sinks), Room(out, transposed(lse))
+            self._kernel.forward(inputs, call.spans, self._spec, room)
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
             k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
-            self._prefix_parts.append((call, self._kernel.forward(q, k, v, call.spans, without_mask(self._spec))))
+            part = self._kernel.forward(Inputs(q, k, v), call.spans, without_mask(self._spec))
+            self._prefix_parts.append((call, part))
             if at_once:
                 self.merge_prefixes()
 

@@ -1,6 +1,7 @@
 """Accumulation windows: documents of one optimizer step in micro-steps, long ones together."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,11 @@ def real_looking(rng: random.Random, tokens: int, longest: int) -> list[int]:
     return lengths
 
 
+def divided(*arguments: Any, **keywords: Any) -> list[np.ndarray]:
+    """Documents of each micro-step."""
+    return [step.documents for step in group_documents(*arguments, **keywords)]
+
+
 def moved_tokens(lengths: np.ndarray, steps: list[np.ndarray], num_ranks: int) -> int:
     plans = (plan_in_place(place(lengths[step], num_ranks)) for step in steps)
     return sum(int(key_transfers(plan).tokens.sum()) for plan in plans)
@@ -34,7 +40,7 @@ def moved_tokens(lengths: np.ndarray, steps: list[np.ndarray], num_ranks: int) -
 def test_every_document_is_in_one_micro_step_that_holds_it(seed: int, micro_steps: int, fill: float) -> None:
     capacity = 65_536
     lengths = np.array(real_looking(random.Random(seed), int(fill * micro_steps * capacity), capacity))
-    steps = group_documents(lengths, micro_steps, capacity)
+    steps = divided(lengths, micro_steps, capacity)
 
     assert len(steps) == micro_steps
     assert sorted(np.concatenate(steps).tolist()) == list(range(len(lengths)))
@@ -48,7 +54,7 @@ def test_fewer_keys_move_and_the_heaviest_ranks_sum_to_the_ideal(num_ranks: int,
     lengths = np.array(real_looking(random.Random(seed), int(0.98 * micro_steps * capacity), capacity // 4))
     in_order = np.searchsorted(np.cumsum(lengths), np.arange(1, micro_steps) * lengths.sum() / micro_steps)
     consecutive = np.split(np.arange(len(lengths)), in_order)
-    grouped = group_documents(lengths, micro_steps, capacity, Topology(num_ranks, num_ranks))
+    grouped = divided(lengths, micro_steps, capacity, Topology(num_ranks, num_ranks))
 
     assert moved_tokens(lengths, grouped, num_ranks) < 0.8 * moved_tokens(lengths, consecutive, num_ranks)
     heaviest = sum(int(place(lengths[step], num_ranks).rank_work.max()) for step in grouped)
@@ -57,7 +63,7 @@ def test_fewer_keys_move_and_the_heaviest_ranks_sum_to_the_ideal(num_ranks: int,
 
 def test_micro_steps_hold_nearly_equal_tokens_and_long_documents_are_together() -> None:
     lengths = np.array(real_looking(random.Random(1), 4 * 200_000, 50_000))
-    steps = group_documents(lengths, 4, 262_144)
+    steps = divided(lengths, 4, 262_144)
 
     tokens = [int(lengths[step].sum()) for step in steps]
     assert max(tokens) <= 1.02 * min(tokens)
@@ -68,8 +74,8 @@ def test_micro_steps_hold_nearly_equal_tokens_and_long_documents_are_together() 
 def test_the_way_in_which_fewer_keys_move_is_taken() -> None:
     """Two long documents of four ranks' work each, and two micro-steps: apart or together, the placement tells."""
     lengths = np.array([50_000, 50_000] + [500] * 240)
-    with_ranks = group_documents(lengths, 2, 131_072, topology=Topology(8, 8))
-    together = group_documents(lengths, 2, 131_072)
+    with_ranks = divided(lengths, 2, 131_072, topology=Topology(8, 8))
+    together = divided(lengths, 2, 131_072)
 
     assert moved_tokens(lengths, with_ranks, 8) <= moved_tokens(lengths, together, 8)
     assert any({0, 1} <= set(step.tolist()) for step in together)
@@ -77,13 +83,13 @@ def test_the_way_in_which_fewer_keys_move_is_taken() -> None:
 
 def test_same_documents_are_grouped_alike() -> None:
     lengths = real_looking(random.Random(3), 500_000, 60_000)
-    one, other = group_documents(lengths, 3, 200_000), group_documents(np.array(lengths, np.int32), 3, 200_000)
+    one, other = divided(lengths, 3, 200_000), divided(np.array(lengths, np.int32), 3, 200_000)
 
     assert [step.tolist() for step in one] == [step.tolist() for step in other]
 
 
 def test_a_full_window_is_filled_to_the_brim() -> None:
-    steps = group_documents([60, 50, 50, 40], 2, 100)
+    steps = divided([60, 50, 50, 40], 2, 100)
 
     assert [step.tolist() for step in steps] == [[0, 3], [1, 2]]
 

@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca_hf
+from distca_hf.batches import placed
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.prepare import Cursor
+from distca_hf.config import DistCAConfig
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import ConfigError
+from distca_hf.placement.place import place
 from distca_hf.topology import Topology
 from support.data import random_dataset
 
 
 DATASET = random_dataset(200)
+TIMES = Path(__file__).parents[3] / "docs" / "benchmarks" / "kernel-times-h200-flash4.json"
 
 
 def loader_of(micro_steps: int, tokens: int = 200) -> PlacedLoader:
@@ -64,6 +71,32 @@ def test_long_documents_of_a_step_train_together() -> None:
 
     assert longest != plain
     assert sum(longest) < sum(plain)
+
+
+def test_placements_of_a_step_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(4)
+    packed, planner = loader._packed(Cursor()), loader.preparer.planner
+    placed_again: list[Any] = []
+    monkeypatch.setattr(placed, "place", lambda *lengths, **_: placed_again.append(lengths) or place(*lengths, **_))
+    prepared = [loader.preparer.prepare(packed, Cursor(0, index)) for index in range(len(loader))]
+
+    assert len(loader) > 4
+    assert len(placed_again) == (len(loader) % 4 == 1)  # a step of one micro-batch needs no regrouping
+    monkeypatch.undo()
+    tokens = np.array([len(row) for row in DATASET["input_ids"]])
+    for index, of_loader in enumerate(prepared):
+        assert of_loader.fingerprint == planner.plan(tokens[packed.micro_batch(index)]).fingerprint
+
+
+def test_placements_of_equal_work_are_not_taken_for_those_of_equal_seconds() -> None:
+    tokens = np.array([9000, 700, 700, 700, 700, 90])
+    by_work = PlacedPlanner(DistCAConfig(tokens_per_rank=8192), num_ranks=2)
+    by_seconds = PlacedPlanner(DistCAConfig(tokens_per_rank=8192, kernel_times=str(TIMES)), num_ranks=2)
+    equal_work = place(tokens, 2, topology=by_work.config.topology(2))
+
+    assert by_work.plan(tokens, equal_work).fingerprint == by_work.plan(tokens).fingerprint
+    assert by_seconds.plan(tokens, equal_work).fingerprint == by_seconds.plan(tokens).fingerprint
+    assert by_seconds.plan(tokens).fingerprint != by_work.plan(tokens).fingerprint
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 4, 6])

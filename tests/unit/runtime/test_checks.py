@@ -11,7 +11,7 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import empty_outputs
+from distca_hf.kernels.interface import Inputs, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.in_place import plan_in_place
@@ -132,10 +132,8 @@ def test_needed_bytes_by_hand(layout: Layout, dtype: torch.dtype, expected: list
 class NoKernel:
     """Computes nothing: what it would need for itself is not ours."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return empty_outputs(q, v)
+    def forward(self, inputs: Inputs, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return empty_outputs(inputs.q_TNH, inputs.v_SGV)
 
     def backward(self, *arguments: Any) -> None:
         pass

@@ -94,10 +94,12 @@ def print_preparation(name: str, lengths: IntArray, num_ranks: int, tokens_per_r
     transport = OneOfMany(1, num_ranks)
     loader = PlacedLoader(dataset, config, transport, torch.device("cpu"), head_groups=HEAD_GROUPS)
     planner = loader.preparer.planner
-    epoch = EpochPacker(loader._source.document_tokens, planner.capacity_tokens).epoch(0)
+    document_tokens = loader._source.document_tokens
+    packed = EpochPacker(document_tokens, planner.capacity_tokens).epoch(0)
+    epoch = planner.regroup(packed, document_tokens, micro_steps=1)
     times, pads, documents = [], [], []
     for micro_batch in range(10):
-        chosen = loader._source.document_tokens[epoch.micro_batch(micro_batch)]
+        chosen = document_tokens[epoch.micro_batch(micro_batch)]
         began = time.perf_counter()
         plan = planner.plan(chosen)
         route(plan, 1, key_transfers(plan))
