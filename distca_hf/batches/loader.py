@@ -25,7 +25,7 @@ from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.accumulation import RegroupedEpoch
-from distca_hf.data.contents import dataset_checksum
+from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.errors import ConfigError

@@ -12,10 +12,9 @@ import numpy as np
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.transfers import KeyTransfers, key_transfers
+from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, key_transfers
 
 
 @dataclass(frozen=True)
