@@ -205,7 +205,7 @@ def route(
 
     # 2. The remote KV: prefixes of both kinds.
     lines = np.concatenate([local.prefix_lines, remote.lines])
-    prefixes = np.concatenate([local.prefixes, remote.prefixes])
+    prefixes = np.concatenate([local.prefixes, remote.stop])
     remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
 
     # 3. Rows that are sent, received, and copied from this rank's own keys.
@@ -239,7 +239,7 @@ def route(
         remote_queries_of_chunk=tuple(remote_query_calls(remote, remote_kv, chunk) for chunk in range(chunks.count)),
         late_share=_late_share(plan, rank),
         exchanges=len(transfers) > 0,
-        queries=_query_moves(plan, rank, remote.first_query_row, chunks) if plan.moves_queries else None,
+        queries=_query_moves(plan, rank, remote, chunks) if plan.moves_queries else None,
     )
 
 
@@ -325,14 +325,16 @@ def _late_share(plan: Plan, rank: int) -> float:
     return float(min(LATE_SHARE * plan.work[working].mean(), local[working].min()) / local[rank])
 
 
-def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: ExchangeChunks) -> QueryMoves:
+def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
     """Returns the queries that one rank sends, and the queries of other ranks that it computes.
 
     Args:
         plan, rank, chunks: see `route`.
-        first_query_row: `[tasks]` first remote-query row of each task that the rank computes.
+        remote: tasks with remote queries that the rank computes.
     """
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
+    first_query_row = np.zeros(len(tasks), dtype=np.int64)
+    first_query_row[remote.task] = remote.first_row
 
     # 1. Rows and chunks of some pieces of tasks with remote queries.
     def query_rows_of(chosen: Pieces) -> IndexRanges:
