@@ -26,12 +26,15 @@ from distca_hf.settings import (
 from distca_hf.topology import Topology
 
 
+# Variables of the environment that set a field begin with it.
 ENVIRONMENT_PREFIX = "DISTCA_"
-
+# Parts of an exchange where the group spans nodes: the first part is attended while the others are in flight. More
+# parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
+# Values of settings that are words; `settings.describe_settings` says what each does.
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
@@ -190,8 +193,9 @@ class DistCAConfig:
     )
 
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
-        if cls.__init__ is DistCAConfig.__init__:  # a subclass may take arguments of its own
-            check_names(DistCAConfig, unnamed, settings, cls.__name__)
+        maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
+        if "__dataclass_fields__" in vars(maker):  # another subclass may take arguments of its own
+            check_names(maker, unnamed, settings, cls.__name__)
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -249,9 +253,8 @@ class DistCAConfig:
         return cls(**check_settings(content.get("plugin", content), f"{path}"))
 
     def topology(self, num_ranks: int) -> Topology:
-        """Returns which ranks share a node."""
-        launched = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        return Topology(num_ranks, self.ranks_per_node or launched)
+        """Returns which ranks share a node: all of them, unless a setting says how many do."""
+        return Topology(num_ranks, self.ranks_per_node or num_ranks)
 
     def num_chunks(self, num_ranks: int) -> int:
         """Returns the chunks of every exchange, at most."""
@@ -346,6 +349,11 @@ def launched_error_file() -> str | None:
 def launched_world_size() -> int:
     """Returns the number of processes the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_ranks_per_node() -> int:
+    """Returns the number of processes that the launcher started on this node (0 without a launcher)."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
 
 
 def is_launched() -> bool:

@@ -1,37 +1,56 @@
 """Parallel context: the settings of a training, and the ranks that follow them together.
 
-All that trains together is given the same context: models, loaders and callbacks open no groups of their own.
+Everything that trains together is given the same context: models, loaders and callbacks open no groups of their own,
+and ask no process group. A context is that of one group of ranks: the whole job, or a part of it. A rank's number is
+that in the group; messages say "of the job" where the other one is meant.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import CheckedTransport
-from distca_hf.comm.groups import default_device, open_transport, world_size
+from distca_hf.comm.groups import default_device, open_transport
+from distca_hf.comm.members import Members, process_group_of
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.config import DistCAConfig, launched_ranks_per_node
 from distca_hf.errors import ConfigError
+from distca_hf.torch_private import wrapper_that_runs
 
 
 class ParallelContext:
     """Settings, and the transports between the ranks that follow them: one for each device.
 
-    Attributes:
+    Args:
         config: settings.
+        group: ranks that train together, as a process group or a device mesh of one dimension; None: the whole job.
+
+    Attributes:
+        config: settings; `ranks_per_node` is that of the group, where the launcher says it.
+
+    Raises:
+        ConfigError: the group cannot be used; or this process is not in it.
     """
 
-    def __init__(self, config: DistCAConfig) -> None:
-        self.config = config
+    def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        self._group = process_group_of(group)
+        per_node = config.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
+        self.config = replace(config, ranks_per_node=per_node)
         self._transports: dict[torch.device, Transport] = {}
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that train together."""
-        return world_size()
+    def members(self) -> Members:
+        """Ranks that train together. Without a group, one alone until the process group is initialised."""
+        return Members.of(self._group)
 
     @property
     def device(self) -> torch.device:
         """Device that training runs on, as far as the process groups and CUDA say."""
-        return default_device()
+        return default_device(self._group)
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
@@ -41,8 +60,10 @@ class ParallelContext:
             device = torch.device("cpu")  # "cpu:0" is the same
         if device not in self._transports:
             config = self.config
-            opened = open_transport(device, config.exchange_timeout_seconds, config.agreement_timeout_seconds)
-            _check_accelerate(opened)
+            self._check_accelerate()
+            opened = open_transport(
+                device, config.exchange_timeout_seconds, config.agreement_timeout_seconds, self._group
+            )
             self._transports[device] = opened if not config.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
@@ -55,21 +76,75 @@ class ParallelContext:
             transport.close()
         self._transports.clear()
 
+    def check_gradients(self, model: nn.Module) -> None:
+        """Checks in a forward pass that the model's wrappers average gradients over the ranks of the group.
 
-def _check_accelerate(transport: Transport) -> None:
-    """Refuses to share documents between ranks that Accelerate does not train together.
+        A loss is scaled so that its mean over these ranks is the mean over their labels. Over more ranks it would be a
+        mean of means. Gradients that a training loop averages by itself are not seen.
 
-    Raises:
-        ConfigError: Accelerate runs one process alone, though several were launched.
-    """
-    from accelerate import PartialState
+        Raises:
+            ConfigError: a wrapper averages over other ranks; names it and both groups.
+        """
+        members = self.members
+        if members.are_the_job:
+            return
+        for wrapper, ranks in _averaging(model):
+            if sorted(ranks) != list(members.layer_ranks):
+                raise ConfigError(
+                    f"rank {members.rank}: {wrapper} averages gradients over {_named(ranks)}, and the group of the "
+                    f"plugin is {_named(members.layer_ranks)}: losses count the labels of the group alone. Give both "
+                    "the same group, or leave it out of the plugin to share documents between all ranks"
+                )
 
-    if not PartialState._shared_state:  # without Accelerate, the maker of the process group synchronises gradients
-        return
-    processes = PartialState().num_processes
-    if processes != transport.world_size:
+    def _check_accelerate(self) -> None:
+        """Refuses to share documents between ranks that Accelerate does not train together.
+
+        Raises:
+            ConfigError: Accelerate trains fewer ranks together, or more.
+        """
+        from accelerate import PartialState
+
+        if not PartialState._shared_state:  # without Accelerate, the maker of the process group averages gradients
+            return
+        processes, members = PartialState().num_processes, self.members
+        if processes == len(members.layer_ranks):
+            return
+        if not members.are_the_job:
+            raise ConfigError(
+                f"rank {members.rank}: the group of the plugin is {_named(members.layer_ranks)}, and Accelerate "
+                f"averages gradients over {processes}: losses count the labels of the group alone. Train without "
+                "Trainer and Accelerate, under DDP or FSDP over this group; or leave it out of the plugin, to share "
+                "documents between all ranks"
+            )
         raise ConfigError(
-            f"{transport.world_size} processes are in the process group, but Accelerate trains {processes} together: "
-            "gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), Accelerator(cpu=True) "
-            "or ACCELERATE_USE_CPU=true"
+            f"{len(members.layer_ranks)} processes are in the process group, but Accelerate trains {processes} "
+            "together: gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), "
+            "Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"
         )
+
+
+def job_size() -> int:
+    """Returns the number of ranks of the job, for models that follow no context."""
+    return len(Members.of().job)
+
+
+def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
+    """Yields wrappers of a model, and the ranks of the job that they average gradients over, as far as they are seen
+    from the inside in a forward pass."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import, and for groups alone
+    from torch.distributed.tensor import DTensor
+
+    ddp = wrapper_that_runs()
+    if ddp is not None:
+        yield "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group)
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            yield f"the device mesh of {name}", parameter.device_mesh.mesh.flatten().tolist()
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """Returns words for ranks of the job."""
+    return f"ranks {', '.join(map(str, ranks))} of the job"

@@ -1,8 +1,11 @@
 """The plugin, which users create: settings, and the functions that follow them."""
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.rollcall import show_errors_once
@@ -10,7 +13,7 @@ from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.settings import describe_settings, names_of
+from distca_hf.settings import describe_settings, names_of, signature_of_settings
 from distca_hf.telemetry import get_logger
 
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
+@dataclass(kw_only=True)
 class DistCAPlugin(DistCAConfig, ParallelContext):
     """Core attention disaggregation for a training run.
 
@@ -31,6 +35,16 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
     ```
     """
 
+    group: ProcessGroup | DeviceMesh | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks that train together: a process group, or a device mesh of one dimension; by default the "
+            "whole job. Gradients must be averaged over the same ranks.",
+            "default": None,
+            "formerly": (),
+        },
+    )
+
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
         show_errors_once()  # errors of wrong settings, too
         return super().__new__(cls, *unnamed, **settings)
@@ -39,7 +53,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         super().__post_init__()
         # The package reads `config`; the settings here are those of `config`, for users to read.
         settings = {name: getattr(self, name) for name in names_of(DistCAConfig)}
-        ParallelContext.__init__(self, DistCAConfig(**settings))
+        ParallelContext.__init__(self, DistCAConfig(**settings), self.group)
         for name, meant in unknown_environment_settings().items():
             hint = f" (did you mean {meant}?)" if meant else ""
             log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)
@@ -132,3 +146,4 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
 
 
 DistCAPlugin.__doc__ = describe_settings(DistCAPlugin)
+DistCAPlugin.__signature__ = signature_of_settings(DistCAPlugin)  # type: ignore[attr-defined]

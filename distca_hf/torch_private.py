@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import forward_ad, profiler
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, here
@@ -161,6 +162,17 @@ def default_store() -> Store:
         ValueError: there is no default group.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+def num_groups() -> int:
+    """Returns the number of process groups that this process is in; 0 where torch does not say."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return len(getattr(world, "pg_names", ()))
+
+
+def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
+    """Returns the DDP module whose forward pass this is; None if there is none, or torch does not say."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
 
 # Of received rows, sent rows, and how many of them come from and go to each rank.

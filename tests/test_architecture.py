@@ -117,6 +117,23 @@ def test_the_plugin_is_for_users_alone() -> None:
     assert importers == {"__init__.py"}
 
 
+# Besides the wires themselves. Wrappers and tensors of torch.distributed are told apart from process groups.
+KNOW_PROCESS_GROUPS = {"comm", "parallel_context", "torch_private"}
+NO_PROCESS_GROUPS = ("torch.distributed.fsdp", "torch.distributed.tensor")
+
+
+def test_the_parallel_context_alone_knows_who_trains_together() -> None:
+    for path in _sources():
+        for name in _imports(path):
+            if name.startswith("torch.distributed") and not name.startswith(NO_PROCESS_GROUPS):
+                # For users the plugin says which types its group may have.
+                assert _part(path) in KNOW_PROCESS_GROUPS | {"plugin"}, (path, name)
+            if name.startswith(("distca_hf.comm.groups", "distca_hf.comm.members")):
+                assert _part(path) in {"comm", "parallel_context"}, (path, name)
+            if name == "distca_hf.config.launched_ranks_per_node":
+                assert _part(path) == "parallel_context", path
+
+
 def test_there_are_no_import_cycles() -> None:
     modules = {f"distca_hf.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}": p for p in PACKAGE.rglob("*.py")}
     modules |= {f"distca_hf.patches.{p.stem}": p for p in (ROOT / "patches").glob("*.py")}

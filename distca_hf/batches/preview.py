@@ -22,7 +22,7 @@ from distca_hf.flops import StepCost
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rank_plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.telemetry import get_logger, this_rank
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 
 
@@ -138,14 +138,14 @@ class RunReport:
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
         """
         self.written = True
-        if this_rank() != 0 or not log.isEnabledFor(logging.INFO):
+        if plan.transport.rank != 0 or not log.isEnabledFor(logging.INFO):
             return
-        log.info("%s: %s", __version__, self._first_line(plan))
+        log.info("%s: %s", __version__, self._first_line(plan), extra=OF_THIS_RANK)
         if isinstance(plan, PlacedPlan):
             preview, seen = plan.data.preview, f"means over {len(plan.data.preview.tokens)} micro-batches"
         else:
             preview, seen = Preview.of(plan.facts), "in the first micro-batch"
-        log.info("%s", second_line(preview, cost, plan.transport.world_size, seen))
+        log.info("%s", second_line(preview, cost, plan.transport.world_size, seen), extra=OF_THIS_RANK)
 
     def _first_line(self, plan: LivePlan) -> str:
         """Returns the words of the first line."""

@@ -1,85 +1,130 @@
 """Groups: opens the process groups that core attention uses, beside those of the training framework.
 
 Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them.
-Integers get a gloo group, so that agreement needs no device. Both span all ranks; their deadlines are ours.
+Integers get a gloo group, so that agreement needs no device. Their deadlines are ours.
 """
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from distca_hf.comm.members import Members, is_initialized
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError, PeerLostError
-from distca_hf.torch_private import default_store
-
-
-def world_size() -> int:
-    """Returns the number of ranks that train together: those of the initialised process group, or this one alone."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+from distca_hf.torch_private import default_store, num_groups
 
 
 def open_transport(
-    device: torch.device, timeout_seconds: float, agreement_timeout_seconds: float | None = None
+    device: torch.device,
+    timeout_seconds: float,
+    agreement_timeout_seconds: float | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Transport:
-    """Opens a transport over all ranks of the initialised process group; a collective call. One rank needs no group.
+    """Opens a transport over all ranks of a group; a collective call of these ranks. One rank needs no group.
 
     Args:
         device: where the rows to exchange live; decides between NCCL and gloo.
         timeout_seconds: deadline of every exchange.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
+        group: the ranks; by default all of the initialised process group.
 
     Raises:
-        ConfigError: several processes were launched, but no process group is initialised yet.
+        ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open
+            groups among these ranks alone.
         PeerLostError: some ranks did not come; names them.
     """
-    if launched_world_size() > 1 and not (dist.is_available() and dist.is_initialized()):
+    if launched_world_size() > 1 and not is_initialized():
         raise ConfigError(
             f"{launched_world_size()} processes were launched, but torch.distributed is not initialised; create "
             "the Accelerator, TrainingArguments or process group before the data loader"
         )
-    if world_size() == 1:
+    members = Members.of(group)
+    if len(members.row_ranks) == 1:
         return LocalTransport()
-    rollcall = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
+    store = default_store()
+    rollcall = RollCall(store, dist.get_rank(), members.row_ranks)
     timeout, patience = (timedelta(seconds=x) for x in (timeout_seconds, agreement_timeout_seconds or timeout_seconds))
-    began = time.monotonic()
+    on_gpus = device.type == "cuda"
+    among: dict[str, Any] = {}
+    if not members.are_the_job:
+        among = {"ranks": list(members.row_ranks), "use_local_synchronization": True}
+        _check_no_split(on_gpus)
+    began, padding = time.monotonic(), []
     try:
+        if not members.are_the_job:
+            padding = _padding(store, members, patience)
         # Ranks come here when their data is ready, so the group with the longer deadline is where they meet.
-        control_group = dist.new_group(backend="gloo", timeout=patience)
-        on_gpus = device.type == "cuda"
-        data_group = _nccl_group(timeout) if on_gpus else dist.new_group(backend="gloo", timeout=timeout)
+        control_group = dist.new_group(backend="gloo", timeout=patience, **among)
+        data_group = (
+            _nccl_group(timeout, among) if on_gpus else dist.new_group(backend="gloo", timeout=timeout, **among)
+        )
     except RuntimeError as error:
-        raise _nobody_came(rollcall, time.monotonic() - began, error) from error
+        raise _nobody_came(rollcall, members, time.monotonic() - began, error) from error
+    finally:
+        for alone in padding:
+            dist.destroy_process_group(alone)
     rollcall.announce_uncaught_errors()
     return TorchTransport(data_group, control_group, rollcall, device)
 
 
-def _nobody_came(rollcall: RollCall, waited_seconds: float, error: RuntimeError) -> PeerLostError:
+def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, error: RuntimeError) -> PeerLostError:
     """Returns the error to raise where groups could not be opened; it names the ranks that did not come."""
-    missing = "; ".join(f"rank {rank} {words}" for rank, words in rollcall.missing(waited_seconds).items())
+    missing = "; ".join(rollcall.missing_in_words(waited_seconds))
     return PeerLostError(
-        f"rank {dist.get_rank()} waited {waited_seconds:.0f} s for all {dist.get_world_size()} ranks to open their "
+        f"rank {members.rank} waited {waited_seconds:.0f} s for all {len(members.row_ranks)} ranks to open their "
         f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "
         f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
         f"agreement_timeout_seconds. Cause: {str(error).partition(chr(10))[0][:300]}"
     )
 
 
-def _nccl_group(timeout: timedelta) -> dist.ProcessGroup:
+def _nccl_group(timeout: timedelta, among: dict[str, Any]) -> dist.ProcessGroup:
     """Opens a group whose exchanges overtake kernels. One that waits for a free multiprocessor behind all blocks of an
     attention kernel would overlap with nothing."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
+    return dist.new_group(backend="nccl", timeout=timeout, pg_options=options, **among)
 
 
-def default_device() -> torch.device:
+def _check_no_split(on_gpus: bool) -> None:
+    """Refuses groups of some ranks where torch would split them off the default group, which takes all ranks of it.
+
+    Raises:
+        ConfigError: the default group is bound to a device.
+    """
+    if on_gpus and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise ConfigError(
+            f"rank {dist.get_rank()}: the process group was initialised with device_id, so that NCCL opens a group of "
+            "some ranks on all ranks of the job alone; call torch.cuda.set_device and init_process_group without "
+            "device_id, or leave group out"
+        )
+
+
+def _padding(store: Store, members: Members, patience: timedelta) -> list[dist.ProcessGroup]:
+    """Opens groups of this rank alone, until all ranks of a group that is not the whole job are in equally many.
+
+    Torch names a group that some ranks open alone by the number of groups that a rank is in. Ranks that are in
+    unequally many would wait for each other under different names.
+    """
+    ranks, rank = members.row_ranks, dist.get_rank()
+    store = PrefixStore(f"distca_hf/groups/{'-'.join(map(str, ranks))}", store)
+    turn = store.add(f"turns/{rank}", 1)
+    store.set(f"{turn}/{rank}", str(num_groups()))
+    store.wait([f"{turn}/{other}" for other in ranks], patience)
+    most = max(int(store.get(f"{turn}/{other}")) for other in ranks)
+    return [dist.new_group([rank], backend="gloo", use_local_synchronization=True) for _ in range(most - num_groups())]
+
+
+def default_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Returns the device that training runs on, as far as the process groups and CUDA say."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+    if is_initialized() and dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -12,7 +12,7 @@ import hashlib
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ log = get_logger(__name__)
 
 # More than a rank on a busy machine takes to sign in; a failed exchange costs it once.
 PATIENCE_SECONDS = 3.0
+# Seconds between two looks at the store, which one rank serves to all others.
 POLL_SECONDS = 0.02
 # Characters of a message: an error shows those of several ranks.
 LONGEST_MESSAGE = 500
@@ -48,13 +49,17 @@ class RollCall:
 
     Args:
         store: reachable as long as possible; the launcher's own, if there is one.
+        rank: of this process in the job.
+        ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, store: Store, rank: int, ranks: Sequence[int], patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
         self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
         self._patience_seconds = patience_seconds
         self._hooks: tuple[ExceptHook, ExceptHook] | None = None
 
@@ -66,12 +71,12 @@ class RollCall:
             log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error, extra=OF_THIS_RANK)
 
     def missing(self, waited_seconds: float = 0.0) -> dict[int, str]:
-        """Returns the ranks that left, do not answer or came late, and all that is known about each.
+        """Returns the ranks of the group that left, do not answer or came late, and all that is known about each.
 
         Args:
             waited_seconds: how long this rank has waited for the others. One that waited much less kept them waiting.
         """
-        waiting = set(range(self._world_size)) - {self._rank}
+        waiting = set(self._ranks) - {self._rank}
         found: dict[int, str] = {}
         try:
             self._store.set(f"here/{self._rank}", f"{waited_seconds:.1f}")
@@ -97,6 +102,15 @@ class RollCall:
             for rank in sorted(waiting)
         }
 
+    def missing_in_words(self, waited_seconds: float = 0.0) -> Iterator[str]:
+        """Yields a phrase for each rank in `missing`, with its number in the group and, if that is another, in the
+        job."""
+        in_group = {rank: number for number, rank in enumerate(self._ranks)}
+        for rank, words in self.missing(waited_seconds).items():
+            number = in_group.get(rank)
+            of_job = "" if number == rank else f" (rank {rank} of the job)"
+            yield f"rank {rank} of the job {words}" if number is None else f"rank {number}{of_job} {words}"
+
     def announce_uncaught_errors(self) -> None:
         """Leaves a message, from now on, before an exception ends this process. An exception that another rank's end
         brought about, in a collective of other code, gets a note that names that rank; ours have asked already."""
@@ -104,8 +118,8 @@ class RollCall:
 
         def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if tells_of_a_lost_peer(error) and not isinstance(error, DistCAError):
-                for rank, words in self.missing().items():
-                    error.add_note(f"distca_hf: rank {rank} {words}")
+                for words in self.missing_in_words():
+                    error.add_note(f"distca_hf: {words}")
             self.leave(f"{kind.__name__}: {error}")
             earlier(kind, error, trace)
 

@@ -30,6 +30,7 @@ from distca_hf.torch_private import AllToAllFunction, all_to_all_of
 
 # The name that torch gives threads of gloo, in Linux's words.
 GLOO_THREAD = "pt_gloo_runloop"
+# Seconds between two looks at the threads of gloo: one that waits for the interpreter gets it meanwhile.
 POLL_SECONDS = 0.001
 # A thread that still computes is no reason to wait longer.
 LONGEST_WAIT_SECONDS = 2.0
@@ -144,9 +145,9 @@ class TorchTransport:
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""
-        missing = self._rollcall.missing(0.0 if began is None else time.monotonic() - began)
+        missing = self._rollcall.missing_in_words(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
-        told = "; ".join(f"rank {rank} {words}" for rank, words in missing.items()) or "all ranks still answer"
+        told = "; ".join(missing) or "all ranks still answer"
         cause = str(error).partition("\n")[0][:300] or type(error).__name__
         message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {cause}"
         if "timed out" in str(error).lower():

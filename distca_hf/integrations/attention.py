@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from distca_hf.comm.groups import world_size
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.refusals import check_call, check_window, name_of, shortest_window
 from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.parallel_context import job_size
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
@@ -144,7 +144,7 @@ def _one_dtype(
 
 def _warn_of_forgetting(module: nn.Module, packed: bool) -> None:
     """Warns where a model trains that was never enabled, and it makes a difference. Python shows a warning once."""
-    ranks = world_size()
+    ranks = job_size()
     if ranks == 1 and not packed:
         return
     consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"

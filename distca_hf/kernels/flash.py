@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, put
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Room, Saved, Spans
 
 
 class Flash4Kernel:
@@ -24,20 +24,10 @@ class Flash4Kernel:
         self._backward = interface._flash_attn_bwd
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(
-            q_TNH,
-            k_SGH,
-            v_SGV,
+            *inputs[:3],
             cu_seqlens_q=spans.cu_seqlens_q,
             cu_seqlens_k=spans.cu_seqlens_k,
             max_seqlen_q=spans.max_seqlen_q,
@@ -45,9 +35,9 @@ class Flash4Kernel:
             softmax_scale=spec.scale,
             causal=spec.causal,
             return_lse=True,
-            out=out_TNV,
+            out=room.out_TNV,
         )
-        return out, put(lse, lse_NT)
+        return room.filled(out if room.out_TNV is None else room.out_TNV, lse)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
@@ -82,20 +72,10 @@ class Flash3Kernel:
         self._backward = interface._flash_attn_backward
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(
-            q_TNH,
-            k_SGH,
-            v_SGV,
+            *inputs[:3],
             cu_seqlens_q=spans.cu_seqlens_q,
             cu_seqlens_k=spans.cu_seqlens_k,
             max_seqlen_q=spans.max_seqlen_q,
@@ -103,7 +83,7 @@ class Flash3Kernel:
             softmax_scale=spec.scale,
             causal=spec.causal,
         )
-        return put(out, out_TNV), put(lse, lse_NT)
+        return room.filled(out, lse)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
@@ -134,20 +114,10 @@ class Flash2Kernel:
         self._backward = interface._flash_attn_varlen_backward
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(
-            q_TNH,
-            k_SGH,
-            v_SGV,
+            *inputs[:3],
             spans.cu_seqlens_q,
             spans.cu_seqlens_k,
             spans.max_seqlen_q,
@@ -156,7 +126,7 @@ class Flash2Kernel:
             softmax_scale=spec.scale,
             causal=spec.causal,
         )
-        return put(out, out_TNV), put(lse, lse_NT)
+        return room.filled(out, lse)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec

@@ -79,6 +79,42 @@ class Spans:
         return self.cu_seqlens_k.tolist()
 
 
+class Inputs(NamedTuple):
+    """Tensors that a call attends.
+
+    Attributes:
+        sinks_N: a score for each head, without a key: one more term of every row's softmax, and of its log-sum-exp.
+            Backward needs nothing else of it.
+    """
+
+    q_TNH: torch.Tensor
+    k_SGH: torch.Tensor
+    v_SGV: torch.Tensor
+    sinks_N: torch.Tensor | None = None
+
+
+class Room(NamedTuple):
+    """Tensors that the results of a call are written to; where there is None, results are new and contiguous."""
+
+    out_TNV: torch.Tensor | None = None
+    lse_NT: torch.Tensor | None = None
+
+    def filled(self, out_TNV: torch.Tensor, lse_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a kernel's results in this room; they are copied unless the kernel wrote them here."""
+        return _put(out_TNV, self.out_TNV), _put(lse_NT, self.lse_NT)
+
+    def made(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns this room, new where there is none, for a kernel that writes its results part by part."""
+        out, lse = self
+        if out is None or lse is None:
+            new_out, new_lse = empty_outputs(inputs.q_TNH, inputs.v_SGV)
+            out, lse = new_out if out is None else out, new_lse if lse is None else lse
+        return out, lse
+
+
+NEW = Room()
+
+
 class Saved(NamedTuple):
     """Tensors of forward that backward reads.
 
@@ -105,22 +141,12 @@ class Kernel(Protocol):
     """Attention of all tasks of a call."""
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs).
 
         Args:
-            sinks_N: a score for each head, without a key: one more term of every row's softmax, and of its
-                log-sum-exp. Backward needs nothing else of it.
-            out_TNV, lse_NT: where results are written; otherwise they are new and contiguous.
+            room: where results are written; by default they are new and contiguous.
         """
         ...
 
@@ -138,19 +164,10 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tenso
     return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
 
 
-def outputs(
-    q_TNH: torch.Tensor, v_SGV: torch.Tensor, out_TNV: torch.Tensor | None, lse_NT: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the caller's tensors, or new ones, for a kernel that writes its results part by part."""
-    if out_TNV is not None and lse_NT is not None:
-        return out_TNV, lse_NT
-    new_out, new_lse = empty_outputs(q_TNH, v_SGV)
-    return new_out if out_TNV is None else out_TNV, new_lse if lse_NT is None else lse_NT
-
-
-def put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Returns a kernel's result in the caller's tensor, or contiguous if there is none."""
-    return result.contiguous() if target is None else target.copy_(result)
+def _put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    if target is None:
+        return result.contiguous()
+    return target if result is target else target.copy_(result)
 
 
 def empty_gradients(

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, accumulation_dtype, outputs
+from distca_hf.kernels.interface import (
+    NEW,
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Room,
+    Saved,
+    Spans,
+    accumulation_dtype,
+)
 
 
 # Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
@@ -19,17 +28,10 @@ class ReferenceKernel:
     """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_TNV, lse_NT = outputs(q_TNH, v_SGV, out_TNV, lse_NT)
+        q_TNH, k_SGH, v_SGV, sinks_N = inputs
+        out_TNV, lse_NT = room.made(inputs)
         precise = accumulation_dtype(q_TNH.dtype)
         for rows, keys, visible in _blocks(spans, spec.causal):
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)

@@ -12,7 +12,7 @@ from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.capabilities import Capabilities, Job
 from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.torch_kernels import CpuKernel, TorchVarlenKernel
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -20,9 +20,12 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 log = get_logger(__name__)
 
+# Input dtypes of kernels of tensor cores, and of those that compute with torch's own functions.
 HALF = (torch.bfloat16, torch.float16)
 FLOATING = (*HALF, torch.float32, torch.float64)
+# Tokens on which a kernel is tried: two tiles of 128, so that it loops over keys.
 TRIED_TOKENS = 256
+# Beginning of the reason for a kernel that is there and does not run: it may be so on one rank alone.
 FAILS = "fails:"
 
 
@@ -98,6 +101,7 @@ KERNELS: dict[str, Entry] = {
 }
 
 
+# Names of the same classes, for messages about a kernel that was chosen before.
 NAMES: dict[type, str] = {
     Flash4Kernel: "flash4",
     Flash3Kernel: "flash3",
@@ -207,6 +211,7 @@ def try_out(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:
     out, lse = tensor(tokens, job.num_heads, job.value_dim), tensor(job.num_heads, tokens, dtype=torch.float32)
     offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     spans = Spans(offsets, offsets, tokens, tokens)
-    kernel.forward(q, k, v, spans, spec, tensor(job.num_heads) if job.sinks else None, out, lse)
+    inputs = Inputs(q, k, v, tensor(job.num_heads) if job.sinks else None)
+    kernel.forward(inputs, spans, spec, Room(out, lse))
     kernel.backward(out, Saved(q, k, v, out, lse), Gradients(*(torch.empty_like(x) for x in (q, k, v))), spans, spec)
     torch.cuda.synchronize()

@@ -20,28 +20,18 @@ from contextlib import contextmanager
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Saved, Spans, outputs, put
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Room, Saved, Spans
 
 
 class TorchVarlenKernel:
     """Varlen flash attention that comes with torch (CUDA)."""
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dropout, debug_mask = 0.0, False
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q_TNH,
-            k_SGH,
-            v_SGV,
+            *inputs[:3],
             spans.cu_seqlens_q,
             spans.cu_seqlens_k,
             spans.max_seqlen_q,
@@ -51,7 +41,7 @@ class TorchVarlenKernel:
             debug_mask,
             scale=spec.scale,
         )
-        return put(out, out_TNV), put(lse, lse_NT)
+        return room.filled(out, lse)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
@@ -99,17 +89,10 @@ class CpuKernel:
     """Torch's flash attention for CPUs over the tasks of a call."""
 
     def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        spans: Spans,
-        spec: AttentionSpec,
-        sinks_N: torch.Tensor | None = None,
-        out_TNV: torch.Tensor | None = None,
-        lse_NT: torch.Tensor | None = None,
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_TNV, lse_NT = outputs(q_TNH, v_SGV, out_TNV, lse_NT)
+        q_TNH, k_SGH, v_SGV, _ = inputs
+        out_TNV, lse_NT = room.made(inputs)
         attend, scale = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, spec.scale
         for rows, prefix, square in _tasks(spans, spec.causal):
             if rows.stop == rows.start:

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, accumulation_dtype, without_mask
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Kernel,
+    Room,
+    Saved,
+    accumulation_dtype,
+    without_mask,
+)
 from distca_hf.kernels.row_views import part, transposed
 from distca_hf.kernels.rows import merge
 from distca_hf.planning.kernel_calls import CallKind
@@ -53,14 +62,16 @@ class ForwardCalls:
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            self._kernel.forward(q, call_k, call_v, call.spans, self._spec, self._sinks, out, transposed(lse))
+            inputs, room = Inputs(q, call_k, call_v, self._sinks), Room(out, transposed(lse))
+            self._kernel.forward(inputs, call.spans, self._spec, room)
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
             k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
-            self._prefix_parts.append((call, self._kernel.forward(q, k, v, call.spans, without_mask(self._spec))))
+            part = self._kernel.forward(Inputs(q, k, v), call.spans, without_mask(self._spec))
+            self._prefix_parts.append((call, part))
             if at_once:
                 self.merge_prefixes()
 
@@ -125,6 +136,7 @@ class BackwardCalls:
     def _run_on_remote_kv(
         self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
     ) -> None:
+        # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
         total = gradients.total
         k, v, dk, dv = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v, total.k, total.v)
         call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
@@ -191,6 +203,8 @@ def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[De
 
 def divide_heads(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[DeviceCall, ...], tuple[DeviceCall, ...]]:
     """Returns local calls in two parts, the second with about a share of their work."""
+    #     call 0   | head 0 | head 1 | head 2 | head 3 |     early
+    #     call 1   | head 0 | head 1 | head 2 : head 3 |     the last heads of the last calls are late
     early: list[DeviceCall] = []
     late: list[DeviceCall] = []
     calls = tuple(calls)

@@ -19,6 +19,7 @@ from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
+    Inputs,
     Kernel,
     Saved,
     Spans,
@@ -107,7 +108,7 @@ def _flash_attn_local(
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
     q, k, v, how = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), spec_of(*spec)
     if len(q):
-        out, lse = _kernel(kernel, q, k, v, how, sinks_N).forward(q, k, v, spans, how, sinks_N)
+        out, lse = _kernel(kernel, q, k, v, how, sinks_N).forward(Inputs(q, k, v, sinks_N), spans, how)
     else:  # a batch of padding alone has no work for a kernel
         out, lse = empty_outputs(q, v)
     return _put_back(out, rows_q, len(q_TNH)), _put_back(lse, rows_q, len(q_TNH), dim=1)

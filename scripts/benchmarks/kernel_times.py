@@ -18,7 +18,7 @@ import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.capabilities import Job
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.rows import merge
 
@@ -71,9 +71,9 @@ def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse
     far = [Call.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
 
     def task() -> None:
-        kernel.forward(q, own.k, own.v, own.spans, own.spec, None, own.out, own.lse.T)
+        kernel.forward(Inputs(q, own.k, own.v), own.spans, own.spec, Room(own.out, own.lse.T))
         for call in far:
-            merge(own.out, own.lse, *kernel.forward(q, call.k, call.v, call.spans, call.spec))
+            merge(own.out, own.lse, *kernel.forward(Inputs(q, call.k, call.v), call.spans, call.spec))
         for call in (own, *far):
             saved, gradients = Saved(q, call.k, call.v, own.out, own.lse.T), Gradients(call.dq, call.dk, call.dv)
             kernel.backward(dout, saved, gradients, call.spans, call.spec)

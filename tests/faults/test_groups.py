@@ -153,7 +153,7 @@ def test_group_that_ends_before_its_model_hangs_nowhere(tmp_path: Path, closes: 
 
 def test_hooks_for_uncaught_errors_are_taken_back() -> None:
     usual = sys.excepthook
-    calls = [RollCall(HashStore(), 0, 2) for _ in range(2)]
+    calls = [RollCall(HashStore(), 0, range(2)) for _ in range(2)]
     for call in calls:
         call.announce_uncaught_errors()
     for call in reversed(calls):

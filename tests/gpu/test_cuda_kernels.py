@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.capabilities import Job
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.runtime.remote_kv import apart
 
@@ -73,7 +73,7 @@ def _spans(tasks: list[tuple[int, int]]) -> Spans:
 
 def _run(kernel: Kernel, q, k, v, dout, spans: Spans, spec: AttentionSpec = SPEC) -> list[torch.Tensor]:
     out, lse = torch.empty_like(dout), torch.empty(q.shape[1], q.shape[0], device="cuda")
-    kernel.forward(q, k, v, spans, spec, None, out, lse)
+    kernel.forward(Inputs(q, k, v), spans, spec, Room(out, lse))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     kernel.backward(dout, Saved(q, k, v, out, lse), Gradients(dq, dk, dv), spans, spec)
     return [out, lse, dq, dk, dv]
@@ -196,7 +196,7 @@ def test_views_are_read_and_written_in_place(
     else:
         of_keys = [_surrounded(x, around) for x in (k, v, torch.empty_like(k), torch.empty_like(v))]
         k, v, dk, dv = (view for _, view in of_keys)
-    kernel.forward(q, k, v, spans, spec, None, out, lse.T)
+    kernel.forward(Inputs(q, k, v), spans, spec, Room(out, lse.T))
     kernel.backward(dout, Saved(q, k, v, out, lse.T), Gradients(dq, dk, dv), spans, spec)
 
     for what, result, whole in zip(("out", "lse", "dq", "dk", "dv"), (out, lse.T, dq, dk, dv), expected, strict=True):

@@ -1,11 +1,9 @@
 """A kernel that counts what it is asked to compute."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, Spans
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 
 
 class CountingKernel:
@@ -16,10 +14,10 @@ class CountingKernel:
         self.forward_pairs = self.backward_pairs = 0
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, spec: AttentionSpec, *rest: Any
+        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.forward_pairs += attended_pairs(spans, spec) * k.shape[1]
-        return self.kernel.forward(q, k, v, spans, spec, *rest)
+        self.forward_pairs += attended_pairs(spans, spec) * inputs.k_SGH.shape[1]
+        return self.kernel.forward(inputs, spans, spec, room)
 
     def backward(
         self, dout: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec

@@ -1,14 +1,19 @@
-"""Parallel context: it holds settings and opens transports; the plugin is one, and a set of settings, for users."""
+"""Parallel context: settings, the ranks that follow them, and their transports; the plugin is its face for users."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from distca_hf.comm.agreement import CheckedTransport
+from distca_hf.comm.members import Members
+from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
-from distca_hf.parallel_context import ParallelContext
+from distca_hf.errors import ConfigError
+from distca_hf.parallel_context import ParallelContext, job_size
 from distca_hf.plugin import DistCAPlugin
 
 
@@ -17,14 +22,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_context_holds_the_settings_it_was_given() -> None:
     config = DistCAConfig(tokens_per_rank=4096)
     context = ParallelContext(config)
 
-    assert context.config is config
+    assert context.config == config
     assert not hasattr(context, "tokens_per_rank")
 
 
@@ -32,7 +38,7 @@ def test_plugin_shows_the_settings_that_its_parts_follow() -> None:
     plugin = DistCAPlugin(tokens_per_rank=4096, kernel="cpu")
 
     assert type(plugin.config) is DistCAConfig
-    assert dataclasses.asdict(plugin.config) == dataclasses.asdict(plugin)
+    assert dataclasses.asdict(plugin.config) | {"group": None} == dataclasses.asdict(plugin)
     assert (plugin.tokens_per_rank, plugin.config.kernel) == (4096, "cpu")
 
 
@@ -58,5 +64,79 @@ def test_exchanges_are_checked_if_that_is_asked_for() -> None:
     assert isinstance(ParallelContext(DistCAConfig(check_exchanges=True)).transport(CPU), CheckedTransport)
 
 
-def test_one_process_is_one_rank() -> None:
-    assert ParallelContext(DistCAConfig()).num_ranks == 1
+def test_one_process_is_one_rank_in_all_scopes_and_roles() -> None:
+    members = ParallelContext(DistCAConfig()).members
+    everybody = [
+        members.job,
+        members.group,
+        members.row_ranks,
+        members.layer_ranks,
+        members.token_ranks,
+        members.compute_ranks,
+    ]
+
+    assert all(list(ranks) == [0] for ranks in everybody)
+    assert (members.rank, members.are_the_job, job_size()) == (0, True, 1)
+
+
+# --- ranks of a node
+
+
+@pytest.mark.parametrize(
+    ("setting", "launched", "used"), [(0, None, 0), (0, "8", 8), (4, "8", 4), (4, None, 4)], ids=str
+)
+def test_ranks_of_a_node_are_as_launched_unless_a_setting_says_other(
+    setting: int, launched: str | None, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if launched is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
+
+    assert ParallelContext(DistCAConfig(ranks_per_node=setting)).config.ranks_per_node == used
+    assert DistCAPlugin(ranks_per_node=setting).ranks_per_node == setting
+
+
+@pytest.mark.parametrize(
+    ("group", "per_node"),
+    [((0, 1, 2, 3), 4), ((4, 5), 2), ((0, 2, 4, 6), 2), ((1, 5, 9), 1), ((0, 1, 2, 4, 5, 6, 8), 3), (range(16), 4)],
+    ids=str,
+)
+def test_ranks_of_a_group_are_counted_on_each_node(group: Sequence[int], per_node: int) -> None:
+    """Of 16 ranks, 4 on a node. The last node may have fewer."""
+    members = Members(range(16), group, 0)
+
+    assert members.ranks_per_node(4) == per_node
+    assert members.are_the_job == (len(group) == 16)
+
+
+@pytest.mark.parametrize("group", [(0, 4, 5), (0, 1, 2, 4, 8, 9, 10)], ids=str)
+def test_group_of_unequally_many_ranks_per_node_is_refused(group: Sequence[int]) -> None:
+    with pytest.raises(ConfigError, match=r"unequally many per node \(\d on node 0, .* or set ranks_per_node$"):
+        Members(range(16), group, 0).ranks_per_node(4)
+
+
+# --- groups
+
+
+def test_group_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"group=\[0, 1\] must be .* process group or device mesh, not list"):
+        DistCAPlugin(group=[0, 1])  # type: ignore[arg-type]
+
+
+def test_settings_of_a_group_cannot_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DISTCA_GROUP", "0,1")
+
+    assert DistCAPlugin().group is None
+    assert "DISTCA_GROUP: unknown setting" in caplog.text
+
+
+def test_missing_ranks_are_named_by_both_numbers_where_they_differ() -> None:
+    store = HashStore()
+    RollCall(store, 3, (1, 3)).leave("ValueError: bad row")
+    RollCall(store, 1, range(2)).leave("ValueError: bad row")
+
+    assert list(RollCall(store, 1, (1, 3), 0.0).missing_in_words()) == [
+        "rank 1 (rank 3 of the job) left: ValueError: bad row"
+    ]
+    assert list(RollCall(store, 0, range(2), 0.0).missing_in_words()) == ["rank 1 left: ValueError: bad row"]

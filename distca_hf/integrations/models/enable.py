@@ -41,7 +41,9 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     """
     config = plugin.config
     longest = (
-        longest_document_tokens if longest_document_tokens is not None else config.tokens_per_rank * plugin.num_ranks
+        longest_document_tokens
+        if longest_document_tokens is not None
+        else config.tokens_per_rank * len(plugin.members.token_ranks)
     )
     check_model(model, longest, config.kernel, plugin.device)
     inner = transformers_model(model)

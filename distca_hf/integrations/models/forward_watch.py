@@ -24,13 +24,13 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.flops import step_flops
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
     head_groups_of,
     names_by_position,
+    step_flops,
     token_bytes_of,
     transformers_model,
 )
@@ -143,6 +143,7 @@ class ForwardWatch:
             rows_wait = keep_received(self._checkpointed_modules(module))
         layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
         if self._module_facts is None:
+            self.context.check_gradients(self.root)
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
             **plan.config.shared_settings(),
@@ -176,7 +177,8 @@ class ForwardWatch:
         """
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.config.evaluate == "distca"
-        return self.context.num_ranks == 1 or not (trains or evaluates) or batch.get("past_key_values") is not None
+        one_rank = len(self.context.members.compute_ranks) == 1
+        return one_rank or not (trains or evaluates) or batch.get("past_key_values") is not None
 
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""

@@ -104,7 +104,7 @@ def _attend(
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
     if mode.name == "fixed":  # as the hook of an enabled model does before every forward pass
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
-        planner = PackPlanner(place.plugin(len(q)), place.wires, groups, token_bytes)
+        planner = PackPlanner(place.plugin(len(q)).config, place.wires, groups, token_bytes)
         keywords["distca_plan"] = planner.plan(batch)
     if "distca_plan" in keywords:
         keywords["distca_plan"].begin_forward_pass(None, {})

@@ -11,7 +11,7 @@ from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.kernels.capabilities import Job
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Kernel, Saved, accumulation_dtype
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
 from distca_hf.kernels.registry import choose_kernel
 from lib.baselines.calls import OwnKeys, make_call
 from lib.model import Shape
@@ -62,7 +62,7 @@ def measure_rates(
     lse = torch.empty(shape.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
     spans = make_call(0, [tokens], [tokens], OwnKeys(slice(0, tokens)), device).spans
     spec = AttentionSpec(shape.scale)
-    forward = _seconds(lambda: kernel.forward(q, k, v, spans, spec, None, out, lse), device)
+    forward = _seconds(lambda: kernel.forward(Inputs(q, k, v), spans, spec, Room(out, lse)), device)
     saved, gradients = Saved(q, k, v, out, lse), Gradients(dq, dk, dv)
     backward = _seconds(lambda: kernel.backward(dout, saved, gradients, spans, spec), device)
     pairs = causal_pairs(0, tokens)

@@ -104,7 +104,7 @@ def test_any_number_of_facts_fits_and_names_travel_only_where_some_differ(differ
 
 def test_roll_call_tells_who_left_who_is_silent_and_nothing_about_who_answers() -> None:
     store = HashStore()
-    calls = [RollCall(store, rank, 4, patience_seconds=0.5) for rank in range(4)]
+    calls = [RollCall(store, rank, range(4), patience_seconds=0.5) for rank in range(4)]
     calls[1].leave("ValueError: no tokens left")
     calls[2].missing()
 
@@ -119,15 +119,15 @@ def test_roll_call_names_the_rank_that_came_much_later_than_the_others() -> None
     store = HashStore()
     waited_seconds = [300.0, 40.0, 299.8, 300.2]
     for rank, seconds in enumerate(waited_seconds):
-        RollCall(store, rank, 4, patience_seconds=0.0).missing(seconds)
-    found = [RollCall(store, rank, 4).missing(seconds) for rank, seconds in enumerate(waited_seconds)]
+        RollCall(store, rank, range(4), patience_seconds=0.0).missing(seconds)
+    found = [RollCall(store, rank, range(4)).missing(seconds) for rank, seconds in enumerate(waited_seconds)]
 
     assert found == [{1: "came 260 s late"}, {}, {1: "came 260 s late"}, {1: "came 260 s late"}]
 
 
 def test_roll_call_names_nobody_late_after_a_failure_that_nobody_waited_for() -> None:
     store = HashStore()
-    calls = [RollCall(store, rank, 2, patience_seconds=0.5) for rank in range(2)]
+    calls = [RollCall(store, rank, range(2), patience_seconds=0.5) for rank in range(2)]
     calls[1].missing()
 
     assert calls[0].missing() == {}
@@ -135,7 +135,7 @@ def test_roll_call_names_nobody_late_after_a_failure_that_nobody_waited_for() ->
 
 def test_roll_call_does_not_wait_when_everybody_is_accounted_for() -> None:
     store = HashStore()
-    calls = [RollCall(store, rank, 2, patience_seconds=NEVER_SECONDS) for rank in range(2)]
+    calls = [RollCall(store, rank, range(2), patience_seconds=NEVER_SECONDS) for rank in range(2)]
     calls[1].leave("RuntimeError: gone")
 
     assert list(calls[0].missing()) == [1]
@@ -146,7 +146,7 @@ def test_roll_call_without_a_store_says_so() -> None:
         def set(self, key, value):
             raise RuntimeError("Broken pipe")
 
-    call = RollCall(HashStore(), 1, 2)
+    call = RollCall(HashStore(), 1, range(2))
     call._store = GoneStore()
     call.leave("anything")
 
@@ -160,7 +160,7 @@ def test_what_a_rank_left_behind_outlives_the_store_that_it_hosted() -> None:
                 raise RuntimeError  # without words
             return super().check(keys)
 
-    calls = [RollCall(HashStore(), rank, 3) for rank in range(2)]
+    calls = [RollCall(HashStore(), rank, range(3)) for rank in range(2)]
     calls[0]._store = calls[1]._store = GoesWithRank0()
     calls[0].leave("ValueError: the data is broken")
 
@@ -249,7 +249,7 @@ def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.Monke
 def test_rank_without_patience_looks_once() -> None:
     """A busy machine may sleep through all of it."""
     store = HashStore()
-    RollCall(store, 1, 3, patience_seconds=0.0).leave("ValueError: bad row")
-    RollCall(store, 2, 3, patience_seconds=0.0).missing()
+    RollCall(store, 1, range(3), patience_seconds=0.0).leave("ValueError: bad row")
+    RollCall(store, 2, range(3), patience_seconds=0.0).missing()
 
-    assert RollCall(store, 0, 3, patience_seconds=0.0).missing() == {1: "left: ValueError: bad row"}
+    assert RollCall(store, 0, range(3), patience_seconds=0.0).missing() == {1: "left: ValueError: bad row"}

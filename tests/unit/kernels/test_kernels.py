@@ -17,7 +17,9 @@ from distca_hf.kernels.capabilities import OPTIONS, Capabilities, Job
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
+    Inputs,
     Kernel,
+    Room,
     Saved,
     Spans,
     accumulation_dtype,
@@ -139,7 +141,7 @@ def computed(kernel: Kernel, case: Case) -> Results:
     nan = float("nan")
     out = torch.full_like(case.dout, nan)
     lse = torch.full((case.q.shape[1], case.q.shape[0]), nan, dtype=precise)
-    kernel.forward(case.q, case.k, case.v, spans, case.spec, case.sinks, out, lse)
+    kernel.forward(Inputs(case.q, case.k, case.v, case.sinks), spans, case.spec, Room(out, lse))
     dq, dk, dv = (torch.full_like(x, nan) for x in (case.q, case.k, case.v))
     kernel.backward(case.dout, Saved(case.q, case.k, case.v, out, lse), Gradients(dq, dk, dv), spans, case.spec)
     return Results(out, lse, dq, dk, dv)
@@ -405,7 +407,7 @@ def test_views_into_larger_tensors_are_read_and_written_in_place(
         of_keys = [surrounded(x, around) for x in (case.k, case.v, case.k * nan, case.v * nan)]
         wholes, views = (*wholes, *(whole for whole, _ in of_keys)), (*views, *(view for _, view in of_keys))
         k, v, dk, dv = (view for _, view in of_keys)
-    kernel.forward(q, k, v, case.spans, case.spec, None, out, lse.T)
+    kernel.forward(Inputs(q, k, v), case.spans, case.spec, Room(out, lse.T))
     kernel.backward(dout, Saved(q, k, v, out, lse.T), Gradients(dq, dk, dv), case.spans, case.spec)
 
     assert_close(Results(out, lse.T, dq, dk, dv), exact(case))
@@ -556,7 +558,7 @@ def test_rows_are_merged_from_a_given_one_on(start: int) -> None:
 def test_results_without_room_are_contiguous_and_the_same(kernel: Kernel) -> None:
     case = Case.draw(next(iter(PARTS.values())))
     q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
-    out, lse = kernel.forward(q, case.k, case.v, case.spans, case.spec)
+    out, lse = kernel.forward(Inputs(q, case.k, case.v), case.spans, case.spec)
     expected = computed(kernel, case)
 
     assert out.is_contiguous()

@@ -8,7 +8,7 @@ import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import accumulation_dtype, empty_outputs
+from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.in_place import plan_in_place
@@ -212,12 +212,10 @@ def test_keys_are_read_where_they_lie() -> None:
     seen: list[tuple[str, int]] = []
 
     class Looks:
-        def forward(
-            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.append(("query", q.data_ptr()))
-            seen.append(("key", k.data_ptr()))
-            return empty_outputs(q, v)
+        def forward(self, inputs: Inputs, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(("query", inputs.q_TNH.data_ptr()))
+            seen.append(("key", inputs.k_SGH.data_ptr()))
+            return empty_outputs(inputs.q_TNH, inputs.v_SGV)
 
     def run(transport: Transport) -> None:
         live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))

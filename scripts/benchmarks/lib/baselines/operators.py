@@ -19,7 +19,9 @@ from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
+    Inputs,
     Kernel,
+    Room,
     Saved,
     accumulation_dtype,
     empty_gradients,
@@ -62,7 +64,7 @@ def flash_attn(
     for call in _works[work].calls:
         rows = call.queries
         k, v = call.keys.take(k_SGH, v_SGV)
-        kernel.forward(q_TNH[rows], k, v, call.spans, AttentionSpec(scale), None, out[rows], lse[:, rows])
+        kernel.forward(Inputs(q_TNH[rows], k, v), call.spans, AttentionSpec(scale), Room(out[rows], lse[:, rows]))
     return out, lse
 
 
