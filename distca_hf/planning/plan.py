@@ -1,7 +1,7 @@
-"""Plan: all tasks of one layout, as immutable integers with a fingerprint; and the plan of a placed layout.
+"""Plan: all tasks of one layout. Immutable integers with a fingerprint; every rank derives the same one.
 
-Every rank derives the same plan. In a placed layout ranks compute the queries that they hold, and ranks of a stripe
-divide its heads. A stripe of 3 ranks and 4 head groups, its work laid end to end:
+In the plan in place every rank computes the queries that it holds, and ranks of a stripe divide its heads. A stripe of
+3 ranks and 4 head groups, its work laid end to end:
 
 | group 0 | group 1 | group 2 | group 3 |
 | rank 0     | rank 1      | rank 2     |    whole groups where they fit, else a group divided by queries

@@ -10,7 +10,7 @@ from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
