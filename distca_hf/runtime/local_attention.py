@@ -187,8 +187,6 @@ def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 
 
 def _save(ctx: _Context, inputs: _Inputs, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, offsets_q, offsets_k, sizes, query_rows, key_rows, spec, kernel, sinks = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, sizes, query_rows, key_rows, sinks)
     ctx.how = spec, kernel
 
