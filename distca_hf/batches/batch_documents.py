@@ -168,6 +168,8 @@ def check_mask_numbers(batch: Batch) -> None:
         return
     if batch.get("past_key_values") is not None or mask.numel() == 0 or int(mask.max()) <= 1:
         return
+    # mask       1 1 1 2 2 0        Numbers must change exactly where positions restart. Padding counts for neither.
+    # positions  0 1 2 0 1 0
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.shape[-1] == mask.shape[-1]:
         changes = (mask[:, 1:] != mask[:, :-1]) & (mask[:, 1:] > 0)
         restarts = positions[:, 1:] != positions[:, :-1] + 1

@@ -18,6 +18,7 @@ from distca_hf.telemetry import LoaderTimes
 
 # Below this part of the time, waiting is too little to name the rank that others wait for.
 LITTLE_WAITING = 0.01
+# Dtypes for which a GPU's peak is known, so that its utilisation can be computed.
 HALF = (torch.bfloat16, torch.float16)
 
 

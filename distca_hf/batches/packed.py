@@ -106,6 +106,7 @@ class PackPlanner:
     def _all_lengths(self, lengths: IntArray | None, number: int, learns_nothing: bool) -> list[IntArray] | None:
         """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
         batch holds no label to learn: most likely all their batches are like it."""
+        # 1. How many lengths each rank has: gathers are of equal size.
         numbers = Agreement.start(
             self._transport,
             Occasion.PLAN,
@@ -127,6 +128,7 @@ class PackPlanner:
         if any(numbers["padded"]):
             self._warn_of_padding(_ranks(numbers["padded"]), number)
             return None
+        # 2. The lengths, filled up with zeros to those of the rank with the most documents.
         assert lengths is not None
         most = max(numbers["documents"])
         padded = [*lengths.tolist(), *[0] * (most - len(lengths))]

@@ -64,12 +64,7 @@ class Flash3Kernel:
         self._backward = interface._flash_attn_backward
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        out, lse, *_ = self._forward(
-            *inputs[:3],
-            **spans.by_name,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-        )
+        out, lse, *_ = self._forward(*inputs[:3], **spans.by_name, softmax_scale=spec.scale, causal=spec.causal)
         return room.filled(out, lse)
 
     def backward(
@@ -102,11 +97,7 @@ class Flash2Kernel:
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs[:3],
-            *spans.in_order,
-            dropout_p=0.0,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
+            *inputs[:3], *spans.in_order, dropout_p=0.0, softmax_scale=spec.scale, causal=spec.causal
         )
         return room.filled(out, lse)
 

@@ -24,12 +24,11 @@ from itertools import chain
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, exclusive_cumsum
+from distca_hf.arrays import IndexRanges, IntArray, exclusive_cumsum
 from distca_hf.cost import CAUSAL_MASK
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
-from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,

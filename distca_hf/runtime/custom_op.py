@@ -15,6 +15,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_level, is_plain
 
 
+# Kept as long as the process: torch takes the operators of a library back when it is collected.
 _library = torch.library.Library("distca", "FRAGMENT")
 
 

@@ -102,6 +102,9 @@ def _flash_attn_backward(
         raise
 
 
+flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
+
+
 def _save(ctx: _Context, inputs: Inputs, output: Outputs) -> None:
     q, k, v, spec, plan, _, _, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, sinks)
@@ -118,7 +121,6 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[
 
 
 _planned = define_op(_flash_attn, _shapes, _backward, _save)
-flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
 
 
 def flash_attn(

@@ -214,6 +214,7 @@ class Scope:
         return None if received is None else received.once_more()
 
 
+# Of a thread and context, because autograd recomputes in threads of its own.
 _scope: ContextVar[Scope | None] = ContextVar("distca_checkpointed_region", default=None)
 
 
