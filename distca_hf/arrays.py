@@ -1,4 +1,4 @@
-"""Idioms of integer arrays: runs of equal rows, sums before each entry, ranges written out.
+"""Arrays of integers: runs of equal rows, sums before each entry, and ranges that stand for index maps.
 
 column                4 4 4 7 7 9
 run_starts(column)    1 0 0 1 0 1
@@ -7,8 +7,15 @@ lengths of the runs   3 2 1
 exclusive_cumsum      0 3 5
 offsets               0 3 5 6
 ranges(0, lengths)    0 1 2 0 1 0
+
+A few ranges of `IndexRanges` stand for millions of rows:
+
+starts 4, 20    lengths 3, 2    strides 1, 8    numbers 4 5 6 20 28
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -64,3 +71,83 @@ def ranges(starts: IntArray | int, lengths: IntArray) -> IntArray:
 def ceil_div(dividend: Integers, divisor: int) -> Integers:
     """Divides and rounds up; exact for any integers."""
     return -(-dividend // divisor)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexRanges:
+    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers.
+
+    Attributes:
+        starts, lengths, strides: `[ranges]` int64.
+    """
+
+    starts: IntArray
+    lengths: IntArray
+    strides: IntArray
+
+    @classmethod
+    def of(cls, starts: IntArray, lengths: IntArray, strides: IntArray | None = None) -> "IndexRanges":
+        """Makes ranges with stride 1, unless strides are given."""
+        return cls(starts, lengths, np.ones_like(lengths) if strides is None else strides)
+
+    @classmethod
+    def join(cls, parts: Sequence["IndexRanges"]) -> "IndexRanges":
+        """Concatenates several into one."""
+        return cls(
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.strides for part in parts]),
+        )
+
+    @classmethod
+    def range(cls, start: int, stop: int) -> "IndexRanges":
+        """Makes one range of consecutive integers [start, stop)."""
+        return cls.of(np.array([start], dtype=np.int64), np.array([stop - start], dtype=np.int64))
+
+    @cached_property
+    def total(self) -> int:
+        """Count of numbers in all ranges."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def before(self) -> IntArray:
+        """`[ranges]` numbers before each range."""
+        return exclusive_cumsum(self.lengths)
+
+    @property
+    def numbers(self) -> IntArray:
+        """`[total]` all numbers, written out."""
+        within = ranges(0, self.lengths)
+        return np.repeat(self.starts, self.lengths) + within * np.repeat(self.strides, self.lengths)
+
+    @property
+    def counts_up(self) -> bool:
+        """Whether the numbers are 0, 1, 2, ..."""
+        filled = self.lengths > 0
+        return bool(np.all((self.starts == self.before) & ((self.strides == 1) | (self.lengths == 1)) | ~filled))
+
+    def union(self, other: "IndexRanges") -> "IndexRanges":
+        """Merges both into ascending ranges without common numbers. All strides are 1."""
+        starts = np.concatenate([self.starts, other.starts])
+        stops = starts + np.concatenate([self.lengths, other.lengths])
+        order = np.argsort(starts, kind="stable")
+        starts, reach = starts[order], np.maximum.accumulate(stops[order])
+        opens = np.ones(len(starts), dtype=bool)
+        opens[1:] = starts[1:] > reach[:-1]
+        return IndexRanges.of(starts[opens], reach[run_stops(opens)] - starts[opens])
+
+    def cut_at(self, borders: IntArray) -> "IndexRanges":
+        """Cuts every range at the borders inside it. Borders are ascending, all strides are 1."""
+        stops = self.starts + self.lengths
+        first = np.searchsorted(borders, self.starts, side="right")
+        parts = np.maximum(np.searchsorted(borders, stops, side="left") - first, 0) + 1
+        range_of = np.repeat(np.arange(len(parts)), parts)
+        border = ranges(first, parts)
+        bounds = np.concatenate([[np.iinfo(np.int64).min], borders, [np.iinfo(np.int64).max]])
+        starts = np.maximum(self.starts[range_of], bounds[border])
+        return IndexRanges.of(starts, np.minimum(stops[range_of], bounds[border + 1]) - starts)
+
+    def places_in(self, whole: "IndexRanges") -> "IndexRanges":
+        """Finds the place of every number in `whole`, which is ascending and holds them all. All strides are 1."""
+        range_of = np.searchsorted(whole.starts, self.starts, side="right") - 1
+        return IndexRanges.of(whole.before[range_of] + self.starts - whole.starts[range_of], self.lengths)

@@ -26,12 +26,15 @@ from distca_hf.settings import (
 from distca_hf.topology import Topology
 
 
+# Variables of the environment that set a field begin with it.
 ENVIRONMENT_PREFIX = "DISTCA_"
-
+# Parts of an exchange where the group spans nodes: the first part is attended while the others are in flight. More
+# parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
+# Values of settings that are words; `settings.describe_settings` says what each does.
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]

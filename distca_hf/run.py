@@ -25,6 +25,7 @@ from distca_hf.telemetry import leave_for_launcher
 
 USAGE = "usage: python -m distca_hf.run --recipe RECIPE [SCRIPT] [ARGUMENTS]"
 OPTION = "--recipe"
+# Words of the line that `distca train` starts: before the configuration of Accelerate, and before the recipe.
 LAUNCHER = ("accelerate", "launch")
 MODULE = ("-m", "distca_hf.run")
 

@@ -23,9 +23,12 @@ from distca_hf.errors import ConfigError, UnknownSettingError, did_you_mean, nea
 
 Kind = TypeVar("Kind")
 
+# Characters of a line of the settings' docstring.
 LINE_WIDTH = 100
+# Words of the environment and of recipes for a setting that is on or off.
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
+# Names of types in messages about a wrong value.
 IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "yes or no", str: "text"}
 # Names that Transformers has for attention kernels, and ours.
 OF_TRANSFORMERS = {f"flash_attention_{version}": f"flash{version}" for version in (2, 3, 4)}

@@ -25,6 +25,7 @@ from distca_hf.config import OverlongPolicy
 from distca_hf.errors import ConfigError
 
 
+# The model of all measured tables (docs/performance.md).
 DEFAULT_MODEL = "llama3-8b"
 # Width of text without a terminal: that of most terminals.
 COLUMNS = 80

@@ -12,6 +12,7 @@ from distca_hf.kernels.registry import KERNELS
 from distca_hf.version import __version__
 
 
+# Packages on which bugs have depended: those that training imports, and those that bring kernels.
 PACKAGES = (
     "torch",
     "transformers",

@@ -121,7 +121,7 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from distca_hf.integrations.models.flops import step_flops
+    from distca_hf.integrations.models.parts import step_flops
 
     try:
         with torch.device("meta"):
@@ -142,6 +142,7 @@ def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
     )
 
 
+# Bytes of a weight by the names that configurations have for dtypes.
 BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 
+# Columns that may hold lengths, in order of preference, and the column of tokens, whose rows are counted.
 NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
 TOKENS_COLUMN = "input_ids"
 # Column of the lengths of the documents of each row, which TRL's packing adds.

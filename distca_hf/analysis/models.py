@@ -132,6 +132,8 @@ def _public(
     return ModelShape(name, shape, size=ModelSize.of_gated_layers(shape, *sizes, tied, *experts))
 
 
+# Public models, by the numbers of their config.json: query heads, KV heads and head dimension; layers, hidden size,
+# size of the MLP and vocabulary. So `distca plan` needs neither Transformers nor a connection for them.
 PRESETS = {
     shape.name: shape
     for shape in (

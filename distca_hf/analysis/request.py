@@ -24,6 +24,7 @@ from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.topology import Topology
 
 
+# Documents are placed, or documents in order stand for packs of others, whose tasks move.
 LAYOUTS = ("placed", "fixed")
 OVERLONG = get_args(OverlongPolicy)
 # Maximum number of ranks: the table of bytes between each two of them has 64M entries.

@@ -29,7 +29,7 @@ from distca_hf.data.contents import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.errors import ConfigError
-from distca_hf.planning.rank_plan import PlanFacts, PlanTotals
+from distca_hf.planning.facts import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+# Version of `state_dict`. A checkpoint with another one holds a position in other units, and is refused.
 STATE_VERSION = 3
 
 
@@ -163,12 +164,14 @@ class PlacedLoader:
             ConfigError: the state is of another dataset or seed, or of the midst of an optimizer step of other sizes;
                 names both values.
         """
+        # 1. The order of documents must be the same, or the position would be that of others.
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ConfigError(
                     f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
                     "with the same dataset, seed and policy for overlong documents"
                 )
+        # 2. Other sizes make other optimizer steps, so the saved one must have ended.
         epoch, micro_batch = int(state["epoch"]), int(state["micro_batch"])
         sizes = {name: int(state[name]) for name in self._sizes()}
         taken = tuple((int(tokens), int(count)) for tokens, count in state["taken"])
@@ -180,6 +183,7 @@ class PlacedLoader:
                 f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
                 "same sizes"
             )
+        # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
         if sizes != self._sizes():
             steps_from = micro_batch
         if capacity_tokens != self._capacity_tokens:

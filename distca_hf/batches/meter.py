@@ -12,12 +12,13 @@ import torch
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.flops import StepFlops, peak_flops
-from distca_hf.planning.rank_plan import PlanTotals
+from distca_hf.planning.facts import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 
 # Below this part of the time, waiting is too little to name the rank that others wait for.
 LITTLE_WAITING = 0.01
+# Dtypes for which a GPU's peak is known, so that its utilisation can be computed.
 HALF = (torch.bfloat16, torch.float16)
 
 

@@ -20,8 +20,9 @@ from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.planning.rank_plan import PlanFacts, PlanTotals, rank_plan
+from distca_hf.planning.facts import PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
@@ -106,6 +107,7 @@ class PackPlanner:
     def _all_lengths(self, lengths: IntArray | None, number: int, learns_nothing: bool) -> list[IntArray] | None:
         """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
         batch holds no label to learn: most likely all their batches are like it."""
+        # 1. How many lengths each rank has: gathers are of equal size.
         numbers = Agreement.start(
             self._transport,
             Occasion.PLAN,
@@ -127,6 +129,7 @@ class PackPlanner:
         if any(numbers["padded"]):
             self._warn_of_padding(_ranks(numbers["padded"]), number)
             return None
+        # 2. The lengths, filled up with zeros to those of the rank with the most documents.
         assert lengths is not None
         most = max(numbers["documents"])
         padded = [*lengths.tolist(), *[0] * (most - len(lengths))]

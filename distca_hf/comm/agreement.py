@@ -47,6 +47,7 @@ WIDTH = 12
 HEADER = 5
 # Facts that an error shows, the first that differ: later facts follow from earlier ones.
 FACTS_SHOWN = 2
+# Ranks that an error names for each value; of a large job the number of the others follows.
 RANKS_SHOWN = 4
 
 

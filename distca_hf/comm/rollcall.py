@@ -27,6 +27,7 @@ log = get_logger(__name__)
 
 # More than a rank on a busy machine takes to sign in; a failed exchange costs it once.
 PATIENCE_SECONDS = 3.0
+# Seconds between two looks at the store, which one rank serves to all others.
 POLL_SECONDS = 0.02
 # Characters of a message: an error shows those of several ranks.
 LONGEST_MESSAGE = 500

@@ -30,6 +30,7 @@ from distca_hf.torch_private import AllToAllFunction, all_to_all_of
 
 # The name that torch gives threads of gloo, in Linux's words.
 GLOO_THREAD = "pt_gloo_runloop"
+# Seconds between two looks at the threads of gloo: one that waits for the interpreter gets it meanwhile.
 POLL_SECONDS = 0.001
 # A thread that still computes is no reason to wait longer.
 LONGEST_WAIT_SECONDS = 2.0

@@ -160,6 +160,7 @@ def group_documents(
 def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_tokens: int) -> list[IntArray] | None:
     """Divides documents, longest first, each into the first micro-step with room up to a limit. The rest go to the
     micro-step with most room up to the capacity. None if that is not enough."""
+    # 1. Long documents meet in the first micro-steps, up to the limit.
     used = [0] * micro_steps
     step_of = np.empty(len(lengths), dtype=np.int64)
     rest: list[tuple[int, int]] = []
@@ -171,6 +172,7 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
         else:
             step_of[document] = step
             used[step] += tokens
+    # 2. The others go where most room is, so that micro-steps have about equal tokens.
     for document, tokens in rest:
         step = min(range(micro_steps), key=used.__getitem__)
         if used[step] + tokens > capacity_tokens:

@@ -221,18 +221,23 @@ def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, want
     """Packs micro-batches of at most `capacity_tokens`: `wanted` of them if the documents allow it, else more."""
     if len(order) == 0:
         return Epoch(order, np.zeros(1, dtype=np.int64))
+    #     order     d0 d1 d2 d3 d4 | d5 d6 d7 ...     d3 found no room in the micro-batches before: it is carried,
+    #     queue     d3 | d5 d6 d7 ...                 and `at` is the place of d5
     cumulative = np.cumsum(document_tokens[order])
     tokens_left, documents_left = int(cumulative[-1]), len(order)
     carried = np.zeros(0, dtype=np.int64)
     at = 0
     micro_batches: list[IntArray] = []
     while documents_left:
+        # 1. An equal share of the tokens that are left, so that no micro-batch at the end is nearly empty.
         batches_left = max(1, wanted - len(micro_batches))
         target = min(capacity_tokens, ceil_div(tokens_left, batches_left))
+        # 2. The queue: far enough to fill the share and to find documents for the gap that is left.
         done = int(cumulative[at - 1]) if at else 0
         ahead = int(np.searchsorted(cumulative, done + target, side="right")) + LOOKAHEAD_DOCUMENTS
         queue = np.concatenate([carried, order[at:ahead]])
         chosen = _choose(document_tokens[queue], target, capacity_tokens, max(1, documents_left - batches_left + 1))
+        # 3. Documents of the queue before the last chosen one are carried over.
         seen = max(int(chosen.max()) + 1, len(carried))
         left = np.ones(seen, dtype=bool)
         left[chosen] = False

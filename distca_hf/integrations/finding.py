@@ -82,6 +82,7 @@ def find_documents(
         PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
         UnsupportedAttentionError: nothing says whether rows hold several documents.
     """
+    # 1. Sources that say all: offsets, and the function that Transformers made of packed positions.
     if cu_seq_lens_q is not None:
         return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch_size * queries, batch_size * keys, device)
     if goes_on is not None:
@@ -90,6 +91,7 @@ def find_documents(
             check_beginnings(positions.expand(batch_size, queries)[begins])
         offsets, longest = offsets_of(begins)
         return Documents.of(offsets, offsets, longest, longest)
+    # 2. Positions: they restart where documents begin, but behind a cache all queries must go on with one.
     first = q_offset if cached is None else int(cached)
     tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
     query_tokens = None if tokens is None else tokens[:, first - kv_offset :][:, :queries]
@@ -107,6 +109,7 @@ def find_documents(
             "layers were given no position_ids, and a compiled pass with a cache or a mask cannot find them: rows may "
             "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
         )
+    # 3. Otherwise a row is a document, without its padding.
     if tokens is None or query_tokens is None:
         return whole_rows(batch_size, queries, keys, device)
     return padded_rows(query_tokens, tokens)

@@ -20,9 +20,12 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 log = get_logger(__name__)
 
+# Input dtypes of kernels of tensor cores, and of those that compute with torch's own functions.
 HALF = (torch.bfloat16, torch.float16)
 FLOATING = (*HALF, torch.float32, torch.float64)
+# Tokens on which a kernel is tried: two tiles of 128, so that it loops over keys.
 TRIED_TOKENS = 256
+# Beginning of the reason for a kernel that is there and does not run: it may be so on one rank alone.
 FAILS = "fails:"
 
 
@@ -98,6 +101,7 @@ KERNELS: dict[str, Entry] = {
 }
 
 
+# Names of the same classes, for messages about a kernel that was chosen before.
 NAMES: dict[type, str] = {
     Flash4Kernel: "flash4",
     Flash3Kernel: "flash3",

@@ -39,6 +39,7 @@ def copy_rows(
 
         copy_rows_on_gpu(sources, rows, targets, places, count)
         return
+    # On a CPU each part is copied by itself: keys into the left columns of rows, values into the right ones.
     widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
     for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
         chosen = (source if rows is None else source.index_select(0, rows)).reshape(count, *target.shape[1:])
@@ -110,6 +111,7 @@ def add_rows(target_RD: torch.Tensor, own_RD: torch.Tensor, returned_RD: torch.T
 
         add_rows_on_gpu(target_RD, own_RD, returned_RD, sums.rows, sums.own_of_shared, sums.order, sums.offsets)
         return
+    # A fixed order, server by server: sums are bit-equal from run to run.
     total = target_RD.index_select(0, sums.rows).to(accumulation_dtype(target_RD.dtype))
     total.index_add_(0, sums.own_in_shared, own_RD.index_select(0, sums.own_rows).to(total.dtype))
     for part in sums.parts:
@@ -137,6 +139,7 @@ def merge(
 
         merge_on_gpu(out_TNV, lse_TN, far_out_RNV, far_lse_NR, start)
         return
+    # Shares of both in the softmax over all keys: exp(lse - total) and exp(far - total), which add up to one.
     out_RNV, lse_RN, far_lse_RN = out_TNV[start:stop], lse_TN[start:stop], far_lse_NR.t()
     total = torch.logaddexp(lse_RN, far_lse_RN)
     share, far_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse_RN, far_lse_RN))

@@ -14,7 +14,8 @@ from distca_hf.kernels.row_views import KindOfRows, kinds_of_rows, widths_of_par
 from distca_hf.kernels.triton_launcher import Launch
 
 
-# Most elements, and most heads, of a row that one program holds in registers.
+# Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so
+# that a thread holds 16 elements.
 MOST_ELEMENTS_OF_A_BLOCK = 2048
 MOST_HEADS_OF_A_BLOCK = 8
 
@@ -46,6 +47,12 @@ def _copy_row(  # type: ignore[no-untyped-def]
     ANY_PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # Program (row, block). Blocks of the first tensor come first, then those of the second one:
+    #
+    #     k[rows] | block 0 | block 1 |    v[rows] | block 2 |     two tensors to one, in which rows lie side by side
+    #     both    | block 0 | block 1 | block 2 |                  OTHER_TARGET_COLUMN is where v begins
+    #
+    # int64, because a row times its stride may be beyond 2 ** 31.
     row = tl.program_id(0).to(tl.int64)
     place = row
     if ANY_PLACES:
@@ -128,6 +135,10 @@ def _add_row(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # One program for each row that something is added to: its sum stays in registers and is rounded once.
+    #
+    #     order     | 4 9 | 7 | 0 2 5 |     returned rows of shared rows 0, 1, 2, by server
+    #     offsets   0     2   3       6
     shared = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -183,6 +194,8 @@ def _merge_block(  # type: ignore[no-untyped-def]
     HEADS_OF_BLOCK: tl.constexpr,
     DIM_OF_BLOCK: tl.constexpr,
 ):
+    # Program (row, block of heads). lse = log(exp(near) + exp(far)), each out weighted with its share of that sum.
+    # The larger one is subtracted before exp, which would overflow.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
     column = tl.arange(0, DIM_OF_BLOCK)

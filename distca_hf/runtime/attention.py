@@ -21,10 +21,9 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, made_deterministic
 from distca_hf.runtime.checks import check_finite, check_room
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.exchanges import KVDispatch, KVGradCombine
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads, empty_rows
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
+from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received
 
@@ -55,6 +54,7 @@ def attend(
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
+    # 1. All that may be refused, before anything is sent.
     plan.agree()
     if not plan.forward_calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
@@ -63,6 +63,7 @@ def attend(
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, where, q_TNH, k_TGH, v_TGV)
+    # 2. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
@@ -77,6 +78,7 @@ def attend(
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
 
+    # 3. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     out, lse = empty_rows(q_TNH, v_TGV)
     _clear_padding(routing, out, lse)
     calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
@@ -88,6 +90,7 @@ def attend(
         local.attend_prefixes(prefixes, remote_kv, at_once=not calls.late)
         if remote_queries is not None:
             remote_queries.attend(chunk, remote_kv, transport, where)
+    # 4. Late local calls, while results go back to their owner ranks.
     local.attend(calls.late, k_TGH, v_TGV)
     local.merge_prefixes()
     if remote_queries is not None:
@@ -123,6 +126,7 @@ def attend_backward(
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
+    # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)
     remote_queries = None
@@ -134,6 +138,8 @@ def attend_backward(
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
 
+    # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV, which
+    #    are sent as soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     comes = keys.sends or routing.queries is not None
     calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
@@ -151,6 +157,7 @@ def attend_backward(
         combine.start(chunk, transport, where)
         if remote_queries is not None:
             remote_queries.send_gradients(chunk, transport, where)
+    # 3. Late local calls, while gradients go back. Sums come last, and in one order: all that they add to is written.
     local.derive(calls.late, k_TGH, v_TGV, dk, dv)
     local.add_prefixes()
     combine.finish(*as_rows(groups, dk, dv))

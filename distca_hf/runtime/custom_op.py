@@ -15,6 +15,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_level, is_plain
 
 
+# Kept as long as the process: torch takes the operators of a library back when it is collected.
 _library = torch.library.Library("distca", "FRAGMENT")
 
 
@@ -72,15 +73,16 @@ def define_op(
     if below is None:
         if backward is not None:
             torch.library.register_autograd(f"distca::{name}", backward, setup_context=save, lib=_library)
-        return call
+
+        def checked(*given: *Inputs) -> Output:
+            if not torch.compiler.is_dynamo_compiling():
+                _refuse_tangents(name, given)
+            return call(*given)
+
+        return checked
 
     def dispatched(keyset: object, *given: *Inputs) -> Output:
-        if in_dual_level() and any(_has_tangent(x) for x in given):
-            raise UnsupportedAttentionError(
-                f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
-                "here; use backward, or load the model with another attn_implementation"
-            )
-
+        _refuse_tangents(name, given)
         return recorded(lambda *inputs: below(keyset, *inputs), *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
@@ -118,6 +120,19 @@ def _recorded(
         return below(*given)
 
     return call
+
+
+def _refuse_tangents(name: str, given: tuple[object, ...]) -> None:
+    """Refuses forward-mode derivatives.
+
+    Raises:
+        UnsupportedAttentionError: an argument has one.
+    """
+    if in_dual_level() and any(_has_tangent(x) for x in given):
+        raise UnsupportedAttentionError(
+            f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
+            "here; use backward, or load the model with another attn_implementation"
+        )
 
 
 def _has_tangent(given: object) -> bool:

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.comm.transport import AllToAll
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import RowSums
-from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
-from distca_hf.planning.rank_plan import RankPlan
-from distca_hf.planning.routing import QueryMoves, Routing
+from distca_hf.planning.routing import QueryMoves, RankPlan, Routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +141,10 @@ class PinnedRouting:
     @classmethod
     def prepare(cls, routing: Routing, pin: bool = False) -> "PinnedRouting":
         """Gathers a routing's integers; safe in a background thread."""
+        # Two buffers, because each copy costs the host, whatever its size:
+        #
+        #     table     | lengths | strides | firsts |      of all ranges of all index maps; int64
+        #     offsets   | call 0: queries, keys | call 1: queries, keys | ...      int32, as kernels take them
         moves = routing.queries
         ranges = [
             routing.send_rows,
@@ -234,6 +236,11 @@ def _table(ranges: IndexRanges) -> np.ndarray:
 
 def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
     """Returns the numbers of some ranges on the device, in parts of `totals`; the host does not wait."""
+    # lengths 3, 2    strides 1, 8    starts 4, 20    firsts 4, -4: the number that a range would have at place 0
+    #
+    #     place          0 1 2  3  4
+    #     number_range   0 0 0  1  1
+    #     numbers        4 5 6 20 28        place * stride + first
     lengths, strides, firsts = table
     number_range = torch.repeat_interleave(lengths, output_size=sum(totals))
     numbers = torch.arange(len(number_range), device=table.device)
@@ -256,6 +263,7 @@ def _query_routing(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> Q
 
 def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[ChunkRouting, ...]:
     """Returns all chunks; `calls` are the prefix calls of each chunk, then the remote queries of each."""
+    # Where no queries move, their exchanges have no rows, and none is made: see `runtime.attention`.
     count, moves = len(routing.prefix_of_chunk), routing.queries
     none = np.zeros_like(routing.chunk_send_counts)
     keys = _ways(routing.chunk_send_counts, routing.chunk_receive_counts)

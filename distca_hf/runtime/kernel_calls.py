@@ -136,6 +136,7 @@ class BackwardCalls:
     def _run_on_remote_kv(
         self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
     ) -> None:
+        # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
         total = gradients.total
         k, v, dk, dv = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v, total.k, total.v)
         call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
@@ -202,6 +203,8 @@ def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[De
 
 def divide_heads(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[DeviceCall, ...], tuple[DeviceCall, ...]]:
     """Returns local calls in two parts, the second with about a share of their work."""
+    #     call 0   | head 0 | head 1 | head 2 | head 3 |     early
+    #     call 1   | head 0 | head 1 | head 2 : head 3 |     the last heads of the last calls are late
     early: list[DeviceCall] = []
     late: list[DeviceCall] = []
     calls = tuple(calls)

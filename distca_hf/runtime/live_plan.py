@@ -21,7 +21,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.kernels.registry import choose_kernel, kernel_name
-from distca_hf.planning.rank_plan import PlanFacts
+from distca_hf.planning.facts import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.retention import Retention

@@ -1,4 +1,12 @@
-"""Remote KV: keys and values of the document prefixes that a rank reads, in document order, and their gradients.
+"""Remote KV: keys and values of the document prefixes that a rank reads, in document order, their gradients, and the
+exchanges of both.
+
+    owner ranks   rows of k, v ── KVDispatch ──▶ received rows ──▶ remote KV            servers
+                  dk, dv, summed ◀── KVGradCombine ── gradients of the remote KV
+
+A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk and finished
+once. Gradients of keys are summed in max(fp32, their dtype) and in a fixed order: local calls, local rows of the
+remote KV, then chunk by chunk the servers by rank.
 
 Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
 the remote KV, and its gradients are sent as they were written. Where groups of heads that belong to one token must lie
@@ -11,10 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
+from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.row_views import some_rows
-from distca_hf.kernels.rows import copy_rows
-from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
+from distca_hf.kernels.rows import add_rows, copy_rows
+from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +130,76 @@ class RemoteKVGradients:
         return self.total.rows_to_send(some_rows(routing.received_to_remote_kv, rows), self._dtype)
 
 
+class KVDispatch:
+    """Dispatch of keys and values to the servers that read them.
+
+    Args:
+        sends: whether any rank sends keys; otherwise there is nothing to receive.
+        received: rows of an earlier dispatch; they are put where they are read, and nothing is sent.
+
+    Attributes:
+        sends: whether keys are sent now.
+        received: `[received rows, G * H + G * V]`; complete chunk by chunk.
+    """
+
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        routing: DeviceRouting,
+        *,
+        sends: bool,
+        received: torch.Tensor | None = None,
+    ) -> None:
+        self.sends, self._routing = sends and received is None, routing
+        self._started: list[Exchange] = []
+        self._receives = sends
+        if received is None:
+            received = k.new_empty((routing.received_to_remote_kv.shape[0] if sends else 0, row_width(k, v)))
+        self.received = received
+        if self.sends:
+            self._sent = side_by_side(k, v, routing.send_rows)
+
+    def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
+        """Starts the exchange of a chunk."""
+        if self.sends:
+            self._started.append(transport.exchange(chunk.keys.dispatch(self._sent, self.received, f"{where}, keys")))
+
+    def receive(self, chunk: ChunkRouting, remote_kv: RemoteKV) -> None:
+        """Waits for a chunk, and puts its rows where they are read."""
+        if self.sends:
+            self._started.pop(0).wait()
+        if self._receives:
+            remote_kv.put_received(self.received, chunk.keys.receive, self._routing)
+
+
+class KVGradCombine:
+    """Combine of key and value gradients on the owner ranks."""
+
+    def __init__(self, gradients: RemoteKVGradients, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
+        self._gradients, self._routing = gradients, routing
+        self._started: list[Exchange] = []
+        self._returned = k.new_empty((len(routing.send_rows), row_width(k, v)))
+
+    def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
+        """Sends the gradients of a chunk, which are complete."""
+        if self._routing.exchanges:
+            rows = self._gradients.rows_to_send(chunk.keys.receive)
+            asked = chunk.keys.combine(rows, self._returned, f"{where}, key gradients")
+            self._started.append(transport.exchange(asked))
+
+    def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Waits for all chunks, and adds gradients of the remote KV and of other servers to those of local rows."""
+        #     dk, dv       local rows; local calls have written them
+        #     + total      of the remote KV, at rows that this rank copied into it
+        #     + returned   of each server, at rows that were sent to it
+        for exchange in self._started:
+            exchange.wait()
+        total = self._gradients.total
+        for gradient, local, part in zip((dk, dv), (total.k, total.v), apart(self._returned, dk, dv), strict=True):
+            add_rows(gradient.flatten(1), local.flatten(1), part.flatten(1), self._routing.sums)
+
+
 def _side_by_side(k: torch.Tensor, routing: DeviceRouting) -> bool:
     """Returns whether calls can read keys beside their values: heads of all groups of a token need one stride."""
     return routing.rows_per_token == 1 or k.shape[1] == 1
@@ -137,6 +216,7 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
 
 def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
+    # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are those of k and v
     (groups, dim), value_dim = k.shape[1:], v.shape[2]
     width, count = groups * dim, rows.shape[0]
     stride = rows.stride(0)

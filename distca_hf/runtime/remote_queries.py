@@ -1,19 +1,25 @@
 """Remote queries of a layer: queries that other ranks hold and this one computes, from their dispatch to their
 combine.
 
-Made only where queries move. Their exchanges follow those of the keys, chunk by chunk.
+    owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  servers
+                  outputs, log-sum-exps ◀── ResultCombine ── results; in backward gradients
 
-Shape legend in `kernels.interface`; rows as in `planning.pieces`.
+Made only where queries move. Their exchanges follow those of the keys, chunk by chunk. Tensors whose rows go the same
+way are sent side by side, as bytes: outputs are in the dtype of the model, log-sum-exps in fp32.
+
+All tensors are `[rows, ...]`, rows as in `planning.pieces`. Shape legend in `kernels.interface`.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.interface import AttentionSpec, Kernel
-from distca_hf.runtime.device_routing import ChunkRouting, QueryRouting
-from distca_hf.runtime.exchanges import QueryDispatch, ResultCombine
+from distca_hf.kernels.row_views import some_rows
+from distca_hf.kernels.rows import copy_rows
+from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, empty_rows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.retention import Kept
@@ -103,3 +109,109 @@ class BackwardRemoteQueries:
     def finish(self, dq: torch.Tensor) -> None:
         """Waits for the gradients of local queries, and puts them into `dq`."""
         self._combine.finish([dq])
+
+
+class QueryDispatch:
+    """Dispatch of query rows to the servers that compute them.
+
+    Args:
+        tensors: `[rows, ...]` of this rank.
+
+    Attributes:
+        tensors: `[remote-query rows, ...]` for each of them, with local rows of the same tasks; complete chunk by
+            chunk.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
+        self._moves = moves
+        self._started: list[Exchange] = []
+        self._sent = _pack([x.index_select(0, moves.send_rows) for x in tensors])
+        self._received = self._sent.new_empty((len(moves.received_to_queries), *self._sent.shape[1:]))
+        self._in_place = moves.come_in_order and len(tensors) == 1
+        if self._in_place:
+            self.tensors = _unpack(self._received, tensors)
+            return
+        self.tensors = [x.new_empty((moves.num_rows, *x.shape[1:])) for x in tensors]
+        if len(moves.local_rows):
+            for x, rows in zip(tensors, self.tensors, strict=True):
+                copy_rows((x,), moves.local_rows, (rows,), moves.local_to_queries)
+
+    def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
+        """Starts the exchange of a chunk."""
+        asked = splits.dispatch(self._sent, self._received, f"{where}, queries")
+        self._started.append(transport.exchange(asked))
+
+    def receive(self, splits: ExchangeSplits) -> None:
+        """Waits for a chunk, and puts its rows where they are computed."""
+        self._started.pop(0).wait()
+        if self._in_place:
+            return
+        parts = _unpack(some_rows(self._received, splits.receive), self.tensors)
+        places = some_rows(self._moves.received_to_queries, splits.receive)
+        for part, tensor in zip(parts, self.tensors, strict=True):
+            copy_rows((part,), None, (tensor,), places)
+
+
+class ResultCombine:
+    """Combine of remote-query rows into the layout rows that their owner ranks hold.
+
+    Args:
+        tensors: `[remote-query rows, ...]` results.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
+        self._tensors, self._moves = tensors, moves
+        self._started: list[Exchange] = []
+        like = _pack([x[:0] for x in tensors])
+        self._returned = like.new_empty((len(moves.send_rows), *like.shape[1:]))
+
+    def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
+        """Sends the results of a chunk, which are computed."""
+        if self._moves.come_in_order:
+            rows = [some_rows(x, splits.receive) for x in self._tensors]
+        else:
+            places = some_rows(self._moves.received_to_queries, splits.receive)
+            rows = [x.index_select(0, places) for x in self._tensors]
+        asked = splits.combine(_pack(rows), self._returned, f"{where}, results")
+        self._started.append(transport.exchange(asked))
+
+    def finish(self, targets: Sequence[torch.Tensor]) -> None:
+        """Waits for all chunks, and puts their rows into `targets`, `[rows, ...]` of this rank."""
+        for exchange in self._started:
+            exchange.wait()
+        for part, computed, target in zip(_unpack(self._returned, self._tensors), self._tensors, targets, strict=True):
+            copy_rows((part,), None, (target,), self._moves.send_rows)
+            if len(self._moves.local_rows):
+                copy_rows((computed,), self._moves.local_to_queries, (target,), self._moves.local_rows)
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns rows of several tensors side by side, as bytes; those with the largest elements first, so that all are
+    aligned where sizes permit."""
+    if len(tensors) == 1:
+        return tensors[0].flatten(1)
+    rows = [x.flatten(1).contiguous().view(torch.uint8) for x in _largest_elements_first(tensors)]
+    return torch.cat(rows, dim=1)
+
+
+def _unpack(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors that were packed, with the row shapes and dtypes of `like`; views where they are aligned."""
+    if len(like) == 1:
+        return [rows.view(len(rows), *like[0].shape[1:])]
+    # row of bytes   | lse, fp32 | dout, bf16 | q, bf16 | out, bf16 |     largest elements first, as in `_pack`
+    order = _largest_elements_first(like)
+    widths = [math.prod(x.shape[1:]) * x.element_size() for x in order]
+    parts = {
+        id(x): _with_dtype(part, x.dtype).unflatten(1, x.shape[1:])
+        for part, x in zip(rows.split(widths, dim=1), order, strict=True)
+    }
+    return [parts[id(x)] for x in like]
+
+
+def _largest_elements_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return sorted(tensors, key=lambda x: -x.element_size())
+
+
+def _with_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    aligned = rows.stride(0) % dtype.itemsize == 0 and rows.storage_offset() % dtype.itemsize == 0
+    return (rows if aligned else rows.contiguous()).view(dtype)

@@ -25,7 +25,7 @@ import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.planning.rank_plan import PlanFacts
+from distca_hf.planning.facts import PlanFacts
 
 
 @dataclass(eq=False, slots=True)
@@ -214,6 +214,7 @@ class Scope:
         return None if received is None else received.once_more()
 
 
+# Of a thread and context, because autograd recomputes in threads of its own.
 _scope: ContextVar[Scope | None] = ContextVar("distca_checkpointed_region", default=None)
 
 

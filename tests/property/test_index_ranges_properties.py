@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.planning.index_ranges import IndexRanges
+from distca_hf.arrays import IndexRanges
 
 
 LENGTHS = st.integers(0, 6)

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from distca_hf.arrays import IndexRanges
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
-from distca_hf.planning.index_ranges import IndexRanges
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.pieces import line_keys
 from distca_hf.planning.plan import Plan

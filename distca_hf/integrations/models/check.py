@@ -35,8 +35,10 @@ from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel
 
 
+# Name of the attention implementation in Transformers' registers.
 IMPLEMENTATION = "distca"
 REMEDY = "Else train it without distca_hf"
+# Layer types of configurations whose tokens attend to tokens before them. Windows are compared with documents later.
 CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 # Layers of these kinds carry state from token to token.
 RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)

@@ -24,13 +24,13 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.flops import step_flops
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
     head_groups_of,
     names_by_position,
+    step_flops,
     token_bytes_of,
     transformers_model,
 )

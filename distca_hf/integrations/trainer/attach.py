@@ -22,7 +22,7 @@ from distca_hf.integrations.models.enable import enable, restorer
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.parts import head_groups_of, transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
-from distca_hf.integrations.trainer.callback import DistCACallback
+from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
     arguments_without_effect,
     check_evaluation,
@@ -31,7 +31,6 @@ from distca_hf.integrations.trainer.check import (
     unlearnt_token,
     wrong_settings,
 )
-from distca_hf.integrations.trainer.console import print_in_short
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext

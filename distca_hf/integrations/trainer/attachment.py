@@ -13,6 +13,7 @@ from distca_hf.errors import ConfigError
 ATTACHED = "_distca_attachment"
 # Parts that batches depend on: one that was replaced after `attach` has not been checked.
 PARTS = ("train_dataset", "data_collator", "compute_loss_func", "model_init")
+# Arguments that the loader was made with: a change after `attach` would not reach it.
 ARGUMENTS = ("gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "world_size")
 
 

@@ -1,12 +1,23 @@
-"""Callback: checks the model, and logs balance and speed."""
+"""Callback: checks the model, logs balance and speed, and prints them in few words.
+
+History and trackers get metrics as numbers, by name.
+"""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
@@ -16,7 +27,6 @@ from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable
 from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
-from distca_hf.integrations.trainer.console import print_in_short
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.integrations.trainer.weights_check import WeightsCheck
 from distca_hf.parallel_context import ParallelContext
@@ -25,6 +35,12 @@ from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
+
+# Names of our metrics in logs begin with it. The console shows the first group as one entry, where it is there, and
+# the second where the device and the model allow to measure it.
+PREFIX = "distca/"
+ALWAYS = ("imbalance", "tokens_per_second_per_rank")
+SOMETIMES = ("utilisation", "memory_gib")
 
 
 class DistCACallback(TrainerCallback):
@@ -243,3 +259,45 @@ def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
             return handler
         frame = frame.f_back
     return None
+
+
+def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, object], None]) -> None:
+    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long.
+
+    Args:
+        callbacks: of a Trainer.
+        replace: sets an attribute of an object.
+    """
+    for callback in callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback):
+            replace(callback, "on_log", partial(_print_log, callback.on_log))
+
+
+def _print_log(
+    print_log: Callable[..., object],
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict[str, float] | None = None,
+    **kwargs: object,
+) -> object:
+    """Prints a log in short."""
+    return print_log(args, state, control, logs=None if logs is None else in_short(logs), **kwargs)
+
+
+def in_short(logs: Mapping[str, float]) -> Mapping[str, float | str]:
+    """Returns a log with the basic metrics as one entry of at most 52 characters; all else stays."""
+    metrics = {name: logs[PREFIX + name] for name in (*ALWAYS, *SOMETIMES) if PREFIX + name in logs}
+    if not metrics.keys() >= set(ALWAYS):
+        return logs
+    unit = "GPU" if "memory_gib" in metrics else "rank"
+    words = [
+        f"imbalance {metrics['imbalance']:.2f}",
+        f"{metrics['tokens_per_second_per_rank']:.0f} tok/s/{unit}",
+    ]
+    if "utilisation" in metrics:
+        words.append(f"{100 * metrics['utilisation']:.0f}% MFU")
+    if "memory_gib" in metrics:
+        words.append(f"{metrics['memory_gib']:.0f} GiB")
+    others = {name: value for name, value in logs.items() if name not in {PREFIX + metric for metric in metrics}}
+    return {**others, "distca": ", ".join(words)}

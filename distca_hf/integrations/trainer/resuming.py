@@ -31,6 +31,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+# A method of Trainer, of any version: its arguments are looked up by name.
 Method = Callable[..., Any]
 
 # Where `TrainerState` keeps the loader's position: among the states of callbacks, which it writes into checkpoints.

@@ -18,6 +18,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+# As `signal.getsignal` returns it: a function, one of two numbers, or None for a handler that Python did not set.
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 # The signals, and their handlers in a Python program that installs none.

@@ -16,19 +16,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distca_hf.comm import torch_transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import exchanges, kernel_calls
+from distca_hf.runtime import kernel_calls, remote_kv, remote_queries
 from lib.wires import Wires
 
 
 # Steps of the product's runtime, and their names here. One that it no longer has is not named.
 STEPS: tuple[tuple[Any, str, str], ...] = (
-    (exchanges.KVDispatch, "start", "distca dispatch: keys leave"),
-    (exchanges.QueryDispatch, "start", "distca dispatch: queries leave"),
+    (remote_kv.KVDispatch, "start", "distca dispatch: keys leave"),
+    (remote_queries.QueryDispatch, "start", "distca dispatch: queries leave"),
     (kernel_calls, "merge", "distca prefixes are merged"),
-    (exchanges.KVGradCombine, "start", "distca combine: gradients leave"),
-    (exchanges.KVGradCombine, "finish", "distca combine: gradients are summed"),
-    (exchanges.ResultCombine, "start", "distca combine: results leave"),
-    (exchanges.ResultCombine, "finish", "distca combine: results land"),
+    (remote_kv.KVGradCombine, "start", "distca combine: gradients leave"),
+    (remote_kv.KVGradCombine, "finish", "distca combine: gradients are summed"),
+    (remote_queries.ResultCombine, "start", "distca combine: results leave"),
+    (remote_queries.ResultCombine, "finish", "distca combine: results land"),
 )
 
 

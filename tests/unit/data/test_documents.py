@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value
 
-from distca_hf.data import token_columns as columns_module
-from distca_hf.data.documents import DocumentSource, check_map_style
-from distca_hf.data.token_columns import ArrowColumn
+from distca_hf.data import documents as documents_module
+from distca_hf.data.documents import ArrowColumn, DocumentSource, check_map_style
 from distca_hf.errors import PackingError
 
 
@@ -647,7 +646,7 @@ class CountingColumn(ArrowColumn):
 
 
 def counting_source(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> DocumentSource:
-    monkeypatch.setattr(columns_module, "ArrowColumn", CountingColumn)
+    monkeypatch.setattr(documents_module, "ArrowColumn", CountingColumn)
     return DocumentSource(dataset, CAPACITY)
 
 

@@ -10,8 +10,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import Debug, DistCAConfig
 from distca_hf.errors import NotFiniteError, PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
