@@ -164,9 +164,9 @@ def check_mask_numbers(batch: Batch) -> None:
         PackingError: the mask numbers documents, and there are no positions, or positions of other documents.
     """
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.is_floating_point():
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.numel() == 0:
         return
-    if batch.get("past_key_values") is not None or mask.numel() == 0 or int(mask.max()) <= 1:
+    if batch.get("past_key_values") is not None or (largest := mask.max().item()) <= 1:
         return
     # mask       1 1 1 2 2 0        Numbers must change exactly where positions restart. Padding counts for neither.
     # positions  0 1 2 0 1 0
@@ -175,12 +175,12 @@ def check_mask_numbers(batch: Batch) -> None:
         restarts = positions[:, 1:] != positions[:, :-1] + 1
         if bool(((changes & ~restarts) | (restarts & ~changes & (mask[:, 1:] > 0))).any()):
             raise PackingError(
-                f"attention_mask numbers {int(mask.max())} documents, but position_ids restart at other tokens; leave "
+                f"attention_mask numbers {largest:g} documents, but position_ids restart at other tokens; leave "
                 "the numbers out (ones instead), or make them agree"
             )
         return
     raise PackingError(
-        f"attention_mask numbers documents (its largest value is {int(mask.max())}), and no position_ids restart with "
+        f"attention_mask numbers documents (its largest value is {largest:g}), and no position_ids restart with "
         "them: documents would see each other. Give position_ids that begin at 0 in every document, as "
         "DataCollatorWithFlattening does"
     )
@@ -208,6 +208,8 @@ def document_lengths(batch: Batch) -> IntArray | None:
     if tokens.numel() == 0:
         return as_int_array([], "document lengths")
     offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if offsets is not None:
+        _check_key_offsets(offsets, batch.get("cu_seq_lens_k"))
     if offsets is not None and positions is not None and positions.ndim != 2:
         positions = None  # several positions per token, as of images: they need not restart with the documents
     if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
@@ -228,6 +230,21 @@ def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> to
         rows, length = tokens.shape
         return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
     return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
+
+
+def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) -> None:
+    """Checks that keys have the documents of queries: ranks plan for both at once.
+
+    Raises:
+        PackingError: they have others.
+    """
+    if key_offsets is None or key_offsets is offsets:
+        return
+    if not torch.equal(key_offsets.flatten().to(offsets), offsets.flatten()):
+        raise PackingError(
+            f"cu_seq_lens_k (of {key_offsets.numel() - 1} documents) differs from cu_seq_lens_q (of "
+            f"{offsets.numel() - 1}); give the same documents for queries and keys"
+        )
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:

@@ -20,7 +20,8 @@ from distca_hf.data.collate import RankRows, collate
 from distca_hf.data.contents import Cut, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.rank_plan import PlanFacts, rank_plan
+from distca_hf.planning.facts import PlanFacts
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.telemetry import LoaderTimes
 

@@ -210,9 +210,15 @@ def sink_gradients(
 
     A sink has no value. Its share of a row, exp(sink - lse), only takes from the output: out * share for each unit of
     its score. Output and log-sum-exp are those of whole rows, so each row counts once.
+
+    Raises:
+        NotImplementedError: autograd records this (`create_graph`). It would miss the part that log-sum-exps have.
     """
+    if torch.is_grad_enabled():
+        raise NotImplementedError("gradients of sinks cannot be differentiated: no gradients of gradients")
     precise = lse_TN.dtype
-    share_TN = (sinks_N.to(precise) - lse_TN).exp()
+    # A row that is no token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
+    share_TN = (sinks_N.to(precise) - lse_TN).clamp(max=0).exp()
     taken_TN = (dout_TNV.to(precise) * out_TNV.to(precise)).sum(-1)
     return -(share_TN * taken_TN).sum(0).to(sinks_N.dtype)
 

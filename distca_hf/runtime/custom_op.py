@@ -74,15 +74,16 @@ def define_op(
     if below is None:
         if backward is not None:
             torch.library.register_autograd(f"distca::{name}", backward, setup_context=setup, lib=_library)
-        return call
+
+        def checked(*given: *Inputs) -> Output:
+            if not torch.compiler.is_dynamo_compiling():
+                _refuse_tangents(name, given)
+            return call(*given)
+
+        return checked
 
     def dispatched(keyset: object, *given: *Inputs) -> Output:
-        if in_dual_level() and any(_has_tangent(x) for x in given):
-            raise UnsupportedAttentionError(
-                f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
-                "here; use backward, or load the model with another attn_implementation"
-            )
-
+        _refuse_tangents(name, given)
         return recorded(lambda *inputs: below(keyset, *inputs), *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
@@ -92,7 +93,7 @@ def define_op(
 def _of_first_output(
     save: Callable[[Context, tuple[*Inputs], Output], None],
 ) -> Callable[[Context, tuple[*Inputs], Output], None]:
-    """Returns `save` for an operator whose first output alone has gradients, or None where it has none."""
+    """Returns `save` for an operator whose first output alone has gradients; None stands for zeros."""
 
     def setup(ctx: Context, inputs: tuple[*Inputs], output: Output) -> None:
         ctx.set_materialize_grads(False)
@@ -134,6 +135,19 @@ def _recorded(
         return below(*given)
 
     return call
+
+
+def _refuse_tangents(name: str, given: tuple[object, ...]) -> None:
+    """Refuses forward-mode derivatives.
+
+    Raises:
+        UnsupportedAttentionError: an argument has one.
+    """
+    if in_dual_level() and any(_has_tangent(x) for x in given):
+        raise UnsupportedAttentionError(
+            f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
+            "here; use backward, or load the model with another attn_implementation"
+        )
 
 
 def _has_tangent(given: object) -> bool:

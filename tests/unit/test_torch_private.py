@@ -13,6 +13,7 @@ from torch.autograd import forward_ad, profiler
 from distca_hf import torch_private
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.layout import Layout
 from distca_hf.runtime import custom_op
 from distca_hf.runtime.custom_op import define_op
@@ -96,6 +97,8 @@ def test_operators_are_the_same_with_public_names(private: bool, monkeypatch: py
 
         assert y.tolist() == [0.0, 3.0, 6.0]
         assert x.grad.tolist() == [3.0] * 3
+    with pytest.raises(UnsupportedAttentionError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: times(x, 3.0), (torch.ones(3),), (torch.ones(3),))
 
 
 @pytest.mark.parametrize("missing", ["_AutoDispatchBelowAutograd", "_after_autograd_keyset"])

@@ -83,6 +83,13 @@ def test_offsets_that_do_not_fit_are_refused_with_positions_too() -> None:
         document_lengths(batch(cu_seq_lens_q=torch.tensor([0, 4, 9]), position_ids=POSITIONS))
 
 
+@pytest.mark.parametrize("keys", [[0, 10], [0, 4, 8, 10]], ids=str)
+def test_keys_of_other_documents_are_refused(keys: list[int]) -> None:
+    assert document_lengths(batch(cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS.long())).tolist() == [4, 3, 3]
+    with pytest.raises(PackingError, match=r"differs from cu_seq_lens_q \(of 3\); give the same documents"):
+        document_lengths(batch(cu_seq_lens_q=OFFSETS, cu_seq_lens_k=torch.tensor(keys)))
+
+
 def test_padded_batch_has_no_lengths_that_could_be_planned() -> None:
     assert document_lengths(batch(attention_mask=(torch.arange(10)[None] > 3).int())) is None
 
@@ -90,7 +97,7 @@ def test_padded_batch_has_no_lengths_that_could_be_planned() -> None:
 NUMBERS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
 def test_mask_that_numbers_documents_is_refused_where_nothing_else_tells_them_apart(dtype: torch.dtype) -> None:
     with pytest.raises(PackingError, match=r"numbers documents \(its largest value is 3\).*position_ids"):
         document_lengths(batch(attention_mask=NUMBERS.to(dtype)))
@@ -122,7 +129,7 @@ def test_numbers_of_a_padded_row_are_compared_where_there_are_tokens() -> None:
 def test_mask_of_a_cache_is_left_alone() -> None:
     check_mask_numbers({"attention_mask": NUMBERS, "past_key_values": object()})
     check_mask_numbers({"attention_mask": NUMBERS > 0})
-    check_mask_numbers({"attention_mask": NUMBERS.float()})
+    check_mask_numbers({"attention_mask": (NUMBERS > 0).float()})
 
 
 @pytest.mark.parametrize("given", [{}, {"position_ids": POSITIONS}], ids=["offsets", "both"])

@@ -14,8 +14,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import Inputs, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime import checks, kernel_calls, remote_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.testing.loopback import run_ranks

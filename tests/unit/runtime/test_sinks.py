@@ -11,8 +11,7 @@ from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
@@ -114,3 +113,29 @@ def test_sinks_alone_may_need_gradients() -> None:
 
     [of_sinks] = torch.autograd.grad(out, [sinks], dout)
     torch.testing.assert_close(of_sinks, expected(layout)[-1], rtol=0, atol=1e-10)
+
+
+def test_rows_that_are_no_tokens_leave_gradients_of_large_sinks_finite() -> None:
+    """Their log-sum-exps are 0, and exp(100) is more than fp32 holds."""
+    *inputs, dout = (x.float() for x in tensors(Layout.from_packs([[5, 3]])))
+    q, k, v, sinks = inputs[0], inputs[1], inputs[2], torch.full((HEADS,), 100.0, requires_grad=True)
+    rows, offsets = torch.arange(1, 8), torch.tensor([0, 4, 7], dtype=torch.int32)
+    out, _ = flash_attn_local(q, k, v, Documents.of(offsets, offsets, 4, 4, rows, rows), SPEC, "reference", sinks)
+
+    assert torch.autograd.grad(out, sinks, dout)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_gradients_of_gradients_of_sinks_are_refused(planned: bool) -> None:
+    """They would miss a part without a word: log-sum-exps are not differentiable."""
+    *of_tokens, sinks, _ = tensors(Layout.from_packs([[5, 3]]))
+    sinks.requires_grad_()
+    if planned:
+        live = live_plan(Layout.from_segments([5, 3], [[(0, 0, 5), (1, 0, 3)]]), LocalTransport(), DistCAConfig())
+        out, *_ = flash_attn(*of_tokens, SPEC, live.handle, sinks_N=sinks)
+    else:
+        offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+        out, _ = flash_attn_local(*of_tokens, Documents.of(offsets, offsets, 5, 5), SPEC, "reference", sinks)
+
+    with pytest.raises(NotImplementedError, match="no gradients of gradients"):
+        torch.autograd.grad(out.square().sum(), sinks, create_graph=True)

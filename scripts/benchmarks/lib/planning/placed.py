@@ -13,7 +13,7 @@ from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 from lib.planning.mixes import batch
