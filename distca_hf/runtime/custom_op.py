@@ -93,7 +93,7 @@ def define_op(
 def _of_first_output(
     save: Callable[[Context, tuple[*Inputs], Output], None],
 ) -> Callable[[Context, tuple[*Inputs], Output], None]:
-    """Returns `save` for an operator whose first output alone has gradients; None stands for zeros."""
+    """Returns `save` for an operator whose first output alone has gradients; a gradient of zeros may be None."""
 
     def setup(ctx: Context, inputs: tuple[*Inputs], output: Output) -> None:
         ctx.set_materialize_grads(False)

@@ -56,9 +56,7 @@ _handles = count()
 
 
 @torch.library.custom_op("bench_step::flash_attn", mutates_args=())
-def flash_attn(
-    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int
-) -> Outputs:
+def flash_attn(q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int) -> Outputs:
     """Returns the attention output and log-sum-exp of all calls."""
     kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV)
     out, lse = empty_outputs(q_TNH, v_SGV)
