@@ -71,6 +71,7 @@ class LivePlan:
         numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
+        checks_finite: whether attention looks for numbers that are not finite.
         retention: decides which rows of other ranks are kept until backward, and until recomputation.
         handle: number by which the operator finds the plan.
     """
@@ -90,6 +91,7 @@ class LivePlan:
         self.facts = facts
         self.transport = transport
         self.config = config
+        self.checks_finite = config.debug.check_finite
         self.agreement = agreement
         self.fingerprint = fingerprint
         self._kernels: dict[_Question, Kernel] = {}

@@ -22,7 +22,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.placement.place import fill_in_order
+from distca_hf.placement.place import fill_in_order, work_in_order
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.shipped import LENGTHS
@@ -53,7 +53,7 @@ def print_balance(name: str, lengths: IntArray, num_ranks: int, tokens_per_rank:
         plan = planner.plan(tokens)
         transfers = key_transfers(plan)
         work = [route(plan, rank, transfers).pairs for rank in range(num_ranks)]
-        before.append(imbalance(fill_in_order(tokens, num_ranks).rank_work))
+        before.append(imbalance(work_in_order(tokens, num_ranks)))
         placed.append(imbalance(work))
         spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
         key_tokens = int(transfers.rows_between(num_ranks).sum()) / plan.tasks.head_groups
