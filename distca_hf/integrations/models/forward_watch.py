@@ -4,7 +4,7 @@ Batches of `plugin.dataloader` bring their plan along. Any other batch that an e
 right before its forward pass.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from distca_hf.integrations.models.parts import (
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import hidden_from_dynamo
 
 
 log = get_logger(__name__)
@@ -86,13 +87,17 @@ class ForwardWatch:
         """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
         return self
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        return type(None), ()
+
     def enter(self) -> None:
         """Begins to watch: adds the hooks."""
         for part in {self.root, transformers_model(self.root)}:
             setattr(part, WATCH, self)
         self._handles = [
-            self.root.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
-            self.root.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True),
+            self.root.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            self.root.register_forward_hook(_Hook(self._after), with_kwargs=True),
         ]
 
     def leave(self, modules: Collection[nn.Module]) -> None:
@@ -227,6 +232,23 @@ class ForwardWatch:
         return self.flops.cost(
             recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
         )
+
+
+class _Hook:
+    """A hook of a watch. A stored one comes back without its watch, and does nothing."""
+
+    def __init__(self, method: Callable[..., object] | None = None) -> None:
+        self._method = method
+
+    @hidden_from_dynamo
+    def __call__(self, *arguments: object) -> object:
+        return None if self._method is None else self._method(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Hook":
+        return self
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
 
 
 def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:

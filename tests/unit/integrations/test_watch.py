@@ -1,6 +1,7 @@
 """Models that are enabled again, copied, wrapped, or leave distca after they were enabled."""
 
 import copy
+import io
 import logging
 from typing import Any
 
@@ -218,3 +219,29 @@ def test_document_longer_than_the_model_was_made_for_is_told_once(caplog: pytest
     told = [record.getMessage() for record in caplog.records if "max_position_embeddings" in record.getMessage()]
     assert len(told) == 1
     assert "has 65 tokens, and the model was made for 64" in told[0]
+
+
+# --- stored
+
+
+@pytest.mark.parametrize("checkpointed_attention", ["", "save", "offload", "recompute"])
+def test_stored_model_comes_back_as_one_that_was_never_enabled(checkpointed_attention: str) -> None:
+    """A whole model is stored by torch.save, MLflow and programs that send it to other processes."""
+    plugin = plugin_of(**{"checkpointed_attention": checkpointed_attention} if checkpointed_attention else {})
+    model = distca_hf.enable(tiny_model(), plugin).train()
+    if checkpointed_attention:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.disable_input_require_grads()  # a hook that cannot be stored
+    batch = batch_of(plugin)
+    loss = model(**batch).loss
+    loss.backward()
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    twin = torch.load(stored, weights_only=False)
+
+    assert watch_of(twin) is None
+    assert watch_of(model) is not None
+    with pytest.raises(PlanError, match="in a model that was not enabled"):
+        twin(**batch)
+    assert torch.equal(distca_hf.enable(twin, plugin)(**batch_of(plugin)).loss, loss)
