@@ -25,12 +25,14 @@ from distca_hf.version import __version__, check_versions
 
 if TYPE_CHECKING:
     from distca_hf.batches.loader import PlacedLoader
+    from distca_hf.config import Debug, Timeouts
     from distca_hf.integrations.models.enable import enable
     from distca_hf.integrations.trainer.callback import DistCACallback
     from distca_hf.plugin import DistCAPlugin
 
 __all__ = [
     "ConfigError",
+    "Debug",
     "DistCACallback",
     "DistCAError",
     "DistCAPlugin",
@@ -41,6 +43,7 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "StepTimeoutError",
+    "Timeouts",
     "UnknownSettingError",
     "UnsupportedAttentionError",
     "VersionError",
@@ -50,9 +53,11 @@ __all__ = [
 
 # Loaded when first used, so that planning needs no torch and the launcher runs before anything reads the environment.
 _LAZY = {
+    "Debug": "distca_hf.config",
     "DistCACallback": "distca_hf.integrations.trainer.callback",
     "DistCAPlugin": "distca_hf.plugin",
     "PlacedLoader": "distca_hf.batches.loader",
+    "Timeouts": "distca_hf.config",
     "enable": "distca_hf.integrations.models.enable",
 }
 

@@ -1,7 +1,7 @@
-"""All settings in one dataclass; the only place that reads the environment.
+"""All settings in one dataclass, rarely used ones in groups; the only place that reads the environment.
 
-A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>`,
-the default.
+A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>` or
+`DISTCA_<GROUP>_<FIELD>`, the default.
 """
 
 import math
@@ -9,19 +9,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
 from distca_hf.settings import (
-    check_names,
-    check_value,
-    describe_settings,
-    names_of,
+    Settings,
+    check_mapping,
+    described,
+    fields_of,
     read_text,
     renamed,
-    signature_of_settings,
+    values_of,
 )
 from distca_hf.topology import Topology
 
@@ -43,23 +43,102 @@ CheckpointedAttention = Literal["save", "offload", "recompute"]
 Metrics = Literal["basic", "all"]
 
 
-def _setting(name: str, default: object, help: str, formerly: tuple[str, ...] = ()) -> Any:
+def _setting(
+    name: str,
+    default: object,
+    help: str,
+    formerly: tuple[str, ...] = (),
+    at_least: int | None = None,
+    positive: bool = False,
+) -> Any:
     """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`.
 
     Args:
+        name: of the setting; in a group that of the group, a dot, and its own.
         formerly: names that the setting had before. They are refused with the present one.
+        at_least: smallest value.
+        positive: whether it must be above 0.
     """
 
     def from_environment() -> object:
-        variable = ENVIRONMENT_PREFIX + name.upper()
-        text = os.environ.get(variable)
-        return default if text is None else read_text(DistCAConfig, name, text, variable)
+        text = os.environ.get(variable_of(name))
+        return default if text is None else read_text(type(default), text, variable_of(name))
 
-    return field(default_factory=from_environment, metadata={"help": help, "default": default, "formerly": formerly})
+    metadata = {"help": help, "default": default, "formerly": formerly, "at_least": at_least, "positive": positive}
+    return field(default_factory=from_environment, metadata=metadata)
 
 
+def variable_of(name: str) -> str:
+    """Returns the environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + name.upper().replace(".", "_")
+
+
+@described
 @dataclass(kw_only=True)
-class DistCAConfig:
+class Debug(Settings):
+    """Settings for those who look for a fault: checks that wait for the device or for other ranks.
+
+    Raises:
+        ConfigError: a value is not one that the field allows.
+    """
+
+    check_exchanges: bool = _setting(
+        "debug.check_exchanges",
+        False,
+        "Before every exchange ranks compare which one they are making; costs a message each.",
+        formerly=("check_exchanges",),
+    )
+    check_finite: bool = _setting(
+        "debug.check_finite",
+        False,
+        "Look for numbers that are not finite in inputs and outputs of every attention call; waits for the device "
+        "each time.",
+        formerly=("check_finite",),
+    )
+    check_weights_every_steps: int = _setting(
+        "debug.check_weights_every_steps",
+        0,
+        "Trainer: steps between two comparisons of weights that all ranks should hold alike, bit by bit; 0: never.",
+        formerly=("check_weights_every_steps",),
+        at_least=0,
+    )
+
+    def __post_init__(self) -> None:
+        self.check_values(Debug)
+
+
+@described
+@dataclass(kw_only=True)
+class Timeouts(Settings):
+    """Deadlines after which a run ends with an error that names the ranks that were waited for.
+
+    Raises:
+        ConfigError: a deadline is not positive.
+    """
+
+    exchange_seconds: float = _setting(
+        "timeouts.exchange_seconds",
+        300.0,
+        "Deadline of one exchange between ranks, after which the step fails.",
+        formerly=("exchange_timeout_seconds",),
+        positive=True,
+    )
+    agreement_seconds: float = _setting(
+        "timeouts.agreement_seconds",
+        1800.0,
+        "Deadline for all ranks to come to the same micro-batch; work of one rank alone between two of them (saving) "
+        "must fit in it.",
+        formerly=("agreement_timeout_seconds",),
+        positive=True,
+    )
+
+    def __post_init__(self) -> None:
+        self.check_values(Timeouts)
+
+
+@described
+@dataclass(kw_only=True)
+class DistCAConfig(Settings):
     """Settings of core attention disaggregation. Every field can also be given as `DISTCA_<FIELD>` or in a recipe.
 
     Settings are fixed once they are made. `dataclasses.replace(settings, prefetch=4)` makes others.
@@ -72,6 +151,7 @@ class DistCAConfig:
         "tokens_per_rank",
         8192,
         "Tokens each rank holds of a micro-batch, at most. Documents may be ranks x this long.",
+        at_least=1,
     )
     overlong: OverlongPolicy = _setting(
         "overlong",
@@ -84,6 +164,7 @@ class DistCAConfig:
         128,
         "Rows of a rank are padded up to this multiple, never beyond tokens_per_rank. Set it to tokens_per_rank for "
         "one constant shape, to 1 for (nearly) no padding.",
+        at_least=1,
     )
     kernel: KernelName = _setting(
         "kernel", "auto", "Attention kernel; auto takes the fastest one that can do the job."
@@ -100,6 +181,7 @@ class DistCAConfig:
         4.0,
         "With kv_residency=auto: memory for rows that all layers keep until backward, on the rank that receives most; "
         "where attention is recomputed, for rows that one layer keeps, and for rows that wait in all layers.",
+        at_least=0,
     )
     exchange_chunks: int = _setting(
         "exchange_chunks",
@@ -107,6 +189,7 @@ class DistCAConfig:
         "Most chunks in which rows are sent between ranks. The first are computed while the others are sent: more "
         "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
         formerly=("exchange_legs",),
+        at_least=0,
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "checkpointed_attention",
@@ -136,6 +219,7 @@ class DistCAConfig:
         "ranks_per_node",
         0,
         "Ranks that share a node, and with it fast links; 0: as launched (LOCAL_WORLD_SIZE).",
+        at_least=0,
     )
     kernel_times: str = _setting(
         "kernel_times",
@@ -160,97 +244,23 @@ class DistCAConfig:
         "Metrics in a Trainer's logs: imbalance, tokens per second and GPU, utilisation and memory (basic), or also "
         "metrics that help to find out why a training is slow (all). May differ between ranks.",
     )
-    check_weights_every_steps: int = _setting(
-        "check_weights_every_steps",
-        0,
-        "Trainer: steps between two comparisons of weights that all ranks should hold alike, bit by bit; 0: never.",
-    )
-    check_exchanges: bool = _setting(
-        "check_exchanges",
-        False,
-        "For debugging: before every exchange ranks compare which one they are making; costs a message each.",
-    )
-    check_finite: bool = _setting(
-        "check_finite",
-        False,
-        "For debugging: look for numbers that are not finite in inputs and outputs of every attention call; waits for "
-        "the device each time.",
-    )
-    prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.")
-    exchange_timeout_seconds: float = _setting(
-        "exchange_timeout_seconds", 300.0, "Deadline of one exchange between ranks, after which the step fails."
-    )
-    agreement_timeout_seconds: float = _setting(
-        "agreement_timeout_seconds",
-        1800.0,
-        "Deadline for all ranks to come to the same micro-batch; work of one rank alone between two of them (saving) "
-        "must fit in it.",
-    )
+    prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.", at_least=1)
     plans_in_flight: int = _setting(
         "plans_in_flight",
         8,
         "Plans kept alive after the training loop has dropped their batch: compiled graphs find them by number only.",
+        at_least=1,
     )
-
-    def __new__(cls, *unnamed: object, **settings: object) -> Self:
-        maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
-        if "__dataclass_fields__" in vars(maker):  # another subclass may take arguments of its own
-            check_names(maker, unnamed, settings, cls.__name__)
-        return super().__new__(cls)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute that is no setting, or a setting for the first time.
-
-        Raises:
-            ConfigError: the setting has a value; models, loaders and Trainers have read it.
-            UnknownSettingError: most likely a misspelt setting is meant.
-        """
-        if name in vars(self) and name in names_of(DistCAConfig):
-            raise ConfigError(
-                f"{name}={value!r}: settings of a {type(self).__name__} are fixed, and this one was made with "
-                f"{getattr(self, name)!r}. Make another, dataclasses.replace(plugin, {name}={value!r}), and attach or "
-                "enable with that"
-            )
-        is_misspelt = name in renamed(DistCAConfig) or nearest(name, names_of(DistCAConfig)) not in (None, name)
-        if is_misspelt and not name.startswith("_"):
-            check_names(DistCAConfig, (), [name], type(self).__name__)
-        super().__setattr__(name, value)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    debug: Debug = field(default_factory=Debug)
 
     def __post_init__(self) -> None:
         _check_environment()
-        for name in names_of(DistCAConfig):
-            check_value(DistCAConfig, name, getattr(self, name))
-        at_least = {
-            "tokens_per_rank": 1,
-            "pad_to_multiple_of": 1,
-            "ranks_per_node": 0,
-            "exchange_chunks": 0,
-            "check_weights_every_steps": 0,
-            "prefetch": 1,
-            "plans_in_flight": 1,
-        }
-        for name, smallest in at_least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {smallest}")
-        for name in ("exchange_timeout_seconds", "agreement_timeout_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
-            self.__dict__[name] = float(getattr(self, name))
-        if not 0 <= self.kv_budget_gib < math.inf:
+        self.check_values(DistCAConfig)
+        if not self.kv_budget_gib < math.inf:
             raise ConfigError(
                 f"kv_budget_gib={self.kv_budget_gib} must be at least 0 and finite; kv_residency='keep' has no limit"
             )
-        self.__dict__["kv_budget_gib"] = float(self.kv_budget_gib)
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> Self:
-        """Reads a YAML file: either the settings themselves or a recipe with a `plugin` section.
-
-        Raises:
-            ConfigError: the file is no mapping, or holds a key that is no setting.
-        """
-        content = read_yaml(path)
-        return cls(**check_settings(content.get("plugin", content), f"{path}"))
 
     def topology(self, num_ranks: int) -> Topology:
         """Returns which ranks share a node: all of them, unless a setting says how many do."""
@@ -263,11 +273,8 @@ class DistCAConfig:
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""
-        return {name: getattr(self, name) for name in names_of(DistCAConfig) if name not in SETTINGS_OF_ONE_RANK}
-
-
-DistCAConfig.__doc__ = describe_settings(DistCAConfig)
-DistCAConfig.__signature__ = signature_of_settings(DistCAConfig)  # type: ignore[attr-defined]
+        values = values_of(self, DistCAConfig)
+        return {name: value for name, value in values.items() if name not in SETTINGS_OF_ONE_RANK}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -285,32 +292,26 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def check_settings(values: object, where: str) -> dict[str, Any]:
-    """Returns keys and values of `values`: known settings with values of the right type.
+def check_settings(values: object, where: str) -> dict[str, object]:
+    """Returns known settings with values of the right type, by name; those of a group with its name and a dot.
 
     Raises:
         UnknownSettingError: a key is no setting.
         ConfigError: a value has the wrong type.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: the plugin settings must be a mapping, not {type(values).__name__}")
-    check_names(DistCAConfig, (), values, where)
-    for name, value in values.items():
-        try:
-            check_value(DistCAConfig, name, value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return {str(name): value for name, value in values.items()}
+    return check_mapping(DistCAConfig, values, where)
 
 
 def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
-    return {ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in settings.items()}
+    return {variable_of(name): str(value) for name, value in settings.items()}
 
 
 def unknown_environment_settings() -> dict[str, str | None]:
     """Returns variables that begin with `DISTCA_` and set nothing, each with the one that is most likely meant."""
-    variables = {name.upper(): ENVIRONMENT_PREFIX + name.upper() for name in names_of(DistCAConfig)}
+    variables = {
+        variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
+    }
     unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values())
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
@@ -323,11 +324,10 @@ def _check_environment() -> None:
         UnknownSettingError: there is one; names both variables.
     """
     for former, present in renamed(DistCAConfig).items():
-        variable = ENVIRONMENT_PREFIX + former.upper()
-        if variable in os.environ:
+        if variable_of(former) in os.environ:
             raise UnknownSettingError(
-                f"environment variable {variable}: the setting {former!r} is now called {present!r}; set "
-                f"{ENVIRONMENT_PREFIX}{present.upper()}"
+                f"environment variable {variable_of(former)}: the setting {former!r} is now called {present!r}; set "
+                f"{variable_of(present)}"
             )
 
 

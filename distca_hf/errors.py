@@ -37,7 +37,7 @@ class UnsupportedAttentionError(DistCAError, NotImplementedError):
 
 
 class NotFiniteError(DistCAError, ArithmeticError):
-    """A number that is infinite or none, found because the setting `check_finite` asks for it."""
+    """A number that is infinite or none, found because the setting `debug.check_finite` asks for it."""
 
 
 class PlanMismatchError(DistCAError, RuntimeError):

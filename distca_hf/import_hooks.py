@@ -32,7 +32,7 @@ MOVED = {
         "planning.baselines": "analysis.baselines",
         "planning.bounds": "analysis.bounds",
         "planning.moving": "planning.rebalance",
-        "planning.planner": "planning.in_place",
+        "planning.planner": "planning.plan",
         "planning.task": "planning.tasks",
         "requirements": "version",
         "runtime.plans": "runtime.live_plan",

@@ -12,13 +12,13 @@ instead of its queries. Placement sets the mark, planning divides the heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distca_hf.arrays import IntArray, chained, offsets, run_starts, run_stops
+from distca_hf.arrays import IntArray, ceil_div, chained, offsets, run_starts, run_stops
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PackingError, and_more
 
@@ -229,6 +229,12 @@ class Layout:
     def _count_rank_work(self, mask: Mask) -> IntArray:
         pairs = offsets(mask.pairs_of(self.segment_start, self.segment_stop))
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
+
+    def padded(self, multiple: int, most_rows: int) -> "Layout":
+        """Pads every rank to the same number of rows: a multiple, but no more than `most_rows`."""
+        fullest = int(self.rank_tokens.max(initial=0))
+        rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
+        return replace(self, rank_rows=np.full(self.num_ranks, rows, dtype=np.int64))
 
     def segments_of(self, rank: int) -> slice:
         """Returns the slice of the segment arrays that `rank` holds."""

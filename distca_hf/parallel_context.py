@@ -59,12 +59,10 @@ class ParallelContext:
         elif device.type == "cpu":
             device = torch.device("cpu")  # "cpu:0" is the same
         if device not in self._transports:
-            config = self.config
+            timeouts = self.config.timeouts
             self._check_accelerate()
-            opened = open_transport(
-                device, config.exchange_timeout_seconds, config.agreement_timeout_seconds, self._group
-            )
-            self._transports[device] = opened if not config.check_exchanges else CheckedTransport(opened)
+            opened = open_transport(device, timeouts.exchange_seconds, timeouts.agreement_seconds, self._group)
+            self._transports[device] = opened if not self.config.debug.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.settings import describe_settings, names_of, signature_of_settings
+from distca_hf.settings import described, names_of
 from distca_hf.telemetry import get_logger
 
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
+@described
 @dataclass(kw_only=True)
 class DistCAPlugin(DistCAConfig, ParallelContext):
     """Core attention disaggregation for a training run.
@@ -143,7 +144,3 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             "a DistCAPlugin is no callback: call plugin.attach(trainer), or for batches that are packed already give "
             "callbacks=[distca_hf.DistCACallback(plugin)]"
         )
-
-
-DistCAPlugin.__doc__ = describe_settings(DistCAPlugin)
-DistCAPlugin.__signature__ = signature_of_settings(DistCAPlugin)  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
-"""Settings of a dataclass: their names, types and values, and their description for `help()`.
+"""Settings: dataclasses whose values are given by name, checked, fixed, and described for `help()`.
 
-A field of such a dataclass has metadata: `help`, a description; `default`; and `formerly`, names that it had before.
+A field has metadata: `help`, a description; `default`; `formerly`, names that it had before; `at_least`, its smallest
+value, and whether it is `positive`. A field of another class of settings is a group. Settings in it are named with a
+dot: `debug.check_finite`.
 
 Defaults come from a factory, because the environment may change them. Python would show such a default as `<factory>`,
 and descriptions nowhere.
@@ -11,12 +13,15 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal, Self, TypeVar
 
-from distca_hf.errors import ConfigError, UnknownSettingError, did_you_mean
+from distca_hf.errors import ConfigError, UnknownSettingError, did_you_mean, nearest
 
+
+Kind = TypeVar("Kind")
 
 # Characters of a line of the settings' docstring.
 LINE_WIDTH = 100
@@ -29,14 +34,78 @@ IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "ye
 OF_TRANSFORMERS = {f"flash_attention_{version}": f"flash{version}" for version in (2, 3, 4)}
 
 
+class Settings:
+    """A base of dataclasses of settings, whose values are fixed once they are made."""
+
+    def __new__(cls, *unnamed: object, **settings: object) -> Self:
+        maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
+        if "__dataclass_fields__" in vars(maker):  # another subclass may take arguments of its own
+            check_names(maker, unnamed, settings, cls.__name__)
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an attribute that is no setting, or a setting for the first time.
+
+        Raises:
+            ConfigError: the setting has a value; models, loaders and Trainers have read it.
+            UnknownSettingError: most likely a misspelt setting is meant.
+        """
+        names = names_of(type(self))
+        if name in vars(self) and name in names:
+            raise ConfigError(
+                f"{name}={value!r}: settings of a {type(self).__name__} are fixed, and this one was made with "
+                f"{getattr(self, name)!r}. Make others, dataclasses.replace(settings, {name}={value!r}), and attach "
+                "or enable with a plugin that has them"
+            )
+        is_misspelt = name in renamed(type(self)) or nearest(name, names) not in (None, name)
+        if is_misspelt and not name.startswith("_"):
+            check_names(type(self), (), [name], type(self).__name__)
+        super().__setattr__(name, value)
+
+    def check_values(self, settings: type) -> None:
+        """Checks all values of a class of settings that this object has; whole numbers may stand for others.
+
+        Raises:
+            ConfigError: a value has another type, is none of the choices, or too small.
+        """
+        for name in names_of(settings):
+            value = getattr(self, name)
+            check_value(settings, name, value)
+            if _types(settings)[name] is float:
+                vars(self)[name] = float(value)
+
+
 def names_of(settings: type) -> list[str]:
-    """Returns the names of all settings."""
+    """Returns the names of all settings and groups."""
     return [field.name for field in dataclasses.fields(settings)]
+
+
+def group_of(field: "dataclasses.Field[Any]") -> type | None:
+    """Returns the class of the settings in a group; None if the field is a setting itself."""
+    return field.type if isinstance(field.type, type) and issubclass(field.type, Settings) else None
+
+
+@cache
+def fields_of(settings: type) -> dict[str, "dataclasses.Field[Any]"]:
+    """Returns the fields of all settings by name, those of a group by its name and theirs."""
+    found = {}
+    for field in dataclasses.fields(settings):
+        group = group_of(field)
+        if group is None:
+            found[field.name] = field
+        else:
+            found |= {f"{field.name}.{name}": inner for name, inner in fields_of(group).items()}
+    return found
+
+
+def values_of(settings: Settings, kind: type) -> dict[str, object]:
+    """Returns the values of all settings of a class, by the names of `fields_of`."""
+    return {name: attrgetter(name)(settings) for name in fields_of(kind)}
 
 
 def renamed(settings: type) -> dict[str, str]:
     """Returns the present name of every former one."""
-    return {former: field.name for field in dataclasses.fields(settings) for former in field.metadata["formerly"]}
+    return {former: name for name, field in fields_of(settings).items() for former in field.metadata["formerly"]}
 
 
 def check_names(settings: type, unnamed: Sequence[object], given: Iterable[object], where: str) -> None:
@@ -51,15 +120,29 @@ def check_names(settings: type, unnamed: Sequence[object], given: Iterable[objec
             f"{where}: {unnamed[0]!r} has no name; write which setting it is, for example {known[0]}={unnamed[0]!r}"
         )
     for name in given:
+        if name in known:
+            continue
         if name in present:
-            raise UnknownSettingError(f"{where}: the setting {name!r} is now called {present[str(name)]!r}")
-        if name not in known:
-            hint = did_you_mean(name, known) or f" Known settings: {', '.join(known)}"
-            raise UnknownSettingError(f"{where}: unknown setting {name!r}.{hint}")
+            now = present[str(name)]
+            raise UnknownSettingError(f"{where}: the setting {name!r} is now called {now!r}{_how(settings, now)}")
+        if name in fields_of(settings):
+            raise UnknownSettingError(f"{where}: {name!r} is a setting of a group{_how(settings, str(name))}")
+        all_names = [*fields_of(settings), *known]
+        hint = did_you_mean(name, all_names) or f" Known settings: {', '.join(fields_of(settings))}"
+        raise UnknownSettingError(f"{where}: unknown setting {name!r}.{hint}")
+
+
+def _how(settings: type, name: str) -> str:
+    """Returns words for the two ways to write a setting of a group; none for other settings."""
+    group, _, inner = name.rpartition(".")
+    if not group:
+        return ""
+    kind = _types(settings)[group].__name__
+    return f": {group}=distca_hf.{kind}({inner}=...) in Python, {inner} in a section {group} in recipes"
 
 
 def check_value(settings: type, name: str, value: object) -> None:
-    """Refuses a value that is of another type than its setting, or none of its choices.
+    """Refuses a value that is of another type than its setting, none of its choices, or too small.
 
     Raises:
         ConfigError: it is; names setting, value and the types or choices.
@@ -73,16 +156,48 @@ def check_value(settings: type, name: str, value: object) -> None:
         return
     accepted: type | types.UnionType = float | int if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}")
+        how = f": {name}=distca_hf.{kind.__name__}(...)" if issubclass(kind, Settings) else ""
+        raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}{how}")
+    if issubclass(kind, Settings):
+        return
+    limits, number = fields_of(settings)[name].metadata, typing.cast(float, value)
+    if limits["at_least"] is not None and number < limits["at_least"]:
+        raise ConfigError(f"{name}={value} must be at least {limits['at_least']}")
+    if limits["positive"] and not number > 0:
+        raise ConfigError(f"{name}={value} must be positive")
 
 
-def read_text(settings: type, name: str, text: str, where: str) -> object:
-    """Returns the value of a setting that is written as text.
+def check_mapping(settings: type, values: object, where: str) -> dict[str, object]:
+    """Returns the values of a mapping as a recipe has it, by the names of `fields_of`.
+
+    Raises:
+        UnknownSettingError: a key is no setting.
+        ConfigError: a value has the wrong type.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: the plugin settings must be a mapping, not {type(values).__name__}")
+    check_names(settings, (), values, where)
+    checked: dict[str, object] = {}
+    for name, value in values.items():
+        group = group_of(settings.__dataclass_fields__[name])  # type: ignore[attr-defined]
+        if group is not None:
+            of_group = check_mapping(group, value, f"{where}: {name}")
+            checked |= {f"{name}.{inner}": inner_value for inner, inner_value in of_group.items()}
+            continue
+        try:
+            check_value(settings, name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        checked[str(name)] = value
+    return checked
+
+
+def read_text(kind: type, text: str, where: str) -> object:
+    """Returns a value of some type that is written as text.
 
     Raises:
         ConfigError: the text is of another kind; names where it comes from.
     """
-    kind, _ = _allowed(settings, name)
     readers: dict[type, Callable[[str], object]] = {int: int, float: float, str: str, bool: _yes_or_no}
     try:
         return readers[kind](text)
@@ -90,12 +205,19 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
         raise ConfigError(f"{where}={text!r} is not {IN_WORDS[kind]}") from error
 
 
+def described(settings: type[Kind]) -> type[Kind]:
+    """Describes a dataclass of settings in its docstring and signature (a decorator)."""
+    settings.__doc__ = describe_settings(settings)
+    settings.__signature__ = signature_of_settings(settings)  # type: ignore[attr-defined]
+    return settings
+
+
 def describe_settings(settings: type) -> str:
     """Returns the docstring of a dataclass of settings, followed by each of them: name, type, default, description."""
     described = "\n".join(
-        f"{field.name} ({_type_in_words(field.type)}, default {field.metadata['default']!r}):\n"
+        f"{name} ({_type_in_words(field.type)}, default {field.metadata['default']!r}):\n"
         + textwrap.indent(textwrap.fill(field.metadata["help"], LINE_WIDTH), "    ")
-        for field in dataclasses.fields(settings)
+        for name, field in fields_of(settings).items()
     )
     return f"{inspect.getdoc(settings) or ''}\n\nSettings:\n{textwrap.indent(described, '    ')}\n"
 
@@ -105,17 +227,33 @@ def signature_of_settings(settings: type) -> inspect.Signature:
     return inspect.Signature(
         [
             inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.metadata["default"], annotation=field.type
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(field),
+                annotation=field.type,
             )
             for field in dataclasses.fields(settings)
         ]
     )
 
 
+def _default(field: "dataclasses.Field[Any]") -> object:
+    """Returns the default of a field, whatever the environment says."""
+    group = group_of(field)
+    if group is None:
+        return field.metadata["default"]
+    return group(**{name: inner.metadata["default"] for name, inner in fields_of(group).items()})
+
+
 @cache
+def _types(settings: type) -> dict[str, Any]:
+    """Returns the types of all settings and groups, by name."""
+    return typing.get_type_hints(settings)
+
+
 def _allowed(settings: type, name: str) -> tuple[type, tuple[str, ...]]:
     """Returns the type of a setting and, for a choice, its values."""
-    hint = typing.get_type_hints(settings)[name]
+    hint = _types(settings)[name]
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, ()
@@ -133,6 +271,6 @@ def _yes_or_no(text: str) -> bool:
 
 
 def _type_in_words(kind: object) -> str:
-    """Returns the choices of a setting, or the name of its type."""
-    choices = getattr(kind, "__args__", ())
-    return " | ".join(map(repr, choices)) if choices else getattr(kind, "__name__", str(kind))
+    """Returns the choices of a setting, or the names of its types."""
+    words = map(repr if typing.get_origin(kind) is Literal else _type_in_words, typing.get_args(kind))
+    return " | ".join(words) or getattr(kind, "__name__", str(kind))

@@ -20,7 +20,7 @@ from distca_hf.analysis.epoch import OptimizerStep, Origin
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PlanError
-from distca_hf.placement.place import fill_in_order
+from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan
 
 
@@ -134,7 +134,7 @@ def make_report(
     except PlanError as error:
         raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error
     # 2. The same documents in order, the lower bound, and baselines.
-    in_order = [fill_in_order(batch, request.num_ranks).rank_work for batch in batches]
+    in_order = [work_in_order(batch, request.num_ranks) for batch in batches]
     lengths = np.concatenate(batches)
     cut_documents, shards = np.sum([_shards(plan) for plan in plans], axis=0).tolist()
     bound = bound_bytes_total(request, plans)

@@ -29,7 +29,7 @@ from distca_hf.data.contents import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.errors import ConfigError
-from distca_hf.planning.rank_plan import PlanFacts, PlanTotals
+from distca_hf.planning.facts import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 

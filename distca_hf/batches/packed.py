@@ -20,8 +20,9 @@ from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.planning.rank_plan import PlanFacts, PlanTotals, rank_plan
+from distca_hf.planning.facts import PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger

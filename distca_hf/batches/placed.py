@@ -10,13 +10,11 @@ from pathlib import Path
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
 from distca_hf.data.accumulation import RegroupedEpoch
-from distca_hf.data.collate import pad_rows
 from distca_hf.data.epochs import Epoch
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ class PlacedPlanner:
             PackingError: a length is out of range.
         """
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
-        layout = pad_rows(layout, self.config.pad_to_multiple_of, self.config.tokens_per_rank)
-        return plan_in_place(layout, self.head_groups)
+        padded = layout.padded(self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        return plan_in_place(padded, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:
         """Places documents: equal work for all ranks, or equal seconds."""

@@ -19,8 +19,9 @@ from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import RankRows, collate
 from distca_hf.data.contents import Cut, cuts_of
 from distca_hf.data.documents import DocumentSource
-from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.rank_plan import PlanFacts, rank_plan
+from distca_hf.placement.place import work_in_order
+from distca_hf.planning.facts import PlanFacts
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.telemetry import LoaderTimes
 
@@ -91,7 +92,7 @@ class Preparer:
         document_tokens = self.source.document_tokens[documents]
         num_ranks = self.planner.num_ranks
         plan = self.planner.plan(document_tokens, epoch.layout(cursor.micro_batch))
-        work_before = fill_in_order(document_tokens, num_ranks).rank_work
+        work_before = work_in_order(document_tokens, num_ranks)
         mine = rank_plan(plan, self.rank, self.planner.config.num_chunks(num_ranks), work_before)
         pin = self.device.type == "cuda"
         rows = collate(plan.layout, self.rank, documents, self.source)

@@ -19,8 +19,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of, imbalance
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.flops import StepCost
-from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.rank_plan import PlanFacts
+from distca_hf.placement.place import work_in_order
+from distca_hf.planning.facts import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
@@ -87,7 +87,7 @@ class PlacedData:
             lengths = self.document_tokens[self.micro_batches.micro_batch(index)]
             tokens.append(lengths.sum())
             pairs.append(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
-            before.append(imbalance(fill_in_order(lengths, self.planner.num_ranks).rank_work))
+            before.append(imbalance(work_in_order(lengths, self.planner.num_ranks)))
             if index in placed:
                 after.append(self.planner.plan(lengths, self.micro_batches.layout(index)).imbalance)
         return Preview(np.array(tokens), np.array(pairs), np.array(before), np.full(len(counted), np.mean(after)))

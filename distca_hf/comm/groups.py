@@ -81,7 +81,7 @@ def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, er
         f"rank {members.rank} waited {waited_seconds:.0f} s for all {len(members.row_ranks)} ranks to open their "
         f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "
         f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
-        f"agreement_timeout_seconds. Cause: {str(error).partition(chr(10))[0][:300]}"
+        f"timeouts.agreement_seconds. Cause: {str(error).partition(chr(10))[0][:300]}"
     )
 
 

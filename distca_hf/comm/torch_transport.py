@@ -152,7 +152,7 @@ class TorchTransport:
         message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {cause}"
         if "timed out" in str(error).lower():
             return StepTimeoutError(
-                f"{message}. Deadlines are exchange_timeout_seconds and agreement_timeout_seconds."
+                f"{message}. Deadlines are timeouts.exchange_seconds and timeouts.agreement_seconds."
             )
         return PeerLostError(message)
 

@@ -1,11 +1,11 @@
 """Collate: the rows of one rank as arrays, from a layout and a document source. Labels are shifted before documents
 are cut."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.arrays import IntArray
 from distca_hf.data.documents import IGNORED_LABEL, DocumentSource
 from distca_hf.layout import Layout
 
@@ -61,10 +61,3 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
         shift_labels[at] = tokens.shift_labels
     attention_mask = (np.arange(rows) < max(row, 1)).astype(np.int64)
     return RankRows(input_ids, position_ids, labels, shift_labels, attention_mask)
-
-
-def pad_rows(layout: Layout, multiple: int, most_rows: int) -> Layout:
-    """Pads every rank to the same number of rows: a multiple, but no more than `most_rows`."""
-    fullest = int(layout.rank_tokens.max(initial=0))
-    rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
-    return replace(layout, rank_rows=np.full(layout.num_ranks, rows, dtype=np.int64))

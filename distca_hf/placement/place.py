@@ -132,6 +132,11 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
     )
 
 
+def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> IntArray:
+    """Counts `[ranks]` attended pairs of ranks that are packed by `fill_in_order`."""
+    return fill_in_order(document_tokens, num_ranks).rank_work
+
+
 def _place_on_node(
     pieces: list[Piece],
     ranks: range,

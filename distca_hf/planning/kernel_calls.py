@@ -19,7 +19,7 @@ from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.tasks import ALL_HEADS, Tasks
+from distca_hf.planning.tasks import ALL_HEADS
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,43 +67,36 @@ class LocalParts(Ranges):
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteTasks:
+class RemoteTasks(Ranges):
     """Tasks of one rank with queries of other ranks, in the order of their remote-query rows: by chunk, tasks of all
     heads before those of single groups.
 
     Attributes:
-        tasks: all tasks of the plan.
-        chosen: `[remote tasks]` indices of these among them.
-        lines: `[remote tasks]` line of each, see `line_keys`.
-        chunk: `[remote tasks]` chunk that brings its keys.
-        first_query_row: `[tasks]` first remote-query row of each of them; 0 for all other tasks.
+        task: index of the task in the plan.
+        chunk: chunk that brings its keys.
+        first_row: first remote-query row.
     """
 
-    tasks: Tasks
-    chosen: IntArray
-    lines: IntArray
+    task: IntArray
     chunk: IntArray
-    first_query_row: IntArray
+    first_row: IntArray
 
     @classmethod
     def of(cls, plan: Plan, rank: int, chunks: ExchangeChunks) -> "RemoteTasks":
         """Sorts the remote tasks of a rank, and counts the rows of their queries."""
-        tasks = plan.tasks
-        chosen = np.flatnonzero((tasks.server == rank) & plan.has_remote_queries)
-        document, head = tasks.document[chosen], tasks.head[chosen]
-        lines = line_keys(document, head, tasks.head_groups)
-        chunk = chunks.of_remote_queries(tasks.server[chosen], lines)
-        order = np.lexsort((tasks.start[chosen], head, document, head != ALL_HEADS, chunk))
-        chosen = chosen[order]
-        query_rows = (tasks.stop - tasks.start)[chosen] * rows_per_token(head[order], tasks.head_groups)
-        first_query_row = np.zeros(len(tasks), dtype=np.int64)
-        first_query_row[chosen] = exclusive_cumsum(query_rows)
-        return cls(tasks, chosen, lines[order], chunk[order], first_query_row)
+        tasks, groups = plan.tasks, plan.tasks.head_groups
+        task = np.flatnonzero((tasks.server == rank) & plan.has_remote_queries)
+        document, head, start, stop = (x[task] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
+        chunk = chunks.of_remote_queries(tasks.server[task], line_keys(document, head, groups))
+        order = np.lexsort((start, head, document, head != ALL_HEADS, chunk))
+        document, head, start, stop = document[order], head[order], start[order], stop[order]
+        rows = (stop - start) * rows_per_token(head, groups)
+        return cls(document, head, start, stop, groups, task[order], chunk[order], exclusive_cumsum(rows))
 
     @property
-    def prefixes(self) -> IntArray:
-        """Tokens of the prefixes that they read."""
-        return self.tasks.stop[self.chosen]
+    def lines(self) -> IntArray:
+        """Lines of the prefixes that they read, see `line_keys`. A prefix ends with its task."""
+        return line_keys(self.document, self.head, self.head_groups)
 
 
 class CallKind(Enum):
@@ -220,16 +213,14 @@ def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tu
 
 def remote_query_calls(remote: RemoteTasks, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
     """Returns calls of the remote tasks whose keys a chunk brings, against their whole causal prefixes."""
-    of_chunk = np.flatnonzero(remote.chunk == chunk)
-    tasks, chosen = remote.tasks, remote.chosen[of_chunk]
-    start, stop, first_query_row = tasks.start[chosen], tasks.stop[chosen], remote.first_query_row[chosen]
-    line, per_token = remote_kv.index_of(remote.lines[of_chunk]), rows_per_token(tasks.head[chosen], tasks.head_groups)
+    tasks = remote.select(remote.chunk == chunk)
+    line, per_token = remote_kv.index_of(tasks.lines), rows_per_token(tasks.head, tasks.head_groups)
     first_key = remote_kv.offset[line, chunk]
-    opens = _opens(line, per_token, stop, remote_kv, chunk)
+    opens = _opens(line, per_token, tasks.stop, remote_kv, chunk)
     calls = []
-    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
-        queries, keys = offsets((stop - start)[begin:end]), offsets(stop[begin:end])
-        query, key, rows = (int(x[begin]) for x in (first_query_row, first_key, per_token))
+    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(tasks)]):
+        queries, keys = offsets(tasks.tokens[begin:end]), offsets(tasks.stop[begin:end])
+        query, key, rows = (int(x[begin]) for x in (tasks.first_row, first_key, per_token))
         query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
         bounds = query, query_stop, key, key_stop
         calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, heads=(0, rows)))

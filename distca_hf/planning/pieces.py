@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, ranges
+from distca_hf.arrays import IndexRanges, IntArray, exclusive_cumsum, ranges
 from distca_hf.layout import Layout
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
@@ -146,3 +146,39 @@ def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, Int
     copies = np.where(divided[layout.segment_document], tasks.head_groups, 1)
     segment = np.repeat(every, copies)
     return segment, np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)
+
+
+class RowNumbers:
+    """Numbers for the rows of held pieces, in which rows of every piece are consecutive.
+
+    layout rows of two groups    | t0g0 t0g1 t1g0 t1g1 t2g0 t2g1 |    rows of one group: every second one
+    numbers                      | t0g0 t1g0 t2g0 | t0g1 t1g1 t2g1 |  rows of one piece follow each other
+    """
+
+    def __init__(self, held: Pieces) -> None:
+        self._held = held
+        self._by_row = np.argsort(held.row, kind="stable")
+        rows = held.rows[self._by_row]
+        self._firsts = exclusive_cumsum(rows)
+        self.first = np.empty_like(self._firsts)
+        self.first[self._by_row] = self._firsts
+        self._keys = position_keys(held.document, held.head, held.start, held.head_groups)
+        self._by_key = np.argsort(self._keys)
+
+    def of(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
+        """Returns the number of the first row of some tokens."""
+        held = self._held
+        wanted = position_keys(documents, heads, tokens, held.head_groups)
+        piece = self._by_key[np.searchsorted(self._keys[self._by_key], wanted, side="right") - 1]
+        return self.first[piece] + (tokens - held.start[piece]) * rows_per_token(heads, held.head_groups)
+
+    def layout_rows(self, numbers: IndexRanges) -> IndexRanges:
+        """Returns the layout rows of some numbers."""
+        if self._held.head_groups == 1:  # the order of the pieces is that of the rows
+            return numbers
+        parts = numbers.cut_at(self._firsts)
+        at = np.searchsorted(self._firsts, parts.starts, side="right") - 1
+        piece = self._by_row[at]
+        stride = self._held.stride[piece]
+        starts: IntArray = self._held.row[piece] + (parts.starts - self._firsts[at]) * stride
+        return IndexRanges.of(starts, parts.lengths, stride)

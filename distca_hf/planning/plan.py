@@ -1,16 +1,24 @@
-"""Plan: all tasks of one layout. Immutable integers with a fingerprint; every rank derives the same one."""
+"""Plan: all tasks of one layout. Immutable integers with a fingerprint; every rank derives the same one.
+
+In the plan in place every rank computes the queries that it holds, and ranks of a stripe divide its heads. A stripe of
+3 ranks and 4 head groups, its work laid end to end:
+
+| group 0 | group 1 | group 2 | group 3 |
+| rank 0     | rank 1      | rank 2     |    whole groups where they fit, else a group divided by queries
+"""
 
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from distca_hf.arrays import IntArray
-from distca_hf.cost import CAUSAL_MASK, imbalance
-from distca_hf.layout import Layout
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
+from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.pieces import Pieces
-from distca_hf.planning.tasks import Tasks
+from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
 # Version of the routing, a part of every fingerprint: versions that route the same tasks differently must not agree.
@@ -90,3 +98,81 @@ class Plan:
         if tasks.mask != CAUSAL_MASK:
             digest.update(repr(tasks.mask).encode())
         return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:
+    """Plans a placed layout: ranks compute the queries that they hold, and ranks of a stripe divide its heads.
+
+    Ranks of a placed layout then have equal work. Keys and values of documents that span ranks travel, and queries of
+    stripes; no other rows do. Segments of one document that follow each other on one rank become one task.
+
+    Args:
+        layout: ranks, and the tokens that each of them holds.
+        head_groups: groups that heads can be divided into. A stripe may have more ranks than groups.
+        mask: keys that queries attend.
+    """
+    held = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
+    if not layout.stripes:
+        return Plan(layout, Tasks.sort(*held, mask=mask))
+    return Plan(layout, _with_stripes(layout, np.stack(held, axis=1), head_groups, mask))
+
+
+def _with_stripes(layout: Layout, held: IntArray, head_groups: int, mask: Mask) -> Tasks:
+    """Returns tasks of a layout with stripes. A document with a stripe has tasks of single groups only.
+
+    Args:
+        layout: ranks, and the tokens that each of them holds.
+        held: `[tasks, 4]` document, start, stop and rank of the ranges that ranks hold, neighbours joined.
+        head_groups, mask: see `plan_in_place`.
+    """
+    # 1. Documents with a stripe: outside of it each group stays with its owner, inside of it ranks divide the groups.
+    rows = []
+    is_striped = np.zeros(layout.num_documents, dtype=bool)
+    is_striped[[stripe.document for stripe in layout.stripes]] = True
+    has_stripe = is_striped[held[:, 0]]
+    for document, start, stop, rank in held[has_stripe].tolist():
+        for left, right in _outside(start, stop, [stripe for stripe in layout.stripes if stripe.document == document]):
+            rows += [(document, left, right, rank, group) for group in range(head_groups)]
+    rows += [row for stripe in layout.stripes for row in divide_stripe(stripe, head_groups, mask)]
+
+    # 2. All other documents stay with their owners, all heads together.
+    whole = held[~has_stripe]
+    whole = np.column_stack((whole, np.full(len(whole), ALL_HEADS)))
+    document, start, stop, server, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
+    return Tasks.sort(document, start, stop, server, head, head_groups, mask)
+
+
+def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, int]]:
+    """Cuts stripes out of [start, stop) and returns the ranges that are left."""
+    left = []
+    for stripe in sorted(stripes, key=lambda stripe: stripe.start):
+        if stripe.start < stop and stripe.stop > start:
+            left.append((start, stripe.start))
+            start = stripe.stop
+    return [(begin, end) for begin, end in [*left, (start, stop)] if begin < end]
+
+
+def divide_stripe(stripe: Stripe, head_groups: int, mask: Mask = CAUSAL_MASK) -> list[tuple[int, int, int, int, int]]:
+    """Divides a stripe's work equally among its ranks: (document, start, stop, rank, group) of each task.
+
+    The work of all head groups is laid end to end, and every rank gets the next equal part. Groups stay whole where
+    they can; a group at a border is divided by queries.
+    """
+    ranks = stripe.stop_rank - stripe.first_rank
+    of_group = mask.pairs(stripe.start, stripe.stop)
+    borders = [rank * head_groups * of_group // ranks for rank in range(ranks + 1)]
+    tasks = []
+    for rank, (begin, end) in enumerate(pairwise(borders)):
+        for group in range(begin // of_group, ceil_div(end, of_group)):
+            first, last = max(0, begin - group * of_group), min(of_group, end - group * of_group)
+            start, stop = _query_at(stripe, first, mask), _query_at(stripe, last, mask)
+            if start < stop:
+                tasks.append((stripe.document, start, stop, stripe.first_rank + rank, group))
+    return tasks
+
+
+def _query_at(stripe: Stripe, pairs: int, mask: Mask) -> int:
+    """Finds the query that attended pair number `pairs` belongs to, counted from the stripe's first query on; `stop`
+    behind the last pair."""
+    query = mask.queries_of(mask.pairs_before(stripe.start) + pairs)
+    return min(max(query, stripe.start), stripe.stop)

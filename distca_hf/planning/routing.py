@@ -16,6 +16,10 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
 Remote-KV and remote-query rows come in chunks (see `chunks`) and lie in their order. Local queries, keys and values
 are read where they lie; only rows to send are copied. If the plan divides heads, a row is one token of one head group
 (see `pieces`).
+
+    plan ── transfers ─┬─ facts                                    the same on all ranks
+                       ├─ routing of forward     in several chunks   of this rank
+                       └─ routing of backward    in one chunk        of this rank
 """
 
 from dataclasses import dataclass
@@ -24,11 +28,12 @@ from itertools import chain
 
 import numpy as np
 
-from distca_hf.arrays import IndexRanges, IntArray, exclusive_cumsum
+from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.cost import CAUSAL_MASK
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
+from distca_hf.planning.facts import PlanFacts
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,
@@ -39,7 +44,7 @@ from distca_hf.planning.kernel_calls import (
     remote_query_calls,
 )
 from distca_hf.planning.kv_layout import RemoteKVLayout
-from distca_hf.planning.pieces import Pieces, line_keys, position_keys, rows_per_token
+from distca_hf.planning.pieces import Pieces, RowNumbers, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import KeyTransfers, key_transfers
@@ -204,11 +209,11 @@ def route(
 
     # 2. The remote KV: prefixes of both kinds.
     lines = np.concatenate([local.prefix_lines, remote.lines])
-    prefixes = np.concatenate([local.prefixes, remote.prefixes])
+    prefixes = np.concatenate([local.prefixes, remote.stop])
     remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
 
     # 3. Rows that are sent, received, and copied from this rank's own keys.
-    numbered = _Numbered(held)
+    numbered = RowNumbers(held)
     sent = transfers.select(transfers.source == rank)
     received = _received(transfers, rank)
     received_to_remote_kv = _in_remote_kv(received, remote_kv)
@@ -238,7 +243,7 @@ def route(
         remote_queries_of_chunk=tuple(remote_query_calls(remote, remote_kv, chunk) for chunk in range(chunks.count)),
         late_share=_late_share(plan, rank),
         exchanges=len(transfers) > 0,
-        queries=_query_moves(plan, rank, remote.first_query_row, chunks) if plan.moves_queries else None,
+        queries=_query_moves(plan, rank, remote, chunks) if plan.moves_queries else None,
     )
 
 
@@ -266,42 +271,6 @@ def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
 
 
-class _Numbered:
-    """Numbers for the rows of held pieces, in which rows of every piece are consecutive.
-
-    layout rows of two groups    | t0g0 t0g1 t1g0 t1g1 t2g0 t2g1 |    rows of one group: every second one
-    numbers                      | t0g0 t1g0 t2g0 | t0g1 t1g1 t2g1 |  rows of one piece follow each other
-    """
-
-    def __init__(self, held: Pieces) -> None:
-        self._held = held
-        self._by_row = np.argsort(held.row, kind="stable")
-        rows = held.rows[self._by_row]
-        self._firsts = exclusive_cumsum(rows)
-        self.first = np.empty_like(self._firsts)
-        self.first[self._by_row] = self._firsts
-        self._keys = position_keys(held.document, held.head, held.start, held.head_groups)
-        self._by_key = np.argsort(self._keys)
-
-    def of(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Returns the number of the first row of some tokens."""
-        held = self._held
-        wanted = position_keys(documents, heads, tokens, held.head_groups)
-        piece = self._by_key[np.searchsorted(self._keys[self._by_key], wanted, side="right") - 1]
-        return self.first[piece] + (tokens - held.start[piece]) * rows_per_token(heads, held.head_groups)
-
-    def layout_rows(self, numbers: IndexRanges) -> IndexRanges:
-        """Returns the layout rows of some numbers."""
-        if self._held.head_groups == 1:  # the order of the pieces is that of the rows
-            return numbers
-        parts = numbers.cut_at(self._firsts)
-        at = np.searchsorted(self._firsts, parts.starts, side="right") - 1
-        piece = self._by_row[at]
-        stride = self._held.stride[piece]
-        starts: IntArray = self._held.row[piece] + (parts.starts - self._firsts[at]) * stride
-        return IndexRanges.of(starts, parts.lengths, stride)
-
-
 def _held(layout: Layout, rank: int) -> IntArray:
     """Returns `[segments, 3]` document, first token and first row of each segment of a rank."""
     mine = layout.segments_of(rank)
@@ -324,14 +293,16 @@ def _late_share(plan: Plan, rank: int) -> float:
     return float(min(LATE_SHARE * plan.work[working].mean(), local[working].min()) / local[rank])
 
 
-def _query_moves(plan: Plan, rank: int, first_query_row: IntArray, chunks: ExchangeChunks) -> QueryMoves:
+def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
     """Returns the queries that one rank sends, and the queries of other ranks that it computes.
 
     Args:
         plan, rank, chunks: see `route`.
-        first_query_row: `[tasks]` first remote-query row of each task that the rank computes.
+        remote: tasks with remote queries that the rank computes.
     """
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
+    first_query_row = np.zeros(len(tasks), dtype=np.int64)
+    first_query_row[remote.task] = remote.first_row
 
     # 1. Rows and chunks of some pieces of tasks with remote queries.
     def query_rows_of(chosen: Pieces) -> IndexRanges:
@@ -366,3 +337,40 @@ def _counts(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks: int, n
     counts = np.zeros((num_chunks, num_ranks), dtype=np.int64)
     np.add.at(counts, (chunk, ranks), rows)
     return counts
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """Routings of one rank, and facts that all ranks share.
+
+    Attributes:
+        forward: routing in which rows may come in several chunks.
+        backward: routing in one chunk, since kept rows are there at once; `forward` itself if that has one chunk.
+        facts: numbers about the micro-batch.
+    """
+
+    forward: Routing
+    backward: Routing
+    facts: PlanFacts
+
+
+def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan:
+    """Returns the routings of one rank, and the facts of a plan.
+
+    Args:
+        plan: the plan, the same on all ranks.
+        rank: the rank.
+        num_chunks: chunks of the exchange in forward.
+        work_before: `[ranks]` attended pairs to compare the plan with, in facts; by default the work of the
+            queries that each rank holds.
+    """
+    transfers = key_transfers(plan)
+    facts = PlanFacts.of(
+        plan, transfers, plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
+    )
+    if num_chunks == 1:
+        routing = route(plan, rank, transfers)
+        return RankPlan(routing, routing, facts)
+    chunks = ExchangeChunks.cut(plan, num_chunks)
+    in_chunks = key_transfers(plan, chunks)
+    return RankPlan(route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks), facts)

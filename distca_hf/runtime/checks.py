@@ -74,7 +74,7 @@ def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
     Raises:
         NotFiniteError: names the tensor and the document of the first row that is wrong.
     """
-    if not plan.config.check_finite:
+    if not plan.checks_finite:
         return
     for name, rows in tensors.items():
         wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)

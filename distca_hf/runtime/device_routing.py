@@ -19,8 +19,7 @@ from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import RowSums
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
-from distca_hf.planning.rank_plan import RankPlan
-from distca_hf.planning.routing import QueryMoves, Routing
+from distca_hf.planning.routing import QueryMoves, RankPlan, Routing
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.kernels.registry import choose_kernel, kernel_name
-from distca_hf.planning.rank_plan import PlanFacts
+from distca_hf.planning.facts import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.retention import Retention
@@ -71,6 +71,7 @@ class LivePlan:
         numbers: numbers of every rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
+        checks_finite: whether attention looks for numbers that are not finite.
         retention: decides which rows of other ranks are kept until backward, and until recomputation.
         handle: number by which the operator finds the plan.
     """
@@ -90,6 +91,7 @@ class LivePlan:
         self.facts = facts
         self.transport = transport
         self.config = config
+        self.checks_finite = config.debug.check_finite
         self.agreement = agreement
         self.fingerprint = fingerprint
         self._kernels: dict[_Question, Kernel] = {}

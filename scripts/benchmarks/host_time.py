@@ -25,8 +25,8 @@ from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn

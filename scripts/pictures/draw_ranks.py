@@ -17,7 +17,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.placement.place import fill_in_order
+from distca_hf.placement.place import work_in_order
 from distca_hf.shipped import LENGTHS
 from style import Style, headline, save
 
@@ -46,7 +46,7 @@ def measure(mix: str, num_ranks: int) -> Spread:
     packer = EpochPacker(lengths, capacity_tokens, SEED)
     epoch = packer.epoch(0)
     batches = [lengths[epoch.micro_batch(index)] for index in range(min(MICRO_BATCHES, packer.num_micro_batches))]
-    in_order = [imbalance(fill_in_order(batch, num_ranks).rank_work) for batch in batches]
+    in_order = [imbalance(work_in_order(batch, num_ranks)) for batch in batches]
     config = DistCAConfig(tokens_per_rank=TOKENS_PER_RANK, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
     planner = PlacedPlanner(config, num_ranks, preset("llama3-8b").heads.groups)
     placed = [planner.plan(batch).imbalance for batch in batches]

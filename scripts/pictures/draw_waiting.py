@@ -17,8 +17,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.shipped import LENGTHS
 from style import Style, bare, headline, save
 

@@ -19,7 +19,7 @@ from support.data import random_dataset, random_documents
 from support.layouts import random_layout
 from support.models import tiny_model
 from support.parity import Case, Difference, compare
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start_ranks
 
 
 CPU = torch.device("cpu")
@@ -149,3 +149,20 @@ def test_every_group_shares_rows_and_trains_by_itself(kind: str, tmp_path: Path)
     if kind == "mesh":
         assert "2 dimensions, 'share', 'other'" in by_rank[0].refused["two dimensions"]
         assert "group=mesh['share']" in by_rank[0].refused["two dimensions"]
+
+
+def _lose_a_rank(_: Path) -> int:
+    """Rank 3 fails while its pair waits for it; the other pair goes on."""
+    pairs = PAIRS["mesh"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("share", "other"))["share"]
+    transport = distca_hf.DistCAPlugin(group=mesh).transport(CPU)
+    if dist.get_rank() == pairs[1][1]:
+        raise ArithmeticError("first cause")
+    return sum(row[0] for row in transport.gather([dist.get_rank()], "here").wait())
+
+
+def test_lost_rank_is_named_in_its_group_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes = start_ranks(4, _lose_a_rank, tmp_path, tmp_path)
+
+    assert [outcome.result for outcome in outcomes] == [2, None, 2, None]
+    assert "rank 0, here: rank 1 (rank 3 of the job) left: ArithmeticError: first cause" in outcomes[1].output

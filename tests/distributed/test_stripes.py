@@ -10,7 +10,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.comm.groups import open_transport
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from support.data import random_documents
 from support.layouts import striped_layout
 from support.models import tiny_model

@@ -43,7 +43,8 @@ def _come_late(_: Path) -> int:
     """Rank 1 comes later than an exchange may take."""
     allowed_seconds = max(0.5, 20 * _seconds_to_open_a_group())
     plugin = distca_hf.DistCAPlugin(
-        tokens_per_rank=96, exchange_timeout_seconds=allowed_seconds, agreement_timeout_seconds=HANG_SECONDS
+        tokens_per_rank=96,
+        timeouts=distca_hf.Timeouts(exchange_seconds=allowed_seconds, agreement_seconds=HANG_SECONDS),
     )
     if dist.get_rank() == 1:
         time.sleep(2 * allowed_seconds)
@@ -56,7 +57,9 @@ def test_rank_whose_data_takes_longer_is_waited_for(tmp_path: Path) -> None:
 
 def _never_come(folder: Path) -> None:
     """Rank 1 waits until rank 0 has given up."""
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, exchange_timeout_seconds=0.5, agreement_timeout_seconds=1.0)
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=96, timeouts=distca_hf.Timeouts(exchange_seconds=0.5, agreement_seconds=1.0)
+    )
     if dist.get_rank() == 0:
         try:
             plugin.dataloader(random_dataset())
@@ -73,7 +76,7 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert "PeerLostError: rank 0 waited" in rank_0.output
     assert "for all 2 ranks to open their groups" in rank_0.output
     assert "rank 1 does not answer" in rank_0.output
-    assert "agreement_timeout_seconds" in rank_0.output
+    assert "timeouts.agreement_seconds" in rank_0.output
 
 
 # --- closed

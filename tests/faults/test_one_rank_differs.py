@@ -151,6 +151,10 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
         lambda t: t.settings.update(kv_residency="refetch"),
         "kv_residency is auto on {others}, refetch on rank 1",
     ),
+    "settings of a group": (
+        lambda t: t.settings.update(timeouts=distca_hf.Timeouts(exchange_seconds=299)),
+        "timeouts.exchange_seconds is 300.0 on {others}, 299.0 on rank 1",
+    ),
     "settings of one rank": (lambda t: t.settings.update(prefetch=5), None),
     "version of distca_hf": (_set_version, "distca_hf is"),
     "version of torch": (_set_torch, "torch is"),

@@ -87,7 +87,7 @@ def _train_on_packs(folder: Path, at: int | None) -> list[float]:
     """Three steps on packs whose tasks move; on rank 1 one exchange is overtaken by the next. Rows of keys and of
     queries may be equally long and equally many: places tell them apart."""
     rank = torch.distributed.get_rank()
-    plugin = distca_hf.DistCAPlugin(check_exchanges=True, kv_residency="refetch")
+    plugin = distca_hf.DistCAPlugin(debug=distca_hf.Debug(check_exchanges=True), kv_residency="refetch")
     transport = plugin.transport(CPU)
     if rank == 1 and at is not None:
         plugin._transports[CPU] = FaultTransport(transport, [Fault(at, swap)])

@@ -48,7 +48,7 @@ def _train(folder: Path, flip_at: int) -> int:
         )
     )
     trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args, train_dataset=random_dataset())
-    distca_hf.DistCAPlugin(tokens_per_rank=96, check_weights_every_steps=EVERY).attach(trainer)
+    distca_hf.DistCAPlugin(tokens_per_rank=96, debug=distca_hf.Debug(check_weights_every_steps=EVERY)).attach(trainer)
     trainer.add_callback(FlipABit(flip_at))
     trainer.train()
     return trainer.state.global_step

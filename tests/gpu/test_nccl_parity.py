@@ -16,8 +16,7 @@ from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.torch_kernels import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.reference import attend_documents, rows_of_rank
 from support.layouts import random_plan

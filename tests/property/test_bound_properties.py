@@ -12,8 +12,7 @@ from distca_hf.analysis.bounds.relaxation import keys_worth, slopes
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
 from support.layouts import packed_layout, random_layout, random_plan

@@ -10,7 +10,7 @@ from distca_hf.analysis.bounds.placed import key_value_bytes_bound
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order, place
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order, place
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from support.layouts import reads_rows_in_order
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.rebalance.candidates import NEGLIGIBLE_SHARE, TILE_SHARE, Candidates
 from distca_hf.planning.rebalance.planner import TOLERANCE

@@ -92,7 +92,8 @@ def train_until_harm(harm: Harm, folder: Path) -> None:
     """Trains with DDP and writes down every finished step and the harm."""
     rank = torch.distributed.get_rank()
     plugin = distca_hf.DistCAPlugin(
-        tokens_per_rank=96, exchange_timeout_seconds=NEVER_SECONDS, agreement_timeout_seconds=NEVER_SECONDS
+        tokens_per_rank=96,
+        timeouts=distca_hf.Timeouts(exchange_seconds=NEVER_SECONDS, agreement_seconds=NEVER_SECONDS),
     )
     transport = plugin.transport(CPU)
     if harm.kind == "raise":

@@ -6,8 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.layout import Layout, Stripe
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 

@@ -9,9 +9,8 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.plan import Plan, plan_in_place
+from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan

@@ -2,8 +2,7 @@
 
 import random
 
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from support.layouts import random_layout, random_plan, striped_layout
 
 

@@ -6,26 +6,32 @@ import inspect
 import os
 import pydoc
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from distca_hf.config import (
     ENVIRONMENT_PREFIX,
+    Debug,
     DistCAConfig,
+    Timeouts,
     as_environment,
     check_settings,
     launched_world_size,
     read_yaml,
     unknown_environment_settings,
+    variable_of,
 )
 from distca_hf.errors import ConfigError, UnknownSettingError
 from distca_hf.plugin import DistCAPlugin
 from distca_hf.recipe import Recipe
+from distca_hf.settings import fields_of, renamed, values_of
 
 
-NAMES = [field.name for field in dataclasses.fields(DistCAConfig)]
+NAMES = list(fields_of(DistCAConfig))
 DEFAULTS = {
     "tokens_per_rank": 8192,
     "overlong": "error",
@@ -43,13 +49,13 @@ DEFAULTS = {
     "deterministic": False,
     "save_on_signal": True,
     "metrics": "basic",
-    "check_weights_every_steps": 0,
-    "check_exchanges": False,
-    "check_finite": False,
     "prefetch": 2,
-    "exchange_timeout_seconds": 300.0,
-    "agreement_timeout_seconds": 1800.0,
     "plans_in_flight": 8,
+    "timeouts.exchange_seconds": 300.0,
+    "timeouts.agreement_seconds": 1800.0,
+    "debug.check_exchanges": False,
+    "debug.check_finite": False,
+    "debug.check_weights_every_steps": 0,
 }
 OTHERS = {
     "tokens_per_rank": 1234,
@@ -68,13 +74,13 @@ OTHERS = {
     "deterministic": True,
     "save_on_signal": False,
     "metrics": "all",
-    "check_weights_every_steps": 100,
-    "check_exchanges": True,
-    "check_finite": True,
     "prefetch": 5,
-    "exchange_timeout_seconds": 12.5,
-    "agreement_timeout_seconds": 60.0,
     "plans_in_flight": 3,
+    "timeouts.exchange_seconds": 12.5,
+    "timeouts.agreement_seconds": 60.0,
+    "debug.check_exchanges": True,
+    "debug.check_finite": True,
+    "debug.check_weights_every_steps": 100,
 }
 CHOICES = {
     "overlong": ("error", "split", "truncate"),
@@ -93,6 +99,39 @@ def no_settings_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def made(values: dict[str, Any], kind: type[DistCAConfig] = DistCAConfig) -> DistCAConfig:
+    """Settings by name, those of groups with a dot."""
+    groups: dict[str, dict[str, Any]] = {"debug": {}, "timeouts": {}}
+    plain = {}
+    for name, value in values.items():
+        group, _, inner = name.rpartition(".")
+        (groups[group] if group else plain)[inner] = value
+    return kind(debug=Debug(**groups["debug"]), timeouts=Timeouts(**groups["timeouts"]), **plain)
+
+
+def in_yaml(values: dict[str, Any]) -> str:
+    """The same as a recipe has it, one group to a line."""
+    groups = {
+        group: {name.rpartition(".")[2]: value for name, value in values.items() if name.rpartition(".")[0] == group}
+        for group in ("", "debug", "timeouts")
+    }
+    return yaml.safe_dump({"plugin": groups.pop("") | {group: inner for group, inner in groups.items() if inner}})
+
+
+def flat(config: DistCAConfig) -> dict[str, object]:
+    return values_of(config, DistCAConfig)
+
+
+def from_recipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> DistCAConfig:
+    """The settings of a script that a recipe starts."""
+    environment = dict(os.environ)
+    Recipe.read(path).prepare(environment)
+    with monkeypatch.context() as patched:
+        for name, text in environment.items():
+            patched.setenv(name, text)
+        return DistCAConfig()
+
+
 def refusal(**settings: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         DistCAConfig(**settings)
@@ -109,7 +148,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_defaults() -> None:
-    assert dataclasses.asdict(DistCAConfig()) == DEFAULTS
+    assert flat(DistCAConfig()) == DEFAULTS
 
 
 def test_every_setting_has_another_value_in_these_tests() -> None:
@@ -118,25 +157,25 @@ def test_every_setting_has_another_value_in_these_tests() -> None:
 
 
 def test_every_setting_says_what_it_is_for() -> None:
-    for field in dataclasses.fields(DistCAConfig):
+    for name, field in fields_of(DistCAConfig).items():
         assert len(field.metadata["help"]) > 20
-        assert field.metadata["default"] == DEFAULTS[field.name]
+        assert field.metadata["default"] == DEFAULTS[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_can_come_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
-    config = DistCAConfig()
+    monkeypatch.setenv(variable_of(name), str(OTHERS[name]))
+    config = flat(DistCAConfig())
 
-    assert dataclasses.asdict(config) == {**DEFAULTS, name: OTHERS[name]}
-    assert type(getattr(config, name)) is type(OTHERS[name])
+    assert config == {**DEFAULTS, name: OTHERS[name]}
+    assert type(config[name]) is type(OTHERS[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_explicit_value_beats_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+    monkeypatch.setenv(variable_of(name), str(OTHERS[name]))
 
-    assert getattr(DistCAConfig(**{name: DEFAULTS[name]}), name) == DEFAULTS[name]
+    assert flat(made({name: DEFAULTS[name]}))[name] == DEFAULTS[name]
 
 
 @pytest.mark.parametrize(
@@ -152,9 +191,9 @@ def test_bools_in_the_environment(text: str, value: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("text", "value"), [("30", 30.0), ("0.5", 0.5), ("1e3", 1000.0)])
 def test_numbers_of_seconds_in_the_environment(text: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DISTCA_EXCHANGE_TIMEOUT_SECONDS", text)
+    monkeypatch.setenv("DISTCA_TIMEOUTS_EXCHANGE_SECONDS", text)
 
-    assert DistCAConfig().exchange_timeout_seconds == value
+    assert DistCAConfig().timeouts.exchange_seconds == value
 
 
 def test_environment_is_read_when_a_config_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +207,11 @@ def test_settings_survive_the_way_through_the_environment(monkeypatch: pytest.Mo
     for name, text in as_environment(OTHERS).items():
         monkeypatch.setenv(name, text)
 
-    assert dataclasses.asdict(DistCAConfig()) == OTHERS
+    assert flat(DistCAConfig()) == OTHERS
 
 
 def test_whole_numbers_are_taken_for_seconds() -> None:
-    assert DistCAConfig(exchange_timeout_seconds=20).exchange_timeout_seconds == 20
+    assert type(Timeouts(exchange_seconds=20).exchange_seconds) is float
 
 
 @pytest.mark.parametrize("error", [ConfigError, TypeError])
@@ -195,9 +234,8 @@ def test_settings_are_given_by_name(error: type[Exception]) -> None:
 )
 def test_the_nearest_setting_is_named_for_a_misspelt_one(written_name: str, meant: str, tmp_path: Path) -> None:
     assert refusal(**{written_name: 1}).endswith(f"unknown setting {written_name!r}. Did you mean {meant!r}?")
-    for text in (f"{written_name}: 1\n", f"plugin:\n  {written_name}: 1\n"):
-        with pytest.raises(ConfigError, match=f"settings.yaml: .* Did you mean {meant!r}"):
-            DistCAConfig.from_yaml(written(tmp_path, text))
+    with pytest.raises(ConfigError, match=f"settings.yaml: .* Did you mean {meant!r}"):
+        Recipe.read(written(tmp_path, f"plugin:\n  {written_name}: 1\n"))
 
 
 def test_a_name_that_is_near_to_none_gets_the_list_alone() -> None:
@@ -237,28 +275,73 @@ def test_attribute_that_is_a_misspelt_setting_is_refused() -> None:
 # --- former names
 
 
-@pytest.mark.parametrize(
-    ("former", "present"), [("exchange_legs", "exchange_chunks"), ("received_kv", "kv_residency")]
-)
+FORMER = {
+    "exchange_legs": "exchange_chunks",
+    "received_kv": "kv_residency",
+    "exchange_timeout_seconds": "timeouts.exchange_seconds",
+    "agreement_timeout_seconds": "timeouts.agreement_seconds",
+    "check_exchanges": "debug.check_exchanges",
+    "check_finite": "debug.check_finite",
+    "check_weights_every_steps": "debug.check_weights_every_steps",
+}
+
+
+@pytest.mark.parametrize(("former", "present"), FORMER.items())
 def test_former_name_is_refused_with_the_present_one(
     former: str, present: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = rf"the setting '{former}' is now called '{present}'$"
+    group, _, inner = present.rpartition(".")
+    how = rf": {group}=distca_hf.{group.title()}\({inner}=...\) in Python, {inner} in a section {group} in recipes"
+    said = rf"the setting '{former}' is now called '{present}'{how if group else ''}$"
     with pytest.raises(UnknownSettingError, match=f"^DistCAPlugin: {said}"):
         DistCAPlugin(**{former: 1})
     with pytest.raises(UnknownSettingError, match=said):
         setattr(DistCAConfig(), former, 1)
     recipe = written(tmp_path, f"plugin:\n  {former}: 1\n")
-    for read in (DistCAConfig.from_yaml, Recipe.read):
-        with pytest.raises(UnknownSettingError, match=f"settings.yaml: {said}"):
-            read(recipe)
+    with pytest.raises(UnknownSettingError, match=f"settings.yaml: {said}"):
+        Recipe.read(recipe)
     monkeypatch.setenv(f"DISTCA_{former.upper()}", "1")
-    with pytest.raises(UnknownSettingError, match=f"DISTCA_{former.upper()}: .*; set DISTCA_{present.upper()}$"):
+    with pytest.raises(UnknownSettingError, match=f"DISTCA_{former.upper()}: .*; set {variable_of(present)}$"):
         DistCAPlugin()
 
 
+def test_all_former_names_are_known() -> None:
+    assert renamed(DistCAConfig) == FORMER
+
+
+# --- groups
+
+
+def test_settings_of_a_group_are_given_by_it() -> None:
+    plugin = DistCAPlugin(debug=Debug(check_finite=True), timeouts=Timeouts(agreement_seconds=3600))
+
+    assert plugin.config.debug == Debug(check_finite=True, check_exchanges=False)
+    assert plugin.config.timeouts == Timeouts(exchange_seconds=300.0, agreement_seconds=3600.0)
+
+
+def test_group_that_is_no_group_is_refused() -> None:
+    message = refusal(debug={"check_finite": True})
+
+    assert message == "debug={'check_finite': True} must be of type Debug, not dict: debug=distca_hf.Debug(...)"
+
+
+def test_name_with_a_dot_is_refused_where_it_is_no_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnknownSettingError, match=r"debug\.check_finite' is a setting of a group: debug=distca_hf.Debug"
+    ):
+        Recipe.read(written(tmp_path, "plugin:\n  debug.check_finite: on\n"))
+
+
+def test_settings_of_a_group_are_fixed_and_misspelt_ones_are_named() -> None:
+    debug = Debug()
+    with pytest.raises(ConfigError, match=r"check_finite=True: settings of a Debug are fixed, .* made with False"):
+        debug.check_finite = True
+    with pytest.raises(UnknownSettingError, match=r"Debug: unknown setting 'finite'\. Did you mean 'check_finite'\?"):
+        Debug(finite=True)  # type: ignore[call-arg]
+
+
 def test_settings_can_be_copied() -> None:
-    config = DistCAConfig(**OTHERS)
+    config = made(OTHERS)
 
     assert copy.deepcopy(config) == config
     assert dataclasses.replace(config, prefetch=9).prefetch == 9
@@ -272,10 +355,12 @@ def test_help_shows_every_setting_with_its_description_and_default(settings: typ
     shown = pydoc.plain(pydoc.render_doc(settings))
     words = " ".join(shown.replace("|", " ").split())
 
-    for field in dataclasses.fields(DistCAConfig):
-        assert re.search(rf"\b{field.name} \(.*default {re.escape(repr(DEFAULTS[field.name]))}\):", shown), field.name
+    for name, field in fields_of(DistCAConfig).items():
+        assert re.search(rf"\b{re.escape(name)} \(.*default {re.escape(repr(DEFAULTS[name]))}\):", shown), name
         assert " ".join(field.metadata["help"].split()) in words
-        assert inspect.signature(settings).parameters[field.name].default == DEFAULTS[field.name]
+        group, _, inner = name.rpartition(".")
+        default = inspect.signature(settings).parameters[group or name].default
+        assert (getattr(default, inner) if group else default) == DEFAULTS[name]
 
 
 def test_help_of_the_plugin_begins_with_its_own_words() -> None:
@@ -296,7 +381,8 @@ def test_help_of_the_plugin_begins_with_its_own_words() -> None:
         ("DISTCA_TOKENS_PER_RANK", "8192.0", "a whole number"),
         ("DISTCA_TOKENS_PER_RANK", "", "a whole number"),
         ("DISTCA_PREFETCH", "1.5", "a whole number"),
-        ("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "5 minutes", "a number"),
+        ("DISTCA_TIMEOUTS_EXCHANGE_SECONDS", "5 minutes", "a number"),
+        ("DISTCA_DEBUG_CHECK_FINITE", "maybe", "yes or no"),
         ("DISTCA_KV_BUDGET_GIB", "4 GiB", "a number"),
         ("DISTCA_DETERMINISTIC", "maybe", "yes or no"),
         ("DISTCA_DETERMINISTIC", "2", "yes or no"),
@@ -340,13 +426,16 @@ def test_counts_are_at_least_one(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("wrong", [0, 0.0, -1, -0.5, float("nan")])
 def test_deadline_is_positive(wrong: float) -> None:
-    message = refusal(exchange_timeout_seconds=wrong)
-
-    assert "exchange_timeout_seconds=" in message
-    assert "positive" in message
+    with pytest.raises(ConfigError, match=r"^exchange_seconds=.* must be positive"):
+        Timeouts(exchange_seconds=wrong)
 
 
-@pytest.mark.parametrize("name", ["ranks_per_node", "exchange_chunks", "check_weights_every_steps"])
+def test_weights_are_not_compared_every_less_than_no_steps() -> None:
+    with pytest.raises(ConfigError, match="check_weights_every_steps=-1 must be at least 0"):
+        Debug(check_weights_every_steps=-1)
+
+
+@pytest.mark.parametrize("name", ["ranks_per_node", "exchange_chunks"])
 def test_counts_that_may_be_zero_are_not_less(name: str) -> None:
     assert getattr(DistCAConfig(**{name: 0}), name) == 0
     message = refusal(**{name: -1})
@@ -371,8 +460,8 @@ def test_budget_may_be_nothing_but_not_less_and_is_finite() -> None:
         ("tokens_per_rank", None, ("int", "NoneType")),
         ("tokens_per_rank", True, ("int", "bool")),
         ("prefetch", [2], ("int", "list")),
-        ("exchange_timeout_seconds", "300", ("float", "str")),
-        ("exchange_timeout_seconds", True, ("float", "bool")),
+        ("timeouts.exchange_seconds", "300", ("float", "str")),
+        ("timeouts.exchange_seconds", True, ("float", "bool")),
         ("kv_budget_gib", "4", ("float", "str")),
         ("deterministic", 1, ("bool", "int")),
         ("deterministic", "yes", ("bool", "str")),
@@ -380,39 +469,33 @@ def test_budget_may_be_nothing_but_not_less_and_is_finite() -> None:
     ],
 )
 def test_values_of_another_type_are_refused(name: str, wrong: Any, kinds: tuple[str, str]) -> None:
-    message = refusal(**{name: wrong})
+    with pytest.raises(ConfigError) as refused:
+        made({name: wrong})
+    message = str(refused.value)
 
-    assert f"{name}={wrong!r}" in message
+    assert f"{name.rpartition('.')[2]}={wrong!r}" in message
     assert f"must be of type {kinds[0]}, not {kinds[1]}" in message
 
 
-# --- YAML
+# --- recipes
 
 
-def test_plain_settings_in_yaml(tmp_path: Path) -> None:
-    path = written(tmp_path, "tokens_per_rank: 4096\nkernel: cpu\ndeterministic: on\n")
+def test_recipe_with_a_plugin_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "script:\n  model: some/model\nplugin:\n  overlong: split\n  prefetch: 4\n")
 
-    expected = {**DEFAULTS, "tokens_per_rank": 4096, "kernel": "cpu", "deterministic": True}
-    assert dataclasses.asdict(DistCAConfig.from_yaml(path)) == expected
-    assert dataclasses.asdict(DistCAConfig.from_yaml(str(path))) == expected
+    assert flat(from_recipe(path, monkeypatch)) == {**DEFAULTS, "overlong": "split", "prefetch": 4}
 
 
-def test_recipe_with_a_plugin_section(tmp_path: Path) -> None:
-    path = written(tmp_path, "model: some/model\nlearning_rate: 1.0e-4\nplugin:\n  overlong: split\n  prefetch: 4\n")
-
-    assert dataclasses.asdict(DistCAConfig.from_yaml(path)) == {**DEFAULTS, "overlong": "split", "prefetch": 4}
+def test_every_setting_can_come_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flat(from_recipe(written(tmp_path, in_yaml(OTHERS)), monkeypatch)) == OTHERS
 
 
-def test_every_setting_can_come_from_yaml(tmp_path: Path) -> None:
-    path = written(tmp_path, "\n".join(f"{name}: {value}" for name, value in OTHERS.items()))
-
-    assert dataclasses.asdict(DistCAConfig.from_yaml(path)) == OTHERS
-
-
-def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_beats_the_environment_and_leaves_the_rest_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DISTCA_PREFETCH", "9")
     monkeypatch.setenv("DISTCA_PLANS_IN_FLIGHT", "9")
-    config = DistCAConfig.from_yaml(written(tmp_path, "prefetch: 3\n"))
+    config = from_recipe(written(tmp_path, "plugin:\n  prefetch: 3\n"), monkeypatch)
 
     assert (config.prefetch, config.plans_in_flight) == (3, 9)
 
@@ -421,7 +504,7 @@ def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, mo
     ("text", "parts"),
     [
         ("tokens_per_gpu: 5\n", ["settings.yaml", "'tokens_per_gpu'", "Did you mean 'tokens_per_rank'?"]),
-        ("plugin:\n  prefetch: 2\n  Kernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
+        ("prefetch: 2\nKernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
         ("5: 6\n", ["settings.yaml", "unknown setting 5"]),
         ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),
         ("tokens_per_rank: '8192'\n", ["tokens_per_rank='8192'", "int"]),
@@ -429,22 +512,31 @@ def test_yaml_beats_the_environment_and_leaves_the_rest_to_it(tmp_path: Path, mo
         ("tokens_per_rank: 0\n", ["tokens_per_rank=0", "at least 1"]),
         ("overlong: cut\n", ["overlong='cut'", "truncate"]),
         ("kernel:\n", ["kernel=None", "auto"]),
-        ("plugin:\n", ["settings.yaml", "mapping", "NoneType"]),
-        ("plugin: [prefetch]\n", ["settings.yaml", "mapping", "list"]),
-        ("plugin: fast\n", ["settings.yaml", "mapping", "str"]),
-        ("- prefetch\n", ["settings.yaml", "mapping", "list"]),
-        ("", ["settings.yaml", "mapping", "NoneType"]),
+        ("- prefetch\n", ["settings.yaml", "plugin", "list"]),
+        ("fast\n", ["settings.yaml", "plugin", "str"]),
         ("prefetch: [1\n", ["cannot read", "settings.yaml"]),
         ("prefetch: !!python/object/apply:os.getcwd []\n", ["cannot read", "settings.yaml"]),
+        ("debug:\n", ["settings.yaml: debug", "mapping", "NoneType"]),
+        ("debug: on\n", ["settings.yaml: debug", "mapping", "bool"]),
+        ("debug: {finite: on}\n", ["settings.yaml: debug", "'finite'", "Did you mean 'check_finite'?"]),
+        ("debug: {check_weights_every_steps: -1}\n", ["settings.yaml: debug", "at least 0"]),
+        ("timeouts: {exchange_seconds: 0}\n", ["settings.yaml: timeouts", "exchange_seconds=0", "positive"]),
+        ("timeouts: {exchange_seconds: 5 minutes}\n", ["settings.yaml: timeouts", "exchange_seconds=", "float"]),
     ],
     ids=repr,
 )
-def test_yaml_that_is_wrong_is_refused_by_file_and_key(text: str, parts: list[str], tmp_path: Path) -> None:
+def test_section_that_is_wrong_is_refused_by_file_and_key(text: str, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        DistCAConfig.from_yaml(written(tmp_path, text))
+        Recipe.read(written(tmp_path, f"plugin:\n{textwrap.indent(text, '  ')}"))
 
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- prefetch\n", "list"), ("", "NoneType")])
+def test_file_without_sections_is_refused(text: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"settings.yaml must hold a mapping .* not {kind}"):
+        Recipe.read(written(tmp_path, text))
 
 
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
@@ -469,7 +561,7 @@ def test_checked_settings_are_a_copy() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_settings_differ_when_a_setting_differs_that_ranks_must_share(name: str) -> None:
-    same = DistCAConfig(**{name: OTHERS[name]}).shared_settings() == DistCAConfig().shared_settings()
+    same = made({name: OTHERS[name]}).shared_settings() == DistCAConfig().shared_settings()
 
     assert same == (name in ("prefetch", "plans_in_flight", "kernel_times", "metrics"))
 
@@ -485,25 +577,25 @@ def test_shared_settings_tell_apart_values_that_change_places() -> None:
 def test_shared_settings_are_equal_wherever_equal_settings_come_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    explicit = DistCAConfig(**{name: OTHERS[name]}).shared_settings()
-    from_yaml = DistCAConfig.from_yaml(written(tmp_path, f"{name}: {OTHERS[name]}\n")).shared_settings()
-    monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+    explicit = made({name: OTHERS[name]}).shared_settings()
+    of_recipe = from_recipe(written(tmp_path, in_yaml({name: OTHERS[name]})), monkeypatch).shared_settings()
+    monkeypatch.setenv(variable_of(name), str(OTHERS[name]))
 
-    assert explicit == from_yaml == DistCAConfig().shared_settings()
+    assert explicit == of_recipe == DistCAConfig().shared_settings()
 
 
 def test_shared_settings_are_equal_for_whole_seconds_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, decimal = DistCAConfig(exchange_timeout_seconds=60), DistCAConfig(exchange_timeout_seconds=60.0)
+    whole, decimal = (DistCAConfig(timeouts=Timeouts(exchange_seconds=seconds)) for seconds in (60, 60.0))
     assert whole == decimal
 
-    monkeypatch.setenv("DISTCA_EXCHANGE_TIMEOUT_SECONDS", "60")
+    monkeypatch.setenv("DISTCA_TIMEOUTS_EXCHANGE_SECONDS", "60")
     assert whole.shared_settings() == decimal.shared_settings() == DistCAConfig().shared_settings()
 
 
 def test_unknown_environment_settings_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown_environment_settings() == {}
     for name in NAMES:
-        monkeypatch.setenv(f"DISTCA_{name.upper()}", str(OTHERS[name]))
+        monkeypatch.setenv(variable_of(name), str(OTHERS[name]))
     assert unknown_environment_settings() == {}
 
     for name in ("DISTCA_HOME", "DISTCA_KERNAL", "DISTCA_prefetch", "DISTCA_", "OTHER_KERNEL"):

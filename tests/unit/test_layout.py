@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
-from distca_hf.data.collate import pad_rows
 from distca_hf.errors import PackingError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, as_int_array, check_cu_seqlens, check_document_tokens
+from distca_hf.placement.place import place
 from support.layouts import random_layout
 
 
@@ -368,4 +368,52 @@ def test_stripes_are_kept() -> None:
     layout = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], stripes=stripes)
 
     assert layout.stripes == stripes
-    assert pad_rows(layout, 16, 100).stripes == stripes
+    assert layout.padded(16, 100).stripes == stripes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "multiple", "most_rows", "rows"),
+    [
+        ([5, 7], 4, 100, 8),
+        ([8, 7], 4, 100, 8),
+        ([9, 1], 4, 100, 12),
+        ([5, 7], 1, 100, 7),
+        ([5, 7], 100, 100, 100),
+        ([5, 7], 128, 10, 10),
+        ([5, 7], 4, 7, 7),
+        ([10, 10], 4, 10, 10),
+        ([12, 3], 4, 10, 12),
+        ([0, 0], 4, 100, 1),
+        ([0, 3], 4, 100, 4),
+        ([1], 128, 8192, 128),
+        ([129], 128, 8192, 256),
+        ([8192], 128, 8192, 8192),
+    ],
+)
+def test_all_ranks_are_padded_to_a_multiple_but_not_beyond_the_most(
+    tokens: list[int], multiple: int, most_rows: int, rows: int
+) -> None:
+    lengths = [count for count in tokens if count]
+    documents = iter(range(len(lengths)))
+    layout = Layout.from_segments(lengths, [[(next(documents), 0, count)] if count else [] for count in tokens])
+    padded = layout.padded(multiple, most_rows)
+
+    padded.validate()
+    assert padded.rank_rows.tolist() == [rows] * len(tokens)
+    assert padded.padding_rows.tolist() == [rows - count for count in tokens]
+    assert padded.rank_rows.dtype == np.int64
+
+
+def test_padding_changes_nothing_else() -> None:
+    layout = place([500, 20, 3000, 1, 77], 3)
+    padded = layout.padded(128, 4096)
+
+    for name in ("document_tokens", "segment_document", "segment_start", "segment_stop", "rank_segments"):
+        assert np.array_equal(getattr(padded, name), getattr(layout, name))
+    assert not layout.padding_rows.any()
+
+
+def test_padding_that_is_there_is_not_kept() -> None:
+    layout = Layout.from_segments([5, 7], [[(0, 0, 5)], [(1, 0, 7)]], [60, 7])
+
+    assert layout.padded(4, 100).rank_rows.tolist() == [8, 8]

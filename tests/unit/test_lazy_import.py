@@ -34,7 +34,7 @@ def run_fresh(program: str) -> str:
         "import distca_hf.run, distca_hf.recipe",
         "import distca_hf.cli",
         "import distca_hf.placement.place, distca_hf.data.epochs, distca_hf.data.collate",
-        "import distca_hf.planning.in_place, distca_hf.planning.routing, distca_hf.planning.plan, distca_hf.layout",
+        "import distca_hf.planning.plan, distca_hf.planning.routing, distca_hf.layout",
         "import distca_hf.batches.placed, distca_hf.analysis.command",
     ],
 )

@@ -11,7 +11,7 @@ from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.members import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
-from distca_hf.config import DistCAConfig
+from distca_hf.config import Debug, DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.parallel_context import ParallelContext, job_size
 from distca_hf.plugin import DistCAPlugin
@@ -61,7 +61,9 @@ def test_one_transport_is_opened_for_each_device() -> None:
 
 
 def test_exchanges_are_checked_if_that_is_asked_for() -> None:
-    assert isinstance(ParallelContext(DistCAConfig(check_exchanges=True)).transport(CPU), CheckedTransport)
+    assert isinstance(
+        ParallelContext(DistCAConfig(debug=Debug(check_exchanges=True))).transport(CPU), CheckedTransport
+    )
 
 
 def test_one_process_is_one_rank_in_all_scopes_and_roles() -> None:

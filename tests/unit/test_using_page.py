@@ -1,7 +1,6 @@
 """Pages for users say what the code says: settings, metrics, errors, messages, examples."""
 
 import ast
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.models import preset
 from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
+from distca_hf.settings import fields_of
 from support.commands import REPOSITORY
 
 
@@ -36,16 +36,16 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
     written = [(name, default) for name, default, _ in table("All settings")]
 
     assert written == [
-        (f"`{setting.name}`", f"`{setting.metadata['default']}`") for setting in dataclasses.fields(DistCAConfig)
+        (f"`{name}`", f"`{setting.metadata['default']}`") for name, setting in fields_of(DistCAConfig).items()
     ]
 
 
 def test_choices_of_a_setting_are_named() -> None:
     meanings = {name.strip("`"): meaning for name, _, meaning in table("All settings")}
-    for setting in dataclasses.fields(DistCAConfig):
+    for name, setting in fields_of(DistCAConfig).items():
         choices = getattr(setting.type, "__args__", ())
-        missing = [choice for choice in choices if f"`{choice}`" not in meanings[setting.name] and choice != "auto"]
-        assert not missing, setting.name
+        missing = [choice for choice in choices if f"`{choice}`" not in meanings[name] and choice != "auto"]
+        assert not missing, name
 
 
 def test_every_metric_is_explained() -> None:

@@ -55,7 +55,7 @@ class DistCACallback(TrainerCallback):
     trackers.
 
     It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
-    compares weights every `check_weights_every_steps`.
+    compares weights every `debug.check_weights_every_steps`.
 
     Args:
         plugin: settings and transport.
@@ -184,7 +184,7 @@ class DistCACallback(TrainerCallback):
         """
         for meter in self._meters():
             meter.note_training()
-        every = self._context.config.check_weights_every_steps
+        every = self._context.config.debug.check_weights_every_steps
         if every and state.global_step % every == 0:
             if self._weights is None:
                 self._weights = WeightsCheck(self._context.transport(args.device))

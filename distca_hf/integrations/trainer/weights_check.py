@@ -61,7 +61,7 @@ class WeightsCheck:
         everything = sum(1 for _ in model.parameters())
         if not self._warned and replicated < everything:
             log.warning(
-                "check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3): every rank holds "
+                "debug.check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3): every rank holds "
                 "another part, and there is nothing to compare",
                 everything - replicated,
                 everything,

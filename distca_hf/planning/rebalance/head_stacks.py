@@ -16,7 +16,7 @@ import numpy as np
 
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance.candidates import Candidate, Candidates
 from distca_hf.planning.rebalance.strategies import MANY_DOCUMENTS, STRATEGIES, Effort
 from distca_hf.topology import Topology

@@ -4,13 +4,11 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 from datasets import Dataset
 
-from distca_hf.data.collate import PADDING_TOKEN, RankRows, collate, pad_rows
+from distca_hf.data.collate import PADDING_TOKEN, RankRows, collate
 from distca_hf.data.documents import IGNORED_LABEL, DocumentSource
 from distca_hf.layout import Layout
-from distca_hf.placement.place import place
 from support.layouts import random_layout
 
 
@@ -158,51 +156,3 @@ def test_ranks_together_hold_what_the_documents_hold() -> None:
 
 
 # --- padding
-
-
-@pytest.mark.parametrize(
-    ("tokens", "multiple", "most_rows", "rows"),
-    [
-        ([5, 7], 4, 100, 8),
-        ([8, 7], 4, 100, 8),
-        ([9, 1], 4, 100, 12),
-        ([5, 7], 1, 100, 7),
-        ([5, 7], 100, 100, 100),
-        ([5, 7], 128, 10, 10),
-        ([5, 7], 4, 7, 7),
-        ([10, 10], 4, 10, 10),
-        ([12, 3], 4, 10, 12),
-        ([0, 0], 4, 100, 1),
-        ([0, 3], 4, 100, 4),
-        ([1], 128, 8192, 128),
-        ([129], 128, 8192, 256),
-        ([8192], 128, 8192, 8192),
-    ],
-)
-def test_all_ranks_are_padded_to_a_multiple_but_not_beyond_the_most(
-    tokens: list[int], multiple: int, most_rows: int, rows: int
-) -> None:
-    lengths = [count for count in tokens if count]
-    documents = iter(range(len(lengths)))
-    layout = Layout.from_segments(lengths, [[(next(documents), 0, count)] if count else [] for count in tokens])
-    padded = pad_rows(layout, multiple, most_rows)
-
-    padded.validate()
-    assert padded.rank_rows.tolist() == [rows] * len(tokens)
-    assert padded.padding_rows.tolist() == [rows - count for count in tokens]
-    assert padded.rank_rows.dtype == np.int64
-
-
-def test_padding_changes_nothing_else() -> None:
-    layout = place([500, 20, 3000, 1, 77], 3)
-    padded = pad_rows(layout, 128, 4096)
-
-    for name in ("document_tokens", "segment_document", "segment_start", "segment_stop", "rank_segments"):
-        assert np.array_equal(getattr(padded, name), getattr(layout, name))
-    assert not layout.padding_rows.any()
-
-
-def test_padding_that_is_there_is_not_kept() -> None:
-    layout = Layout.from_segments([5, 7], [[(0, 0, 5)], [(1, 0, 7)]], [60, 7])
-
-    assert pad_rows(layout, 4, 100).rank_rows.tolist() == [8, 8]

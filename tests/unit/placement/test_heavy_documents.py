@@ -12,7 +12,7 @@ from distca_hf.placement.accordion import Goal
 from distca_hf.placement.heavy_documents import HEAVY, deal_in_groups
 from distca_hf.placement.piece_pool import Segment, piece_of
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 
 

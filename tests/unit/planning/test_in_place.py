@@ -14,8 +14,7 @@ import pytest
 from distca_hf.errors import PackingError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.tasks import Tasks
 from support.layouts import random_layout
 
@@ -260,7 +259,7 @@ def test_fingerprint_does_not_depend_on_memory_layout() -> None:
 
 def test_fingerprint_is_the_same_in_every_process() -> None:
     program = (
-        "from distca_hf.layout import Layout; from distca_hf.planning.in_place import plan_in_place\n"
+        "from distca_hf.layout import Layout; from distca_hf.planning.plan import plan_in_place\n"
         "layout = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], [6, 7])\n"
         "print(plan_in_place(layout).fingerprint)"
     )

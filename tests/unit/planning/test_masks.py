@@ -9,9 +9,9 @@ from distca_hf.cost import Cost, Mask, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import divide_stripe, plan_in_place
-from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.routing import rank_plan
 
 
 MASKS = st.builds(Mask, st.none() | st.integers(1, 600))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.rank_plan import rank_plan
+from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from support.layouts import random_layout, random_plan
 

@@ -8,8 +8,7 @@ from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.donors import merge_short_tails

@@ -9,9 +9,8 @@ import pytest
 from distca_hf.arrays import IndexRanges
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
-from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
 from distca_hf.planning.tasks import ALL_HEADS, Tasks
 from distca_hf.planning.transfers import key_transfers

@@ -13,7 +13,7 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn, flash_attn_backward

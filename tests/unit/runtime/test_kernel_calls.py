@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distca_hf.kernels.interface import Spans
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
 from distca_hf.planning.kernel_calls import CallKind
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import route
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
 from distca_hf.runtime.kernel_calls import calls_of_heads, divide_heads, with_kv_heads

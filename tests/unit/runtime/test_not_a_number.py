@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.config import Debug, DistCAConfig
 from distca_hf.errors import NotFiniteError, PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
@@ -77,7 +76,7 @@ def test_setting_names_layer_and_document(which: int, name: str, checked: bool) 
     tensors[which][1] = math.nan  # the first segment's second row
 
     def run(transport: Transport) -> None:
-        live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=checked))
+        live = live_plan(layout, transport, DistCAConfig(kernel="reference", debug=Debug(check_finite=checked)))
         q, k, v, dout = tensors
         held = [x.requires_grad_() for x in (q, k, v)]
         out, *_ = flash_attn(*held, SPEC, live.handle)
@@ -97,7 +96,7 @@ def test_padding_is_no_document() -> None:
     layout = Layout.from_segments([5, 3], [[(0, 0, 5), (1, 0, 3)]], [16])
 
     def run(transport: Transport) -> None:
-        live = live_plan(layout, transport, DistCAConfig(kernel="reference", check_finite=True))
+        live = live_plan(layout, transport, DistCAConfig(kernel="reference", debug=Debug(check_finite=True)))
         q, k, v = (torch.zeros(16, 2, 4) for _ in range(3))
         k[12] = math.nan
         flash_attn(q, k, v, SPEC, live.handle)

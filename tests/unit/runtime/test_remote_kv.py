@@ -11,9 +11,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.rank_plan import rank_plan
-from distca_hf.planning.routing import Routing, route
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.planning.routing import Routing, rank_plan, route
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of

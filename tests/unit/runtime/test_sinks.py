@@ -11,8 +11,7 @@ from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
-from distca_hf.planning.in_place import plan_in_place
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks

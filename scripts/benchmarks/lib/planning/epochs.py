@@ -20,10 +20,9 @@ from distca_hf.batches.prepare import Cursor
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
-from distca_hf.data.collate import pad_rows
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.placement.place import fill_in_order
+from distca_hf.placement.place import fill_in_order, work_in_order
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.shipped import LENGTHS
@@ -54,7 +53,7 @@ def print_balance(name: str, lengths: IntArray, num_ranks: int, tokens_per_rank:
         plan = planner.plan(tokens)
         transfers = key_transfers(plan)
         work = [route(plan, rank, transfers).pairs for rank in range(num_ranks)]
-        before.append(imbalance(fill_in_order(tokens, num_ranks).rank_work))
+        before.append(imbalance(work_in_order(tokens, num_ranks)))
         placed.append(imbalance(work))
         spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
         key_tokens = int(transfers.rows_between(num_ranks).sum()) / plan.tasks.head_groups
@@ -62,7 +61,7 @@ def print_balance(name: str, lengths: IntArray, num_ranks: int, tokens_per_rank:
     rows = 0
     for micro_batch in range(packer.num_micro_batches):
         layout = fill_in_order(documents[epoch.micro_batch(micro_batch)], num_ranks)
-        rows += int(pad_rows(layout, config.pad_to_multiple_of, tokens_per_rank).rank_rows.sum())
+        rows += int(layout.padded(config.pad_to_multiple_of, tokens_per_rank).rank_rows.sum())
     padding = 1 - documents.sum() / rows
     full_padding = 1 - documents.sum() / (packer.num_micro_batches * capacity_tokens)
     print_row(

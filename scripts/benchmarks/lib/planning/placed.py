@@ -12,8 +12,8 @@ from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import imbalance
-from distca_hf.placement.place import fill_in_order, place
-from distca_hf.planning.in_place import plan_in_place
+from distca_hf.placement.place import place, work_in_order
+from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 from lib.planning.mixes import batch
@@ -52,7 +52,7 @@ def print_balance(ranks: list[int], seeds: int) -> None:
                         lengths = batch(mix, num_ranks, tokens_per_rank, longest, seed)
                         plan = plan_placed(lengths, Topology(num_ranks, RANKS_PER_NODE))
                         spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
-                        before.append(imbalance(fill_in_order(lengths, num_ranks).rank_work))
+                        before.append(imbalance(work_in_order(lengths, num_ranks)))
                         after.append(plan.imbalance)
                         documents.append(len(lengths))
                     cells = (mix, num_ranks, f"{tokens_per_rank // K}K", f"{longest // K}K")

@@ -9,7 +9,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from distca_hf.batches.meter import Reading
 from distca_hf.integrations.trainer.callback import in_short, print_in_short
-from distca_hf.planning.rank_plan import PlanTotals
+from distca_hf.planning.facts import PlanTotals
 
 
 LONGEST_LINE = 160

@@ -1,9 +1,4 @@
-"""A plan as one rank needs it: its routing in forward and in backward, and facts of the micro-batch.
-
-plan ── transfers ─┬─ facts                                    the same on all ranks
-                   ├─ routing of forward     in several chunks   of this rank
-                   └─ routing of backward    in one chunk        of this rank
-"""
+"""Facts of a planned micro-batch, the same on all ranks, and their sums over many of them."""
 
 from dataclasses import dataclass, fields
 from typing import Self
@@ -12,10 +7,8 @@ import numpy as np
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.transfers import KeyTransfers, key_transfers
+from distca_hf.planning.transfers import KeyTransfers
 
 
 @dataclass(frozen=True)
@@ -115,40 +108,3 @@ class PlanTotals:
         return type(self)(
             **{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)}
         )
-
-
-@dataclass(frozen=True, eq=False)
-class RankPlan:
-    """Routings of one rank, and facts that all ranks share.
-
-    Attributes:
-        forward: routing in which rows may come in several chunks.
-        backward: routing in one chunk, since kept rows are there at once; `forward` itself if that has one chunk.
-        facts: numbers about the micro-batch.
-    """
-
-    forward: Routing
-    backward: Routing
-    facts: PlanFacts
-
-
-def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan:
-    """Returns the routings of one rank, and the facts of a plan.
-
-    Args:
-        plan: the plan, the same on all ranks.
-        rank: the rank.
-        num_chunks: chunks of the exchange in forward.
-        work_before: `[ranks]` attended pairs to compare the plan with, in facts; by default the work of the
-            queries that each rank holds.
-    """
-    transfers = key_transfers(plan)
-    facts = PlanFacts.of(
-        plan, transfers, plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
-    )
-    if num_chunks == 1:
-        routing = route(plan, rank, transfers)
-        return RankPlan(routing, routing, facts)
-    chunks = ExchangeChunks.cut(plan, num_chunks)
-    in_chunks = key_transfers(plan, chunks)
-    return RankPlan(route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks), facts)
