@@ -136,6 +136,7 @@ class ForwardWatch:
             )
         self._check.check_model(module)
         self._check.check_plan(plan)
+        _check_placed(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
 
@@ -251,20 +252,31 @@ class _Hook:
         return _Hook, ()
 
 
-def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
-    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+def _check_placed(batch: Batch, plan: LivePlan) -> None:
+    """Checks that a placed batch still has all that a model cannot make of its tokens.
 
     Raises:
-        PlanError: the model would shift labels of a placed batch itself.
+        PlanError: the model would count positions, or shift labels, itself.
     """
-    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
-    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+    if plan.label_tokens is None:  # packs of others
+        return
+    where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
+    if batch.get("position_ids") is None:
         raise PlanError(
-            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
-            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
-            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+            f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
+            "document may go on. Pass position_ids on"
         )
+    if batch.get("labels") is not None and batch.get("shift_labels") is None:
+        raise PlanError(
+            f"{where} labels, but no shift_labels: the model would shift labels across documents and cuts between "
+            "ranks. Pass shift_labels on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
+
+
+def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
+    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
+    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:

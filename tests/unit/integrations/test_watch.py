@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -184,6 +185,26 @@ def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: b
                 part(**batch)
         if when == "before":
             model(**batch).loss.backward()
+
+
+def test_positions_that_the_model_would_count_itself_are_refused() -> None:
+    """It would count them from the first token of the rank, where a document that was cut goes on."""
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    del batch["position_ids"]
+    with pytest.raises(PlanError, match="micro-batch 0: a placed batch has no position_ids"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copied_batch_brings_its_plan_and_cannot_be_stored(copied: Any) -> None:
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    twin = {name: copied(value) for name, value in batch.items()}
+
+    assert torch.equal(model(**twin).loss, model(**batch).loss)
+    with pytest.raises(PlanError, match="can neither be stored nor sent to another process"):
+        pickle.dumps(batch)
 
 
 def test_labels_that_the_model_would_shift_across_cuts_are_refused() -> None:
