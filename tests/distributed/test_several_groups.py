@@ -35,6 +35,8 @@ class Seen:
     core: list[Difference]
     loss: float
     gradients: float
+    packs: float
+    packs_exchanged: bool
     refused: dict[str, str]
 
 
@@ -65,6 +67,22 @@ def _exact(documents: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def _packs(plugin: distca_hf.DistCAPlugin) -> tuple[float, bool]:
+    """The difference of a loss over this rank's own pack, and whether attention tasks moved."""
+    transport = plugin.transport(CPU)
+    lengths = (150,) if transport.rank == 0 else (20, 20)
+    documents = random_documents(len(lengths), seed=dist.get_rank(), lengths=lengths)
+    ids = torch.tensor([token for document in documents for token in document])[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    labels = ids.where(positions > 0, -100)  # no document learns the beginning of the next one
+    model = distca_hf.enable(tiny_model().double().train(), plugin)
+    before = transport.traffic.exchanges
+    loss = model(input_ids=ids, position_ids=positions, labels=labels).loss
+    exchanged = transport.traffic.exchanges > before
+    loss.backward()
+    return abs(float(loss.detach()) - _exact(documents)[0]), exchanged
+
+
 def _train_in_pairs(kind: str) -> Seen:
     rank = dist.get_rank()
     pair = next(number for number, ranks in enumerate(PAIRS[kind]) if rank in ranks)
@@ -93,8 +111,9 @@ def _train_in_pairs(kind: str) -> Seen:
         gradient = parameter.grad
         whole = gradient.full_tensor() if kind == "mesh" else gradient
         differences.append(float((whole - exact[name]).abs().max()))
+    packs, packs_exchanged = _packs(plugin)
     refused |= _refused_in_training(plugin)
-    return Seen(core, abs(float(mean) / 2 - exact_loss), max(differences), refused)
+    return Seen(core, abs(float(mean) / 2 - exact_loss), max(differences), packs, packs_exchanged, refused)
 
 
 def _words(call: Any) -> str:
@@ -139,6 +158,8 @@ def test_every_group_shares_rows_and_trains_by_itself(kind: str, tmp_path: Path)
         assert all(difference.as_planned for difference in seen.core)
         assert seen.loss <= 1e-6  # losses are computed in fp32
         assert seen.gradients <= 1e-6
+        assert seen.packs <= 1e-6
+        assert seen.packs_exchanged
         over_four = "over ranks 0, 1, 2, 3 of the job, and the group of the plugin is ranks"
         assert f"DistributedDataParallel averages gradients {over_four}" in seen.refused["DDP"]
         assert f"averages gradients {over_four}" in seen.refused["FSDP2"]
