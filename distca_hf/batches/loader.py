@@ -136,7 +136,7 @@ class PlacedLoader:
 
     @cached_property
     def contents(self) -> str:
-        """Checksum of tokens and labels (see `data.contents`); reads documents when first asked for."""
+        """Checksum of tokens and labels (see `data.collate`); reads documents when first asked for."""
         return dataset_checksum(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
