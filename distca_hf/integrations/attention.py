@@ -38,6 +38,14 @@ class LayerSettings(NamedTuple):
     deterministic: bool
     number: torch.Tensor
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "LayerSettings":
+        """Returns itself: copies of a model attend as it does."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        return type(None), ()
+
 
 def distca_attention(
     module: nn.Module,

@@ -29,10 +29,10 @@ Given = tuple[
     int,
     int,
     int,
-    int,
-    int,
     torch.Tensor | None,
     torch.Tensor | None,
+    int,
+    int,
     torch.Tensor | None,
     torch.Tensor | None,
     torch.Tensor | None,
@@ -53,21 +53,22 @@ def find_documents(
     batch_size: int,
     queries: int,
     keys: int,
-    q_offset: int,
-    kv_offset: int,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    q_offset: int = 0,
+    kv_offset: int = 0,
     cached: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
     numbers: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     goes_on: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
     unseen: bool = False,
 ) -> Documents:
     """Returns the documents of `queries` and `keys` per row.
 
     Args:
         device: of the documents.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
         cached: `q_offset` of a static cache, which counts on its device.
         padding: `[B, places]`, False where a place of a row is padding; or as `all_places` returns it.
@@ -75,7 +76,6 @@ def find_documents(
         positions: of the queries.
         goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before. It counts
             more than positions.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
         unseen: whether the batch may have positions that are not given here.
 
     Raises:
@@ -151,6 +151,8 @@ def _find_documents(
     batch_size: int,
     queries: int,
     keys: int,
+    cu_seq_lens_q: torch.Tensor | None,
+    cu_seq_lens_k: torch.Tensor | None,
     q_offset: int,
     kv_offset: int,
     cached: torch.Tensor | None,
@@ -158,8 +160,6 @@ def _find_documents(
     numbers: torch.Tensor | None,
     positions: torch.Tensor | None,
     goes_on: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-    cu_seq_lens_k: torch.Tensor | None,
     unseen: bool,
     window_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,8 +169,8 @@ def _find_documents(
         there: on the device of the documents.
     """
     found = find_documents(
-        there.device, batch_size, queries, keys, q_offset, kv_offset, cached, padding, numbers, positions, goes_on,
-        cu_seq_lens_q, cu_seq_lens_k, unseen,
+        there.device, batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding,
+        numbers, positions, goes_on, unseen,
     )  # fmt: skip
     check_window(window_tokens, found.longest_keys)
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
@@ -185,19 +185,7 @@ def _find_documents(
 
 
 def _shapes(
-    there: torch.Tensor,
-    batch_size: int,
-    queries: int,
-    keys: int,
-    q_offset: int,
-    kv_offset: int,
-    cached: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    numbers: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    goes_on: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-    *others: object,
+    there: torch.Tensor, batch_size: int, queries: int, keys: int, cu_seq_lens_q: torch.Tensor | None, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
     offsets_q, offsets_k = (there.new_empty([places], dtype=torch.int32) for _ in range(2))

@@ -146,8 +146,8 @@ class RowMask:
             goes_on = self._packed(row, 0, token, token - 1)
         offset, cached = (0, first) if isinstance(first, torch.Tensor) else (first, None)
         return (
-            *(batch_size, queries, keys, offset, self._kv_offset, cached),
-            *(self._padding, self._numbers, positions, goes_on, cu_seq_lens_q, cu_seq_lens_k, self._compiled),
+            *(batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, offset, self._kv_offset, cached),
+            *(self._padding, self._numbers, positions, goes_on, self._compiled),
         )
 
 

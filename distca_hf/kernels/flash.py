@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Room, Saved, Spans
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
 
 
 class Flash4Kernel:
@@ -23,15 +23,10 @@ class Flash4Kernel:
         self._forward = interface._flash_attn_fwd
         self._backward = interface._flash_attn_bwd
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
             *inputs[:3],
-            cu_seqlens_q=spans.cu_seqlens_q,
-            cu_seqlens_k=spans.cu_seqlens_k,
-            max_seqlen_q=spans.max_seqlen_q,
-            max_seqlen_k=spans.max_seqlen_k,
+            **spans.by_name,
             softmax_scale=spec.scale,
             causal=spec.causal,
             return_lse=True,
@@ -53,10 +48,7 @@ class Flash4Kernel:
             lse_NT.contiguous(),
             softmax_scale=spec.scale,
             causal=spec.causal,
-            cu_seqlens_q=spans.cu_seqlens_q,
-            cu_seqlens_k=spans.cu_seqlens_k,
-            max_seqlen_q=spans.max_seqlen_q,
-            max_seqlen_k=spans.max_seqlen_k,
+            **spans.by_name,
             deterministic=spec.deterministic,
             dq=dq_TNH,
             dk=dk_SGH,
@@ -71,18 +63,8 @@ class Flash3Kernel:
         self._forward = interface._flash_attn_forward
         self._backward = interface._flash_attn_backward
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self._forward(
-            *inputs[:3],
-            cu_seqlens_q=spans.cu_seqlens_q,
-            cu_seqlens_k=spans.cu_seqlens_k,
-            max_seqlen_q=spans.max_seqlen_q,
-            max_seqlen_k=spans.max_seqlen_k,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-        )
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        out, lse, *_ = self._forward(*inputs[:3], **spans.by_name, softmax_scale=spec.scale, causal=spec.causal)
         return room.filled(out, lse)
 
     def backward(
@@ -113,18 +95,9 @@ class Flash2Kernel:
         self._forward = interface._flash_attn_varlen_forward
         self._backward = interface._flash_attn_varlen_backward
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs[:3],
-            spans.cu_seqlens_q,
-            spans.cu_seqlens_k,
-            spans.max_seqlen_q,
-            spans.max_seqlen_k,
-            dropout_p=0.0,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
+            *inputs[:3], *spans.in_order, dropout_p=0.0, softmax_scale=spec.scale, causal=spec.causal
         )
         return room.filled(out, lse)
 
@@ -136,10 +109,7 @@ class Flash2Kernel:
             *saved[:4],
             saved.lse_NT.contiguous(),
             *gradients,
-            spans.cu_seqlens_q,
-            spans.cu_seqlens_k,
-            spans.max_seqlen_q,
-            spans.max_seqlen_k,
+            *spans.in_order,
             dropout_p=0.0,
             softmax_scale=spec.scale,
             causal=spec.causal,

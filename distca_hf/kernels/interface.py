@@ -69,6 +69,21 @@ class Spans:
     max_seqlen_k: int
 
     @cached_property
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """All of it in the order in which varlen functions take it."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+    @cached_property
+    def by_name(self) -> dict[str, torch.Tensor | int]:
+        """All of it by the names of varlen functions."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_k,
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_k,
+        }
+
+    @cached_property
     def queries(self) -> list[int]:
         """Query offsets on the host, for kernels that loop over tasks; waits for the device."""
         return self.cu_seqlens_q.tolist()
@@ -93,17 +108,21 @@ class Inputs(NamedTuple):
     sinks_N: torch.Tensor | None = None
 
 
+# Attention output `[T, N, V]` and log-sum-exp `[N, T]`.
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
 class Room(NamedTuple):
     """Tensors that the results of a call are written to; where there is None, results are new and contiguous."""
 
     out_TNV: torch.Tensor | None = None
     lse_NT: torch.Tensor | None = None
 
-    def filled(self, out_TNV: torch.Tensor, lse_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def filled(self, out_TNV: torch.Tensor, lse_NT: torch.Tensor) -> Outputs:
         """Returns a kernel's results in this room; they are copied unless the kernel wrote them here."""
         return _put(out_TNV, self.out_TNV), _put(lse_NT, self.lse_NT)
 
-    def made(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def made(self, inputs: Inputs) -> Outputs:
         """Returns this room, new where there is none, for a kernel that writes its results part by part."""
         out, lse = self
         if out is None or lse is None:
@@ -140,9 +159,7 @@ class Gradients(NamedTuple):
 class Kernel(Protocol):
     """Attention of all tasks of a call."""
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs).
 
         Args:
@@ -157,11 +174,19 @@ class Kernel(Protocol):
         ...
 
 
-def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
     """Returns room for the results of `Kernel.forward`: `[T, N, V]` output and `[N, T]` log-sum-exp."""
     rows, heads = q_TNH.shape[:2]
     lse_NT = q_TNH.new_empty((heads, rows), dtype=accumulation_dtype(q_TNH.dtype))
     return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
+
+
+def empty_rows(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
+    """Returns room for the results of a layer, whose log-sum-exp is `[T, N]`."""
+    rows, heads, _ = q_TNH.shape
+    dtype, device = q_TNH.dtype, q_TNH.device
+    out_TNV = torch.empty((rows, heads, v_SGV.shape[2]), dtype=dtype, device=device)
+    return out_TNV, torch.empty((rows, heads), dtype=accumulation_dtype(dtype), device=device)
 
 
 def _put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:

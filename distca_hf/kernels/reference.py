@@ -13,6 +13,7 @@ from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
     Inputs,
+    Outputs,
     Room,
     Saved,
     Spans,
@@ -27,9 +28,7 @@ BLOCK_ROWS = 1024
 class ReferenceKernel:
     """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         q_TNH, k_SGH, v_SGV, sinks_N = inputs
         out_TNV, lse_NT = room.made(inputs)
         precise = accumulation_dtype(q_TNH.dtype)

@@ -54,6 +54,10 @@ class Entry:
         return None if found else f"is not installed{how}"
 
 
+# Of FlashAttention 2, which comes as a package and with torch.
+FLASH2 = Capabilities(
+    "cuda", HALF, max_head_dim=256, head_dim_multiple=8, equal_dims=True, compute_capability=(8, 9, 10, 11, 12)
+)
 # In order of preference: the fastest that can do the job is taken. Dimensions and GPU generations are those of the
 # packages.
 KERNELS: dict[str, Entry] = {
@@ -71,29 +75,11 @@ KERNELS: dict[str, Entry] = {
     ),
     "flash2": Entry(
         "flash_attn.flash_attn_interface",
-        Capabilities(
-            "cuda",
-            HALF,
-            max_head_dim=256,
-            head_dim_multiple=8,
-            equal_dims=True,
-            compute_capability=(8, 9, 10, 11, 12),
-        ),
+        FLASH2,
         lambda: Flash2Kernel(importlib.import_module("flash_attn.flash_attn_interface")),
         install="pip install flash-attn --no-build-isolation",
     ),
-    "torch_varlen": Entry(
-        None,
-        Capabilities(
-            "cuda",
-            HALF,
-            max_head_dim=256,
-            head_dim_multiple=8,
-            equal_dims=True,
-            compute_capability=(8, 9, 10, 11, 12),
-        ),
-        TorchVarlenKernel,
-    ),
+    "torch_varlen": Entry(None, FLASH2, TorchVarlenKernel),
     "cpu": Entry(None, Capabilities("cpu", FLOATING, equal_dims=True), CpuKernel),
     "reference": Entry(
         None, Capabilities(None, FLOATING, options=frozenset({"softcap", "sinks"})), ReferenceKernel, automatic=False

@@ -20,22 +20,17 @@ from contextlib import contextmanager
 
 import torch
 
-from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Room, Saved, Spans
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
 
 
 class TorchVarlenKernel:
     """Varlen flash attention that comes with torch (CUDA)."""
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         dropout, debug_mask = 0.0, False
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *inputs[:3],
-            spans.cu_seqlens_q,
-            spans.cu_seqlens_k,
-            spans.max_seqlen_q,
-            spans.max_seqlen_k,
+            *spans.in_order,
             dropout,
             spec.causal,
             debug_mask,
@@ -54,10 +49,7 @@ class TorchVarlenKernel:
                 dout_TNV,
                 *saved[:4],
                 saved.lse_NT.contiguous(),
-                spans.cu_seqlens_q,
-                spans.cu_seqlens_k,
-                spans.max_seqlen_q,
-                spans.max_seqlen_k,
+                *spans.in_order,
                 dropout,
                 spec.causal,
                 rng_state,
@@ -88,9 +80,7 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
 class CpuKernel:
     """Torch's flash attention for CPUs over the tasks of a call."""
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         q_TNH, k_SGH, v_SGV, _ = inputs
         out_TNV, lse_NT = room.made(inputs)
         attend, scale = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, spec.scale

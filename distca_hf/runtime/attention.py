@@ -15,13 +15,15 @@ in which no rank sends anything makes none, on all ranks alike. `planning.routin
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, made_deterministic
+from distca_hf.kernels.interface import AttentionSpec, empty_rows, made_deterministic
 from distca_hf.runtime.checks import check_finite, check_room
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads, empty_rows
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -102,16 +104,18 @@ def attend(
     return out, lse, Kept(keys.received, *nothing.remote_queries) if keeps else nothing
 
 
+class Attended(NamedTuple):
+    """Tensors of a layer's forward pass that its backward pass reads."""
+
+    q_TNH: torch.Tensor
+    k_TGH: torch.Tensor
+    v_TGV: torch.Tensor
+    out_TNV: torch.Tensor
+    lse_TN: torch.Tensor
+
+
 def attend_backward(
-    dout_TNV: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    v_TGV: torch.Tensor,
-    out_TNV: torch.Tensor,
-    lse_TN: torch.Tensor,
-    kept: Kept,
-    spec: AttentionSpec,
-    plan: LivePlan,
+    dout_TNV: torch.Tensor, attended: Attended, kept: Kept, spec: AttentionSpec, plan: LivePlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradients of q, k and v from those of the output; rows that were not kept are fetched again.
 
@@ -119,6 +123,7 @@ def attend_backward(
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
+    q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport = plan.forward_pass.begin_backward(), plan.transport
     kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.routing(spec).backward
     keeps, groups = plan.retention.keeps is True, routing.rows_per_token

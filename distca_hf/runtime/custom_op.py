@@ -50,7 +50,7 @@ def define_op(
         function: no argument has a default: the dispatcher leaves out last arguments that equal their defaults.
         fake: returns empty results of the right shapes and dtypes.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
-            operator cannot be differentiated.
+            operator cannot be differentiated. Of several outputs the first one can be.
 
     Returns:
         A function of the operator's positional arguments, with the results of the operator. Functions that others
@@ -63,7 +63,8 @@ def define_op(
     operator = getattr(torch.ops.distca, name).default
     _library.impl(name, hidden_from_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
-    recorded, below = _recorded(name, backward, save), below_autograd(operator)
+    setup = None if save is None else _of_first_output(save)
+    recorded, below = _recorded(name, backward, setup), below_autograd(operator)
 
     def call(*given: *Inputs) -> Output:
         if torch.compiler.is_dynamo_compiling() or not is_plain(given):
@@ -72,7 +73,7 @@ def define_op(
 
     if below is None:
         if backward is not None:
-            torch.library.register_autograd(f"distca::{name}", backward, setup_context=save, lib=_library)
+            torch.library.register_autograd(f"distca::{name}", backward, setup_context=setup, lib=_library)
 
         def checked(*given: *Inputs) -> Output:
             if not torch.compiler.is_dynamo_compiling():
@@ -89,10 +90,24 @@ def define_op(
     return call
 
 
+def _of_first_output(
+    save: Callable[[Context, tuple[*Inputs], Output], None],
+) -> Callable[[Context, tuple[*Inputs], Output], None]:
+    """Returns `save` for an operator whose first output alone has gradients; a gradient of zeros may be None."""
+
+    def setup(ctx: Context, inputs: tuple[*Inputs], output: Output) -> None:
+        ctx.set_materialize_grads(False)
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[1:])
+        save(ctx, inputs, output)
+
+    return setup
+
+
 def _recorded(
     name: str,
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None,
-    save: Callable[[Context, tuple[*Inputs], Output], None] | None,
+    setup: Callable[[Context, tuple[*Inputs], Output], None] | None,
 ) -> Callable[[Callable[[*Inputs], Output], *Inputs], Output]:
     """Returns a function that calls its first argument with the others.
 
@@ -104,8 +119,8 @@ def _recorded(
         @staticmethod
         def forward(ctx: Context, below: Callable[[*Inputs], Output], *given: *Inputs) -> Output:
             output = below(*given)
-            if save is not None:
-                save(ctx, given, output)
+            if setup is not None:
+                setup(ctx, given, output)
             return output
 
         @staticmethod

@@ -14,16 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.kernels.interface import (
-    AttentionSpec,
-    Gradients,
-    Inputs,
-    Kernel,
-    Room,
-    Saved,
-    accumulation_dtype,
-    without_mask,
-)
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, without_mask
 from distca_hf.kernels.row_views import part, transposed
 from distca_hf.kernels.rows import merge
 from distca_hf.planning.kernel_calls import CallKind
@@ -55,7 +46,7 @@ class ForwardCalls:
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
         self._spec, self._kv_heads, self._sinks = spec, kv_heads, sinks
-        self._prefix_parts: list[tuple[DeviceCall, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._prefix_parts: list[tuple[DeviceCall, Outputs]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
@@ -150,14 +141,6 @@ class BackwardCalls:
         spec = without_mask(self._spec) if call.kind is PREFIX else self._spec
         saved, gradients = Saved(q, k, v, out, transposed(lse)), Gradients(dq, dk, dv)
         self._kernel.backward(dout, saved, gradients, call.spans, spec)
-
-
-def empty_rows(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns room for outputs `[rows, heads, V]` and log-sum-exps `[rows, heads]`."""
-    rows, heads, _ = q.shape
-    dtype, device = q.dtype, q.device
-    out = torch.empty((rows, heads, v.shape[2]), dtype=dtype, device=device)
-    return out, torch.empty((rows, heads), dtype=accumulation_dtype(dtype), device=device)
 
 
 @dataclass(frozen=True)

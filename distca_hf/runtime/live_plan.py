@@ -104,6 +104,24 @@ class LivePlan:
         self.retention = Retention(config, facts)
         self.handle = _register.add(self, config.plans_in_flight)
 
+    def __copy__(self) -> "LivePlan":
+        """Returns itself: copied batches bring the very same object, too."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "LivePlan":
+        return self
+
+    def __reduce__(self) -> str:
+        """Refuses to be stored.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            f"rank {self.transport.rank}, micro-batch {self.micro_batch}: a batch with a plan can neither be stored "
+            "nor sent to another process (pickle): its plan is bound to the connections of this one"
+        )
+
     def agree(self) -> None:
         """Waits until all ranks have shown that they run the same plan, and ran the same forward pass; each once.
 

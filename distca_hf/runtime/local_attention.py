@@ -151,6 +151,9 @@ def _flash_attn_local_backward(
     return _put_back(dq, rows_q, len(q_TNH)), _put_back(dk, rows_k, len(k_SGH)), _put_back(dv, rows_k, len(v_SGV))
 
 
+flash_attn_local_backward = define_op(_flash_attn_local_backward, empty_gradients)
+
+
 def _kernel(
     name: str,
     q_TNH: torch.Tensor,
@@ -186,23 +189,19 @@ def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 
 
 
 def _save(ctx: _Context, inputs: _Inputs, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, offsets_q, offsets_k, sizes, query_rows, key_rows, spec, kernel, sinks = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, sizes, query_rows, key_rows, sinks)
+    q, k, v, *documents, spec, kernel, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, *documents, sinks)
     ctx.how = spec, kernel
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, offsets_q, offsets_k, sizes, query_rows, key_rows, sinks = ctx.saved_tensors
+    q, k, v, out, lse, *documents, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    documents = offsets_q, offsets_k, sizes, query_rows, key_rows
-    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *documents, *ctx.how)
+    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *Documents(*documents), *ctx.how)
     return *gradients, *[None] * 7, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
 
 
 _local = define_op(_flash_attn_local, _shapes, _backward, _save)
-flash_attn_local_backward = define_op(_flash_attn_local_backward, empty_gradients)
 
 
 def flash_attn_local(

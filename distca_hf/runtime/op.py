@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_gradients, sink_gradients, spec_of
-from distca_hf.runtime.attention import attend, attend_backward
+from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_rows, sink_gradients, spec_of
+from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.runtime.retention import Kept, current_scope
@@ -69,8 +69,7 @@ def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *othe
             "come from other ranks differs from batch to batch, and torch cannot record that. Compile layers in the "
             'default mode, layer.compile(), or in "max-autotune-no-cudagraphs"'
         )
-    out = q_TNH.new_empty((*q_TNH.shape[:2], v_TGV.shape[2]))
-    lse = q_TNH.new_empty(q_TNH.shape[:2], dtype=accumulation_dtype(q_TNH.dtype))
+    out, lse = empty_rows(q_TNH, v_TGV)
 
     def some(like: torch.Tensor, dimensions: int) -> torch.Tensor:
         return like.new_empty([unknown_size() for _ in range(dimensions)])
@@ -95,18 +94,19 @@ def _flash_attn_backward(
     """Computes gradients of q, k and v."""
     live = find_plan(plan)
     call = live.backward_calls + 1
-    kept = Kept(kept_keys, kept_q, kept_out, kept_lse)
+    attended, kept = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN), Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
-        return attend_backward(dout_TNV, q_TNH, k_TGH, v_TGV, out_TNV, lse_TN, kept, spec_of(*spec), live)
+        return attend_backward(dout_TNV, attended, kept, spec_of(*spec), live)
     except Exception as error:
         _add_place(error, live, call, "backward")
         raise
 
 
+flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
+
+
 def _save(ctx: _Context, inputs: Inputs, output: Outputs) -> None:
     q, k, v, spec, plan, _, _, sinks = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.plan = spec, plan
     ctx.live = find_plan(plan) if isinstance(plan, int) else None  # a traced plan is a symbol
@@ -121,7 +121,6 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[
 
 
 _planned = define_op(_flash_attn, _shapes, _backward, _save)
-flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
 
 
 def flash_attn(

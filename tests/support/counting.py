@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 
 
 class CountingKernel:
@@ -13,9 +13,7 @@ class CountingKernel:
         self.kernel = kernel
         self.forward_pairs = self.backward_pairs = 0
 
-    def forward(
-        self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         self.forward_pairs += attended_pairs(spans, spec) * inputs.k_SGH.shape[1]
         return self.kernel.forward(inputs, spans, spec, room)
 

@@ -16,7 +16,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime import checks, kernel_calls, remote_kv
-from distca_hf.runtime.attention import attend, attend_backward
+from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.testing.loopback import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
 from support.memory import LiveBytes, QuietTransport
@@ -167,7 +167,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
             out, lse, kept = attend(q, k, v, SPEC, live)
         dout = torch.zeros_like(out)
         with backward if counts else nullcontext():
-            attend_backward(dout, q, k, v, out, lse, kept, SPEC, live)
+            attend_backward(dout, Attended(q, k, v, out, lse), kept, SPEC, live)
         return checks.needed_bytes(live.routing(SPEC).backward, q, k, v), forward.most, backward.most
 
     for rank in range(NUM_RANKS):

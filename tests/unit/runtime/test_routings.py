@@ -14,7 +14,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.tasks import Tasks
-from distca_hf.runtime.attention import attend, attend_backward
+from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.testing.loopback import run_ranks
@@ -51,7 +51,7 @@ def test_each_layer_takes_the_routing_of_its_mask() -> None:
         for spec in (FULL, WINDOW, FULL):  # layers one after the other
             before = transport.traffic.exchanges
             out, lse, kept = attend(q[rows], k[rows], v[rows], spec, live)
-            gradients = attend_backward(dout[rows], q[rows], k[rows], v[rows], out, lse, kept, spec, live)
+            gradients = attend_backward(dout[rows], Attended(q[rows], k[rows], v[rows], out, lse), kept, spec, live)
             errors += [
                 float((got - want[rows]).abs().max()) for got, want in zip((out, *gradients), expected, strict=True)
             ]

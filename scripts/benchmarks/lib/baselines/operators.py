@@ -21,6 +21,7 @@ from distca_hf.kernels.interface import (
     Gradients,
     Inputs,
     Kernel,
+    Outputs,
     Room,
     Saved,
     accumulation_dtype,
@@ -55,9 +56,7 @@ _handles = count()
 
 
 @torch.library.custom_op("bench_step::flash_attn", mutates_args=())
-def flash_attn(
-    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_attn(q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int) -> Outputs:
     """Returns the attention output and log-sum-exp of all calls."""
     kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV)
     out, lse = empty_outputs(q_TNH, v_SGV)
@@ -69,7 +68,7 @@ def flash_attn(
 
 
 @flash_attn.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Outputs:
     return empty_outputs(q, v)
 
 
