@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import CheckedTransport
-from distca_hf.comm.groups import default_device, open_transport
-from distca_hf.comm.members import Members, process_group_of
+from distca_hf.comm.groups import Members, default_device, open_transport, process_group_of
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, launched_ranks_per_node
 from distca_hf.errors import ConfigError

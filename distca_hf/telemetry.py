@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,16 @@ def this_rank() -> int:
     if is_initialized is not None and is_initialized():
         return int(distributed.get_rank())  # type: ignore[union-attr]
     return launched_rank()
+
+
+def warn(message: str, stacklevel: int) -> None:
+    """Warns on rank 0 of the job; Python shows a warning of one text once.
+
+    Args:
+        stacklevel: as of `warnings.warn`, seen from the caller.
+    """
+    if this_rank() == 0:
+        warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 class OncePerJob(logging.Filter):

@@ -128,8 +128,10 @@ def test_the_parallel_context_alone_knows_who_trains_together() -> None:
             if name.startswith("torch.distributed") and not name.startswith(NO_PROCESS_GROUPS):
                 # For users the plugin says which types its group may have.
                 assert _part(path) in KNOW_PROCESS_GROUPS | {"plugin"}, (path, name)
-            if name.startswith(("distca_hf.comm.groups", "distca_hf.comm.members")):
+            if name.startswith("distca_hf.comm.groups"):
                 assert _part(path) in {"comm", "parallel_context"}, (path, name)
+            if name == "distca_hf.telemetry.this_rank":  # of a line of the log
+                assert _part(path) == "comm", path
             if name == "distca_hf.config.launched_ranks_per_node":
                 assert _part(path) == "parallel_context", path
 

@@ -244,6 +244,7 @@ class PlacedLoader:
         with closing(Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
+                    self._source.check_unchanged()
                     self.contents  # noqa: B018  read before the first micro-batch
                     prepared = next(ahead)
                 except Exception:
@@ -270,7 +271,7 @@ class PlacedLoader:
         plan = PlacedPlan(
             data,
             micro_batch=number,
-            maps=prepared.maps.to(self._device),
+            routings={mask: routing.to(self._device) for mask, routing in prepared.routings.items()},
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,

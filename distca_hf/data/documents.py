@@ -8,6 +8,7 @@ longer than a global micro-batch is refused, split or truncated here, so that al
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -209,6 +210,7 @@ class DocumentSource:
         unlearnt_token: int | None = None,
     ) -> None:
         check_map_style(dataset)
+        self._dataset, self._transform = dataset, _transform_of(dataset)
         self._columns, rows = open_columns(dataset)
         self._masks = [name for name in MASK_COLUMNS if name in self._columns]
         if "position_ids" in dataset.column_names and "seq_lengths" not in dataset.column_names:
@@ -234,6 +236,18 @@ class DocumentSource:
     def fingerprint(self) -> str:
         """Digest of 64 bits that is equal for two datasets only if all document lengths are."""
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Checks that rows are still made as they were when lengths were counted.
+
+        Raises:
+            PackingError: `set_transform` or `reset_format` was called meanwhile.
+        """
+        if _transform_of(self._dataset) != self._transform:
+            raise PackingError(
+                "the dataset got another transform (set_transform, reset_format) after its documents were counted; "
+                "give the transform before plugin.dataloader or attach, or make another loader"
+            )
 
     def read(self, document: int, start: int, stop: int) -> Tokens:
         """Reads tokens [start, stop) of a document, and one label more if the document goes on.
@@ -322,6 +336,12 @@ class DocumentSource:
             capacity_tokens,
             self.tokens_truncated,
         )
+
+
+def _transform_of(dataset: "Dataset") -> Callable[..., object] | None:
+    """Returns the function that makes rows on access; None if they are as they are stored."""
+    format = dataset.format
+    return format["format_kwargs"]["transform"] if format["type"] == "custom" else None
 
 
 def fit_documents(

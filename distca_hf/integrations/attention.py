@@ -4,7 +4,6 @@ Transformers calls it once per attention layer. With a plan (the keyword `distca
 layers) ranks attend together. Without one a layer attends locally: to each document of its own rank alone.
 """
 
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from distca_hf.parallel_context import job_size
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
-from distca_hf.telemetry import this_rank
+from distca_hf.telemetry import warn
 
 
 # Attribute of attention layers whose model was enabled.
@@ -37,6 +36,14 @@ class LayerSettings(NamedTuple):
     kernel: str
     deterministic: bool
     number: torch.Tensor
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "LayerSettings":
+        """Returns itself: copies of a model attend as it does."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        return type(None), ()
 
 
 def distca_attention(
@@ -95,7 +102,7 @@ def distca_attention(
     if not torch.compiler.is_compiling():  # a graph compares windows where it finds documents
         if window_tokens is not None:
             check_window(window_tokens, documents.longest_keys, module)
-        if settings is None and module.training and torch.is_grad_enabled() and this_rank() == 0:
+        if settings is None and module.training and torch.is_grad_enabled():
             _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -143,12 +150,12 @@ def _one_dtype(
 
 
 def _warn_of_forgetting(module: nn.Module, packed: bool) -> None:
-    """Warns where a model trains that was never enabled, and it makes a difference. Python shows a warning once."""
+    """Warns where a model trains that was never enabled, and it makes a difference."""
     ranks = job_size()
     if ranks == 1 and not packed:
         return
     consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"
-    warnings.warn(
+    warn(
         f"a model with {type(module).__name__} trains with distca on {ranks} rank(s), but was not enabled: "
         f"{consequence}. Call plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a "
         "DistCACallback(plugin)",

@@ -161,6 +161,10 @@ class OffloadedAttention:
         self._regions: list[weakref.ref[_Region]] = []
         self._stream: torch.cuda.Stream | None = None
 
+    def __reduce__(self) -> tuple[type["OffloadedAttention"], tuple[()]]:
+        """Returns how another is made, for a copied or stored model: regions are those of passes of this one."""
+        return OffloadedAttention, ()
+
     def __call__(self) -> tuple["_Storing", "_Restoring"]:
         region = _Region(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward

@@ -3,14 +3,13 @@
 A window as long as every document changes nothing. A shorter one is refused by the layer.
 """
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.telemetry import this_rank
+from distca_hf.telemetry import warn
 
 
 # Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
@@ -66,9 +65,8 @@ def check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywor
             f"{name_of(module)}: is not causal (is_causal={is_causal}, module.is_causal="
             f"{getattr(module, 'is_causal', None)}); distca computes causal attention only"
         )
-    if keywords.get("output_attentions") and not torch.compiler.is_compiling() and this_rank() == 0:
-        # Shown once per process by default, as all warnings of one text.
-        warnings.warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
+    if keywords.get("output_attentions") and not torch.compiler.is_compiling():
+        warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
 
 
 def check_window(window_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:

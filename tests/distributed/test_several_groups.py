@@ -19,7 +19,7 @@ from support.data import random_dataset, random_documents
 from support.layouts import random_layout
 from support.models import tiny_model
 from support.parity import Case, Difference, compare
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start_ranks
 
 
 CPU = torch.device("cpu")
@@ -35,6 +35,8 @@ class Seen:
     core: list[Difference]
     loss: float
     gradients: float
+    packs: float
+    packs_exchanged: bool
     refused: dict[str, str]
 
 
@@ -65,6 +67,22 @@ def _exact(documents: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def _packs(plugin: distca_hf.DistCAPlugin) -> tuple[float, bool]:
+    """The difference of a loss over this rank's own pack, and whether attention tasks moved."""
+    transport = plugin.transport(CPU)
+    lengths = (150,) if transport.rank == 0 else (20, 20)
+    documents = random_documents(len(lengths), seed=dist.get_rank(), lengths=lengths)
+    ids = torch.tensor([token for document in documents for token in document])[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    labels = ids.where(positions > 0, -100)  # no document learns the beginning of the next one
+    model = distca_hf.enable(tiny_model().double().train(), plugin)
+    before = transport.traffic.exchanges
+    loss = model(input_ids=ids, position_ids=positions, labels=labels).loss
+    exchanged = transport.traffic.exchanges > before
+    loss.backward()
+    return abs(float(loss.detach()) - _exact(documents)[0]), exchanged
+
+
 def _train_in_pairs(kind: str) -> Seen:
     rank = dist.get_rank()
     pair = next(number for number, ranks in enumerate(PAIRS[kind]) if rank in ranks)
@@ -93,8 +111,9 @@ def _train_in_pairs(kind: str) -> Seen:
         gradient = parameter.grad
         whole = gradient.full_tensor() if kind == "mesh" else gradient
         differences.append(float((whole - exact[name]).abs().max()))
+    packs, packs_exchanged = _packs(plugin)
     refused |= _refused_in_training(plugin)
-    return Seen(core, abs(float(mean) / 2 - exact_loss), max(differences), refused)
+    return Seen(core, abs(float(mean) / 2 - exact_loss), max(differences), packs, packs_exchanged, refused)
 
 
 def _words(call: Any) -> str:
@@ -139,6 +158,8 @@ def test_every_group_shares_rows_and_trains_by_itself(kind: str, tmp_path: Path)
         assert all(difference.as_planned for difference in seen.core)
         assert seen.loss <= 1e-6  # losses are computed in fp32
         assert seen.gradients <= 1e-6
+        assert seen.packs <= 1e-6
+        assert seen.packs_exchanged
         over_four = "over ranks 0, 1, 2, 3 of the job, and the group of the plugin is ranks"
         assert f"DistributedDataParallel averages gradients {over_four}" in seen.refused["DDP"]
         assert f"averages gradients {over_four}" in seen.refused["FSDP2"]
@@ -149,3 +170,20 @@ def test_every_group_shares_rows_and_trains_by_itself(kind: str, tmp_path: Path)
     if kind == "mesh":
         assert "2 dimensions, 'share', 'other'" in by_rank[0].refused["two dimensions"]
         assert "group=mesh['share']" in by_rank[0].refused["two dimensions"]
+
+
+def _lose_a_rank(_: Path) -> int:
+    """Rank 3 fails while its pair waits for it; the other pair goes on."""
+    pairs = PAIRS["mesh"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("share", "other"))["share"]
+    transport = distca_hf.DistCAPlugin(group=mesh).transport(CPU)
+    if dist.get_rank() == pairs[1][1]:
+        raise ArithmeticError("first cause")
+    return sum(row[0] for row in transport.gather([dist.get_rank()], "here").wait())
+
+
+def test_lost_rank_is_named_in_its_group_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes = start_ranks(4, _lose_a_rank, tmp_path, tmp_path)
+
+    assert [outcome.result for outcome in outcomes] == [2, None, 2, None]
+    assert "rank 0, here: rank 1 (rank 3 of the job) left: ArithmeticError: first cause" in outcomes[1].output

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import HashStore
 
 from distca_hf.comm.agreement import CheckedTransport
-from distca_hf.comm.members import Members
+from distca_hf.comm.groups import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import Debug, DistCAConfig

@@ -4,7 +4,7 @@ Batches of `plugin.dataloader` bring their plan along. Any other batch that an e
 right before its forward pass.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from distca_hf.integrations.models.parts import (
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import hidden_from_dynamo
 
 
 log = get_logger(__name__)
@@ -86,13 +87,17 @@ class ForwardWatch:
         """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
         return self
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        return type(None), ()
+
     def enter(self) -> None:
         """Begins to watch: adds the hooks."""
         for part in {self.root, transformers_model(self.root)}:
             setattr(part, WATCH, self)
         self._handles = [
-            self.root.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
-            self.root.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True),
+            self.root.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            self.root.register_forward_hook(_Hook(self._after), with_kwargs=True),
         ]
 
     def leave(self, modules: Collection[nn.Module]) -> None:
@@ -131,6 +136,7 @@ class ForwardWatch:
             )
         self._check.check_model(module)
         self._check.check_plan(plan)
+        _check_placed(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
 
@@ -229,20 +235,48 @@ class ForwardWatch:
         )
 
 
-def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
-    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0.
+class _Hook:
+    """A hook of a watch. A stored one comes back without its watch, and does nothing."""
+
+    def __init__(self, method: Callable[..., object] | None = None) -> None:
+        self._method = method
+
+    @hidden_from_dynamo
+    def __call__(self, *arguments: object) -> object:
+        return None if self._method is None else self._method(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Hook":
+        return self
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
+def _check_placed(batch: Batch, plan: LivePlan) -> None:
+    """Checks that a placed batch still has all that a model cannot make of its tokens.
 
     Raises:
-        PlanError: the model would shift labels of a placed batch itself.
+        PlanError: the model would count positions, or shift labels, itself.
     """
-    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
-    if labels is not None and batch.get("shift_labels") is None and plan.label_tokens is not None:
+    if plan.label_tokens is None:  # packs of others
+        return
+    where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
+    if batch.get("position_ids") is None:
         raise PlanError(
-            f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has labels, but no "
-            "shift_labels: the model would shift labels across documents and cuts between ranks. Pass shift_labels "
-            "on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+            f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
+            "document may go on. Pass position_ids on"
         )
+    if batch.get("labels") is not None and batch.get("shift_labels") is None:
+        raise PlanError(
+            f"{where} labels, but no shift_labels: the model would shift labels across documents and cuts between "
+            "ranks. Pass shift_labels on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
+
+
+def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
+    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
+    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}
     if labels is None or plan.label_tokens is None:

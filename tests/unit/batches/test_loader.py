@@ -377,6 +377,20 @@ def test_row_shorter_than_announced_is_found_when_it_is_read() -> None:
         list(loader_of(dataset))
 
 
+@pytest.mark.parametrize("made_on_access", [True, False])
+def test_transform_that_comes_later_is_refused(made_on_access: bool) -> None:
+    """Stored tokens would be read past it, or rows made by another function than the one that was counted."""
+    dataset = random_dataset()
+    if made_on_access:
+        dataset = dataset.add_column("length", [len(row) for row in dataset["input_ids"]])
+        dataset.set_transform(lambda rows: rows)
+    loader = loader_of(dataset)
+    next(iter(loader))
+    dataset.set_transform(lambda rows: {"input_ids": [row[::-1] for row in rows["input_ids"]]})
+    with pytest.raises(PackingError, match=r"another transform .* make another loader"):
+        next(iter(loader))
+
+
 def test_padded_row_is_found_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "MOST_DOCUMENTS", 1)
     rows = [[3] * 64 for _ in range(12)]

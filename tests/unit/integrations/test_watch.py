@@ -1,7 +1,9 @@
 """Models that are enabled again, copied, wrapped, or leave distca after they were enabled."""
 
 import copy
+import io
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -185,6 +187,26 @@ def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: b
             model(**batch).loss.backward()
 
 
+def test_positions_that_the_model_would_count_itself_are_refused() -> None:
+    """It would count them from the first token of the rank, where a document that was cut goes on."""
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    del batch["position_ids"]
+    with pytest.raises(PlanError, match="micro-batch 0: a placed batch has no position_ids"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copied_batch_brings_its_plan_and_cannot_be_stored(copied: Any) -> None:
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    twin = {name: copied(value) for name, value in batch.items()}
+
+    assert torch.equal(model(**twin).loss, model(**batch).loss)
+    with pytest.raises(PlanError, match="can neither be stored nor sent to another process"):
+        pickle.dumps(batch)
+
+
 def test_labels_that_the_model_would_shift_across_cuts_are_refused() -> None:
     plugin = plugin_of()
     model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
@@ -218,3 +240,29 @@ def test_document_longer_than_the_model_was_made_for_is_told_once(caplog: pytest
     told = [record.getMessage() for record in caplog.records if "max_position_embeddings" in record.getMessage()]
     assert len(told) == 1
     assert "has 65 tokens, and the model was made for 64" in told[0]
+
+
+# --- stored
+
+
+@pytest.mark.parametrize("checkpointed_attention", ["", "save", "offload", "recompute"])
+def test_stored_model_comes_back_as_one_that_was_never_enabled(checkpointed_attention: str) -> None:
+    """A whole model is stored by torch.save, MLflow and programs that send it to other processes."""
+    plugin = plugin_of(**{"checkpointed_attention": checkpointed_attention} if checkpointed_attention else {})
+    model = distca_hf.enable(tiny_model(), plugin).train()
+    if checkpointed_attention:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.disable_input_require_grads()  # a hook that cannot be stored
+    batch = batch_of(plugin)
+    loss = model(**batch).loss
+    loss.backward()
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    twin = torch.load(stored, weights_only=False)
+
+    assert watch_of(twin) is None
+    assert watch_of(model) is not None
+    with pytest.raises(PlanError, match="in a model that was not enabled"):
+        twin(**batch)
+    assert torch.equal(distca_hf.enable(twin, plugin)(**batch_of(plugin)).loss, loss)
