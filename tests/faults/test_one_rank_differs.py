@@ -6,6 +6,7 @@ Every difference is a function that changes rank 1 alone. Documents are so long 
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,10 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     "settings of a group": (
         lambda t: t.settings.update(timeouts=distca_hf.Timeouts(exchange_seconds=299)),
         "timeouts.exchange_seconds is 300.0 on {others}, 299.0 on rank 1",
+    ),
+    "ranks of a node, as launched": (
+        lambda t: os.environ.update(LOCAL_WORLD_SIZE="1"),  # rows would come in other chunks
+        "ranks_per_node is",
     ),
     "settings of one rank": (lambda t: t.settings.update(prefetch=5), None),
     "version of distca_hf": (_set_version, "distca_hf is"),
