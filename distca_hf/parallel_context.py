@@ -57,12 +57,20 @@ class ParallelContext:
             device = torch.device("cuda", torch.cuda.current_device())
         elif device.type == "cpu":
             device = torch.device("cpu")  # "cpu:0" is the same
-        if device not in self._transports:
+        if device not in self._transports or self.is_outgrown(self._transports[device]):
             timeouts = self.config.timeouts
             self._check_accelerate()
             opened = open_transport(device, timeouts.exchange_seconds, timeouts.agreement_seconds, self._group)
             self._transports[device] = opened if not self.config.debug.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
+
+    def is_outgrown(self, transport: Transport) -> bool:
+        """Returns whether a transport is that of a process alone, opened before there was a process group."""
+        return transport.world_size == 1 and len(self.members.group) > 1
+
+    def __getstate__(self) -> dict[str, object]:
+        """Returns settings without connections: a copy opens its own, and so does one in another process."""
+        return {**vars(self), "_transports": {}}
 
     def close(self) -> None:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.

@@ -271,7 +271,7 @@ class PlacedLoader:
         plan = PlacedPlan(
             data,
             micro_batch=number,
-            maps=prepared.maps.to(self._device),
+            routings={mask: routing.to(self._device) for mask, routing in prepared.routings.items()},
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,

@@ -81,7 +81,7 @@ class PackPlanner:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
         mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
-        maps = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
+        routing = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
         self.history.append(mine.facts)
         if trains:
             self.totals = self.totals.plus(mine.facts)
@@ -89,7 +89,7 @@ class PackPlanner:
             self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
-            maps=maps.to(tokens.device),
+            routings={mine.mask: routing.to(tokens.device)},
             facts=mine.facts,
             transport=self._transport,
             config=self._config,

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.cost import Mask
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import RankRows, collate
 from distca_hf.data.contents import Cut, cuts_of
@@ -55,12 +56,13 @@ class Prepared:
     Attributes:
         columns: `[1, rows]` tensors by their names among the arguments of models.
         documents_checksum: of the documents that form the micro-batch.
+        routings: for each mask that layers attend with.
         cuts: cuts of documents beside this rank's segments.
     """
 
     cursor: Cursor
     columns: dict[str, torch.Tensor]
-    maps: PinnedRankPlan
+    routings: dict[Mask, PinnedRankPlan]
     facts: PlanFacts
     fingerprint: int
     label_tokens: int
@@ -99,7 +101,7 @@ class Preparer:
         return Prepared(
             cursor=cursor,
             columns=_host_tensors(rows, pin),
-            maps=PinnedRankPlan.prepare(mine, pin),
+            routings={mine.mask: PinnedRankPlan.prepare(mine, pin)},
             facts=mine.facts,
             fingerprint=plan.fingerprint,
             label_tokens=rows.num_labels,

@@ -29,7 +29,7 @@ from itertools import chain
 import numpy as np
 
 from distca_hf.arrays import IndexRanges, IntArray
-from distca_hf.cost import CAUSAL_MASK
+from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.chunks import ExchangeChunks
@@ -341,14 +341,16 @@ def _counts(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks: int, n
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """Routings of one rank, and facts that all ranks share.
+    """Routings of one rank for one mask, and facts that all ranks share.
 
     Attributes:
+        mask: keys that queries attend.
         forward: routing in which rows may come in several chunks.
         backward: routing in one chunk, since kept rows are there at once; `forward` itself if that has one chunk.
         facts: numbers about the micro-batch.
     """
 
+    mask: Mask
     forward: Routing
     backward: Routing
     facts: PlanFacts
@@ -370,7 +372,8 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
     )
     if num_chunks == 1:
         routing = route(plan, rank, transfers)
-        return RankPlan(routing, routing, facts)
+        return RankPlan(plan.tasks.mask, routing, routing, facts)
     chunks = ExchangeChunks.cut(plan, num_chunks)
     in_chunks = key_transfers(plan, chunks)
-    return RankPlan(route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks), facts)
+    forward, backward = route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks)
+    return RankPlan(plan.tasks.mask, forward, backward, facts)

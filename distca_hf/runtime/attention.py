@@ -60,16 +60,16 @@ def attend(
     plan.agree()
     if not plan.forward_calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
-    where, routing, transport = plan.forward_pass.begin_forward(), plan.routing, plan.transport
-    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where, sinks_N)
+    where, transport = plan.forward_pass.begin_forward(), plan.transport
+    kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where, sinks_N), plan.routing(spec).forward
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
-        check_room(plan, where, q_TNH, k_TGH, v_TGV)
+        check_room(plan, spec, where, q_TNH, k_TGH, v_TGV)
     # 2. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, plan, k))
+    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, plan, routing, k))
     remote_queries = None
     if routing.queries is not None:
         _refuse_sinks(sinks_N, where)
@@ -124,8 +124,8 @@ def attend_backward(
     """
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
-    where, routing, transport = plan.forward_pass.begin_backward(), plan.backward_routing, plan.transport
-    kernel = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where)
+    where, transport = plan.forward_pass.begin_backward(), plan.transport
+    kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.routing(spec).backward
     keeps, groups = plan.retention.keeps is True, routing.rows_per_token
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
@@ -171,11 +171,13 @@ def attend_backward(
     return dq, dk, dv
 
 
-def _keys_of(received: Received | None, plan: LivePlan, k: torch.Tensor) -> torch.Tensor | None:
+def _keys_of(
+    received: Received | None, plan: LivePlan, routing: DeviceRouting, k: torch.Tensor
+) -> torch.Tensor | None:
     """Returns the keys of an earlier dispatch; None if there was none, and one is needed."""
     if received is not None:
         return received.keys
-    if plan.routing.exchanges or plan.routing.remote_kv_rows:
+    if routing.exchanges or routing.remote_kv_rows:
         return None
     return plan.retention.nothing(k).keys
 

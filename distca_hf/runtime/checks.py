@@ -8,23 +8,25 @@ ranks would wait for the deadline. Finite numbers are looked for by those who de
 import torch
 
 from distca_hf.errors import NotFiniteError, PlanError
-from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.live_plan import LivePlan
 
 
-def check_room(plan: LivePlan, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_room(
+    plan: LivePlan, spec: AttentionSpec, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
     """Compares the memory that backward of this layer needs beside its inputs with the free memory.
 
     Raises:
         PlanError: it cannot fit; names both numbers, and settings to change.
     """
-    free = free_bytes(q.device)
-    needed = needed_bytes(plan.backward_routing, q, k, v)
+    free, routing = free_bytes(q.device), plan.routing(spec).backward
+    needed = needed_bytes(routing, q, k, v)
     if free is not None and needed > free:
         raise PlanError(
             f"rank {plan.transport.rank}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
-            f"{plan.routing.remote_kv_rows // plan.routing.rows_per_token} tokens of documents that span ranks, among "
+            f"{routing.remote_kv_rows // routing.rows_per_token} tokens of documents that span ranks, among "
             f"others), but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on "
             "more ranks, or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
         )
@@ -82,5 +84,5 @@ def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
             row = int(wrong.nonzero()[0])
             raise NotFiniteError(
                 f"rank {plan.transport.rank}, {where}: {name} is not finite in row {row}, "
-                f"{plan.routing.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
+                f"{plan.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
             )

@@ -17,12 +17,13 @@ import torch
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.capabilities import Job
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.kernels.registry import choose_kernel, kernel_name
 from distca_hf.planning.facts import PlanFacts
-from distca_hf.runtime.device_routing import DeviceRankPlan
+from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.retention import Retention
 
@@ -64,6 +65,8 @@ class LivePlan:
 
     Args:
         micro_batch: number of the micro-batch, counted by the loader.
+        routings: routings of this rank for each mask that layers attend with. All are of one layout, so the rows that
+            a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         fingerprint: of the plan.
 
@@ -79,7 +82,7 @@ class LivePlan:
     def __init__(
         self,
         micro_batch: int,
-        maps: DeviceRankPlan,
+        routings: Mapping[Mask, DeviceRankPlan],
         facts: PlanFacts,
         transport: Transport,
         config: DistCAConfig,
@@ -87,7 +90,7 @@ class LivePlan:
         fingerprint: int = 0,
     ) -> None:
         self.micro_batch = micro_batch
-        self.routing, self.backward_routing = maps.forward, maps.backward
+        self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
         self.facts = facts
         self.transport = transport
         self.config = config
@@ -163,10 +166,40 @@ class LivePlan:
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
         """
-        self.forward_pass.end(self.routing.exchanges)
+        self.forward_pass.end(any(routing.forward.exchanges for routing in self._routings.values()))
         if not backward_follows:
             self.agree()
         self.use.trained |= trains
+
+    def routing(self, spec: AttentionSpec) -> DeviceRankPlan:
+        """Returns the routings of layers that attend like this.
+
+        Raises:
+            PlanError: the batch was planned without their mask.
+        """
+        found = self._routings.get(spec.window_tokens)
+        if found is None:
+            planned = ", ".join(str(Mask(window_tokens or None)) for window_tokens in self._routings)
+            raise PlanError(
+                f"rank {self.transport.rank}, micro-batch {self.micro_batch}: a layer attends with "
+                f"{Mask(spec.window_tokens or None)}, the plan of this batch has routings for {planned}; plan it "
+                "for the masks of all layers"
+            )
+        return found
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank holds, padding included; rows here are tokens."""
+        return self._held.num_rows // self._held.rows_per_token
+
+    def name_of(self, row: int) -> str:
+        """Returns the document and token that a row of this rank holds; rows here are tokens."""
+        return self._held.name_of(row)
+
+    @property
+    def _held(self) -> DeviceRouting:
+        """One of the routings, to read the rows from that this rank holds."""
+        return next(iter(self._routings.values())).forward
 
     @property
     def forward_calls(self) -> int:
@@ -214,20 +247,23 @@ class LivePlan:
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""
-        routing = self.routing
-        if x.device != routing.send_rows.device:
+        device, groups = (
+            self._held.send_rows.device,
+            max(one.forward.rows_per_token for one in self._routings.values()),
+        )
+        if x.device != device:
             raise PlanError(
                 f"rank {self.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
-                f"on {routing.send_rows.device}; keep the model where the loader puts batches (its argument device)"
+                f"on {device}; keep the model where the loader puts batches (its argument device)"
             )
-        if x.shape[0] * routing.rows_per_token != routing.num_rows:
+        if x.shape[0] != self.num_rows:
             raise PlanError(
                 f"rank {self.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
-                f"{routing.num_rows // routing.rows_per_token}; feed the batch to the model as the loader made it"
+                f"{self.num_rows}; feed the batch to the model as the loader made it"
             )
-        if x.shape[1] % routing.rows_per_token:
+        if x.shape[1] % groups:
             raise PlanError(
-                f"rank {self.transport.rank}, {where}: the plan divides heads in {routing.rows_per_token} groups, the "
+                f"rank {self.transport.rank}, {where}: the plan divides heads in {groups} groups, the "
                 f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
             )
 

@@ -79,8 +79,8 @@ def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
     transport = open_transport(device, 60.0)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
     mine = rank_plan(plan, transport.rank)
-    maps = PinnedRankPlan.prepare(mine).to(device)
-    live = LivePlan(0, maps, mine.facts, transport, DistCAConfig(kernel=options.kernel))
+    routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
+    live = LivePlan(0, routings, mine.facts, transport, DistCAConfig(kernel=options.kernel))
     live.begin_forward_pass(None, {})
     return live
 
@@ -91,7 +91,7 @@ def _attention(
     """Returns the kernel, and one attention call of this rank's rows."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
-        torch.randn(live.routing.num_rows, heads, options.head_dim, device=device, dtype=dtype)
+        torch.randn(live.num_rows, heads, options.head_dim, device=device, dtype=dtype)
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends

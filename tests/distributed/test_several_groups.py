@@ -138,6 +138,9 @@ def _refused_in_training(plugin: distca_hf.DistCAPlugin) -> dict[str, str]:
     """Words of the errors that ranks get where gradients would be averaged over the whole job."""
     model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
     loader = plugin.dataloader(random_dataset(4, lengths=(30,)))
+    with torch.no_grad():  # before it is wrapped
+        model.eval()(**next(iter(loader)))
+    model.train()
     batches = iter(loader)
     wrapped = nn.parallel.DistributedDataParallel(model)
     words = {"DDP": _words(lambda: wrapped(**next(batches)))}

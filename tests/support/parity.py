@@ -97,8 +97,8 @@ def live_plan(
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
     mine = rank_plan(plan, transport.rank, num_chunks)
-    maps = PinnedRankPlan.prepare(mine).to(torch.device(device))
-    return LivePlan(micro_batch=0, maps=maps, facts=mine.facts, transport=transport, config=config)
+    routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device(device))}
+    return LivePlan(micro_batch=0, routings=routings, facts=mine.facts, transport=transport, config=config)
 
 
 def compare(case: Case, transport: Transport) -> Difference:

@@ -1,20 +1,25 @@
 """Parallel context: settings, the ranks that follow them, and their transports; the plugin is its face for users."""
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from distca_hf import enable, parallel_context
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.groups import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import Debug, DistCAConfig
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PlanError
 from distca_hf.parallel_context import ParallelContext, job_size
 from distca_hf.plugin import DistCAPlugin
+from support.data import random_dataset
+from support.models import tiny_model
 
 
 CPU = torch.device("cpu")
@@ -58,6 +63,34 @@ def test_one_transport_is_opened_for_each_device() -> None:
     assert context.transport(torch.device("cpu:0")) is transport
     context.close()
     assert context.transport(CPU) is not transport
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plugin: pickle.loads(pickle.dumps(plugin))])
+def test_copied_plugin_has_connections_of_its_own(copied: Callable[[DistCAPlugin], DistCAPlugin]) -> None:
+    plugin = DistCAPlugin(tokens_per_rank=64)
+    transport = plugin.transport(CPU)
+    other = copied(plugin)
+
+    assert other == plugin
+    assert other.transport(CPU) is not transport
+    assert plugin.transport(CPU) is transport
+
+
+def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin may be asked for a loader before there is a process group, to count its steps."""
+    plugin = DistCAPlugin(tokens_per_rank=192)
+    batch = next(iter(plugin.dataloader(random_dataset(20))))
+    model = enable(tiny_model(), plugin)
+    opened = LocalTransport()
+    opened.world_size = 2
+    monkeypatch.setattr(Members, "of", lambda group: Members(range(2), range(2), 1))
+    monkeypatch.setattr(parallel_context, "open_transport", lambda *arguments: opened)
+
+    with pytest.raises(
+        PlanError, match="rank 1, micro-batch 0: the loader was made for one process alone, and 2 ranks"
+    ):
+        model(**batch)
+    assert plugin.transport(CPU) is opened
 
 
 def test_exchanges_are_checked_if_that_is_asked_for() -> None:

@@ -73,6 +73,7 @@ class ForwardWatch:
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
+        self._checked_gradients = False
         self._config_facts = ConfigFacts(root)
         self._check = ForwardCheck(root, config, self._layers.values())
         self.position_limits = self._check.position_limits
@@ -136,9 +137,24 @@ class ForwardWatch:
             )
         self._check.check_model(module)
         self._check.check_plan(plan)
+        self._check_transport(plan)
         _check_placed(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
+
+    def _check_transport(self, plan: LivePlan) -> None:
+        """Checks that the batch is shared by all ranks that train together.
+
+        Raises:
+            PlanError: its loader was made before there was a process group; every rank would train on all documents.
+        """
+        if self.context.is_outgrown(plan.transport):
+            members = self.context.members
+            raise PlanError(
+                f"rank {members.rank}, micro-batch {plan.micro_batch}: the loader was made for one process alone, and "
+                f"{len(members.group)} ranks train together: each would train on all documents. Create the process "
+                "group (Accelerator, TrainingArguments) before plugin.dataloader"
+            )
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -148,8 +164,10 @@ class ForwardWatch:
         elif self.context.config.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
         layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
-        if self._module_facts is None:
+        if torch.is_grad_enabled() and not self._checked_gradients:
+            self._checked_gradients = True  # a model may be evaluated before it is wrapped
             self.context.check_gradients(self.root)
+        if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {
             **plan.config.shared_settings(),

@@ -50,7 +50,7 @@ def test_plan_is_refused_if_it_cannot_fit(free: int | None, monkeypatch: pytest.
 
     def run(transport: Transport) -> tuple[str, int]:
         live = live_plan(layout, transport, DistCAConfig(kernel="reference"), plan=plan)
-        tokens = live.routing.num_rows // live.routing.rows_per_token
+        tokens = live.num_rows
         try:
             attend(*tensors(tokens, torch.float32), SPEC, live)
         except PlanError as error:
@@ -122,8 +122,8 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
 )
 def test_needed_bytes_by_hand(layout: Layout, dtype: torch.dtype, expected: list[int]) -> None:
     def run(transport: Transport) -> int:
-        maps = live_plan(layout, transport, DistCAConfig()).routing
-        return checks.needed_bytes(maps, *tensors(int(layout.rank_rows[transport.rank]), dtype))
+        routing = live_plan(layout, transport, DistCAConfig()).routing(SPEC).forward
+        return checks.needed_bytes(routing, *tensors(int(layout.rank_rows[transport.rank]), dtype))
 
     assert run_ranks(2, run) == expected
 
@@ -168,7 +168,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
         dout = torch.zeros_like(out)
         with backward if counts else nullcontext():
             attend_backward(dout, Attended(q, k, v, out, lse), kept, SPEC, live)
-        return checks.needed_bytes(live.backward_routing, q, k, v), forward.most, backward.most
+        return checks.needed_bytes(live.routing(SPEC).backward, q, k, v), forward.most, backward.most
 
     for rank in range(NUM_RANKS):
         needed, forward, backward = run_ranks(NUM_RANKS, partial(run, counted=rank))[rank]
