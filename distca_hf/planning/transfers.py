@@ -65,7 +65,7 @@ class ExchangeChunks:
         is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
         longest, work = np.zeros((2, len(keys)), dtype=np.int64)
         np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
-        pairs_of_prefix = tasks.pairs[reads] - tasks.mask.pairs_inside(stop - start)
+        pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(stop - start)
         rectangles = pairs_of_prefix * rows_per_token(tasks.head[reads], groups)
         np.add.at(work, prefix[~is_remote], rectangles[~is_remote])
         of_remote_queries = np.zeros(len(keys), dtype=bool)

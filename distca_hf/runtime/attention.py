@@ -96,10 +96,8 @@ def attend(
     if remote_queries is not None:
         remote_queries.finish(*as_rows(groups, out, lse))
     check_finite(plan, where, output=out)
-    if keeps and remote_queries is not None:
-        return out, lse, Kept(keys.received, *remote_queries.kept)
     nothing = plan.retention.nothing(k)
-    return out, lse, Kept(keys.received, *nothing.remote_queries) if keeps else nothing
+    return out, lse, _kept(keys, remote_queries, nothing) if keeps else nothing
 
 
 class Attended(NamedTuple):
@@ -178,6 +176,11 @@ def _keys_of(
     if routing.exchanges or routing.remote_kv_rows:
         return None
     return plan.retention.nothing(k).keys
+
+
+def _kept(keys: KVDispatch, remote_queries: ForwardRemoteQueries | None, nothing: Kept) -> Kept:
+    """Returns the rows of other ranks that are kept for backward; no queries, if on no rank any move."""
+    return Kept(keys.received, *(nothing.remote_queries if remote_queries is None else remote_queries.kept))
 
 
 def _empty_gradients(
