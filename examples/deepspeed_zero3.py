@@ -41,15 +41,14 @@ def main() -> None:
     args = TrainingArguments(  # before the model, which stage 3 divides while it is made
         output_dir="deepspeed_zero3_output",
         deepspeed=ZERO3 if SHARDS else None,
+        use_cpu=not SHARDS,
+        bf16=GPU,
         max_steps=4,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
         disable_tqdm=True,
-        bf16=GPU,
-        use_cpu=not SHARDS,
     )
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(

@@ -35,7 +35,6 @@ def main(output: str) -> None:
         ddp_find_unused_parameters=False,  # untrained weights beside adapters need no gradient anyway
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
         disable_tqdm=True,
         bf16=GPU,
         use_cpu=not GPU,

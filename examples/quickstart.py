@@ -98,7 +98,6 @@ def train_with_distca(
         ddp_find_unused_parameters=False,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
         disable_tqdm=True,
         use_cpu=True,
     )

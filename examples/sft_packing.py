@@ -45,7 +45,6 @@ def main() -> None:
         learning_rate=1e-3,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
         disable_tqdm=True,
         bf16=GPU,
         use_cpu=not GPU,

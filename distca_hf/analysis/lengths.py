@@ -207,10 +207,7 @@ def read_json(path: Path) -> Numbers:
     """Reads a flat JSON list."""
     with _open(path) as file:
         text = file.read()
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise PackingError(f"{path} is not JSON: {error}") from error
+    values = _parsed(text, str(path))
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(values)}")
     numbers = Numbers(str(path), "entry")
@@ -277,12 +274,17 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-def _object(line: str, where: str) -> dict[str, object]:
-    """Reads one JSON object."""
+def _parsed(text: str, where: str) -> object:
+    """Reads JSON."""
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except ValueError as error:
         raise PackingError(f"{where} is not JSON: {error}") from error
+
+
+def _object(line: str, where: str) -> dict[str, object]:
+    """Reads one JSON object."""
+    row = _parsed(line, where)
     if not isinstance(row, dict):
         raise PackingError(f"{where} must be an object with a length, not {_kind(row)}")
     return row

@@ -13,6 +13,7 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
+from distca_hf.kernels.interface import Spans
 from distca_hf.layout import as_int_array, check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
@@ -26,7 +27,7 @@ def whole_rows(batch_size: int, queries: int, keys: int, device: torch.device) -
     offsets = [
         torch.arange(0, (batch_size + 1) * rows, rows, dtype=torch.int32, device=device) for rows in (queries, keys)
     ]
-    return Documents.of(offsets[0], offsets[1], queries, keys)
+    return Documents.of(Spans(offsets[0], offsets[1], queries, keys))
 
 
 def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documents:
@@ -41,7 +42,7 @@ def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documen
         offsets.append(torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
         longest.append(int(lengths.max()))
         rows.append(tokens.flatten().nonzero().flatten())
-    return Documents.of(offsets[0], offsets[1], longest[0], longest[1], rows[0], rows[1])
+    return Documents.of(Spans(offsets[0], offsets[1], longest[0], longest[1]), rows[0], rows[1])
 
 
 def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) -> Documents:
@@ -59,7 +60,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
         begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
         check_beginnings(positions[begins])
         offsets, longest = offsets_of(begins)
-        return Documents.of(offsets, offsets, longest, longest)
+        return Documents.of(Spans(offsets, offsets, longest, longest))
     query_tokens = tokens[:, : positions.shape[1]]
     row_of, place = query_tokens.nonzero(as_tuple=True)
     positions = positions[row_of, place]
@@ -73,8 +74,8 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
     # Positions of a row that is padded on its left may count the padding.
     check_beginnings(positions[begins & ~(first & (place > 0))])
     offsets, longest = offsets_of(begins)
-    key_rows = tokens.flatten().nonzero().flatten()
-    return Documents.of(offsets, offsets, longest, longest, query_tokens.flatten().nonzero().flatten(), key_rows)
+    query_rows, key_rows = (x.flatten().nonzero().flatten() for x in (query_tokens, tokens))
+    return Documents.of(Spans(offsets, offsets, longest, longest), query_rows, key_rows)
 
 
 def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) -> None:
@@ -128,7 +129,7 @@ def given_documents(
             f"document {document} has {tokens[0][document]} queries (cu_seq_lens_q) but {tokens[1][document]} keys "
             "(cu_seq_lens_k): its first queries could attend to nothing; give at least as many keys"
         )
-    return Documents.of(offsets[0], offsets[1], longest[0], longest[1])
+    return Documents.of(Spans(offsets[0], offsets[1], longest[0], longest[1]))
 
 
 def check_beginnings(positions: torch.Tensor) -> None:

@@ -251,17 +251,17 @@ class _Region:
 class _Mode(TorchDispatchMode):
     """Looks at attention operators; everything else runs as it is."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def __init__(self, region: _Region) -> None:
         super().__init__()
         self._region = region
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
-class _Storing(_Mode):
-    """Forward: outputs of attention are copied to the host."""
+    def attend(self, operator: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """Returns the outputs of a call of attention."""
+        raise NotImplementedError
 
     def __torch_dispatch__(
         self,
@@ -270,9 +270,16 @@ class _Storing(_Mode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        outputs = func(*args, **(kwargs or {}))
-        if func in SAVED_OPERATORS:
-            self._region.save(outputs)
+        run = functools.partial(func, *args, **(kwargs or {}))
+        return self.attend(run) if func in SAVED_OPERATORS else run()
+
+
+class _Storing(_Mode):
+    """Forward: outputs of attention are copied to the host."""
+
+    def attend(self, operator: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        outputs = operator()
+        self._region.save(outputs)
         return outputs
 
 
@@ -284,13 +291,5 @@ class _Restoring(_Mode):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func in SAVED_OPERATORS:
-            return self._region.take()
-        return func(*args, **(kwargs or {}))
+    def attend(self, operator: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        return self._region.take()

@@ -18,6 +18,7 @@ from distca_hf.batches.batch_documents import (
 )
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.refusals import check_window
+from distca_hf.kernels.interface import Spans
 from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.local_attention import Documents
 
@@ -90,7 +91,7 @@ def find_documents(
         if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
             check_beginnings(positions.expand(batch_size, queries)[begins])
         offsets, longest = offsets_of(begins)
-        return Documents.of(offsets, offsets, longest, longest)
+        return Documents.of(Spans(offsets, offsets, longest, longest))
     # 2. Positions: they restart where documents begin, but behind a cache all queries must go on with one.
     first = q_offset if cached is None else int(cached)
     tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)

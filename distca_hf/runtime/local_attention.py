@@ -52,18 +52,13 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        query_rows: torch.Tensor | None = None,
-        key_rows: torch.Tensor | None = None,
+        cls, spans: Spans, query_rows: torch.Tensor | None = None, key_rows: torch.Tensor | None = None
     ) -> "Documents":
         """Returns documents whose tensors are exactly as long as they have to be."""
         rows = [0 if rows is None else len(rows) for rows in (query_rows, key_rows)]
-        sizes = torch.tensor([len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k, *rows], device="cpu")
-        return cls(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows)
+        documents = len(spans.cu_seqlens_q) - 1
+        sizes = torch.tensor([documents, spans.max_seqlen_q, spans.max_seqlen_k, *rows], device="cpu")
+        return cls(spans.cu_seqlens_q, spans.cu_seqlens_k, sizes, query_rows, key_rows)
 
     @property
     def longest_keys(self) -> int:

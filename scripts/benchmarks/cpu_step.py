@@ -13,25 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
 from distca_hf.data.documents import Tokens
+from lib.model import small_llama
 from lib.tables import head
 
 
-def new_model(implementation: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+VOCABULARY = 4096
 
 
 def main() -> None:
@@ -50,14 +39,14 @@ def main() -> None:
         "all 512": np.full(1000, 512),
     }
     for name, lengths in mixes.items():
-        dataset = Dataset.from_dict({"input_ids": [random.randint(0, 4096, length) for length in lengths]})
+        dataset = Dataset.from_dict({"input_ids": [random.randint(0, VOCABULARY, length) for length in lengths]})
         print(f"| {name} | {compare(dataset, options)} |", flush=True)
 
 
 def compare(dataset: Dataset, options: argparse.Namespace) -> str:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=options.tokens)
     loader = plugin.dataloader(dataset)
-    models = {"distca": new_model("distca"), "sdpa": new_model("sdpa")}
+    models = {name: small_llama(name, VOCABULARY, hidden_size=256, layers=4, heads=8) for name in ("distca", "sdpa")}
     distca_hf.enable(models["distca"], plugin)
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in models}

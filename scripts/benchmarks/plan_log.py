@@ -19,13 +19,15 @@ from typing import Any
 import datasets
 import numpy as np
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import distca_hf
 from distca_hf.analysis.lengths import read_lengths
+from lib.model import small_llama
 
 
 SEED = 42
+VOCABULARY = 64
 FIGURES = ("imbalance_before", "imbalance")
 
 
@@ -52,18 +54,9 @@ def main() -> None:
 def train(lengths: np.ndarray, tokens_per_rank: int) -> list[dict[str, Any]]:
     """Trains one epoch, and returns the log of every step."""
     datasets.disable_progress_bars()
-    ids = np.random.default_rng(0).integers(0, 64, int(lengths.max()), dtype=np.int32)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, int(lengths.max()), dtype=np.int32)
     dataset = datasets.Dataset.from_dict({"input_ids": [ids[:length] for length in lengths]})
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1 << 20,
-    )
-    model = LlamaForCausalLM._from_config(config, attn_implementation="distca")
+    model = small_llama("distca", VOCABULARY, hidden_size=16, layers=1, heads=2)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder,

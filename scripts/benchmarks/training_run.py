@@ -26,19 +26,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
 from distca_hf.analysis.baselines.ordinary import assign_whole_documents
 from distca_hf.data.documents import Tokens
 from distca_hf.integrations.models.forward_watch import watch_of
+from lib.model import PRESETS
 
 
 VOCABULARY = 32_000
@@ -145,17 +139,8 @@ def training_arguments(steps: int) -> TrainingArguments:
 def build_model(layers: int, attention: str, device: torch.device) -> PreTrainedModel:
     """Returns an 8B-shaped Llama of so many layers with a small vocabulary; all ranks have the same weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=1 << 20,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        use_cache=False,
-    )
+    changes = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": 1 << 20}
+    config = AutoConfig.for_model(**PRESETS["llama3-8b"] | changes, use_cache=False)
     with device:
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 

@@ -11,7 +11,7 @@ from typing import TypedDict
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from style import BENCHMARKS, Style, headline, save
+from style import BENCHMARKS, Style, headed, save
 
 
 class Step(TypedDict):
@@ -32,14 +32,11 @@ def largest() -> str:
 
 def draw(style: Style) -> Figure:
     """Draws both losses, and below them their difference."""
-    figure = Figure(figsize=(8.4, 4.6))
-    headline(
-        figure,
-        style,
-        "The losses are those of ordinary training",
+    details = (
         f"A small Llama on Python's sources, {len(STEPS)} steps (quickstart): distca_hf with documents over two "
-        f"ranks, and sdpa\nwith each document alone. Losses differ by {largest()} at most; single precision.",
+        f"ranks, and sdpa\nwith each document alone. Losses differ by {largest()} at most; single precision."
     )
+    figure = headed(style, 4.6, "The losses are those of ordinary training", details)
     panels = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
     steps = range(1, 1 + len(STEPS))
     panels[0].plot(steps, SDPA, color=style.others, lw=7, alpha=0.55, solid_capstyle="round", label="sdpa")

@@ -19,7 +19,7 @@ from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import work_in_order
 from distca_hf.shipped import LENGTHS
-from style import Style, headline, save
+from style import Style, headed, save
 
 
 MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
@@ -55,15 +55,12 @@ def measure(mix: str, num_ranks: int) -> Spread:
 
 def draw(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
     """Draws the busiest rank over the mean against the number of ranks, for every mix of lengths."""
-    figure = Figure(figsize=(8.4, 4.3))
-    headline(
-        figure,
-        style,
-        "The more GPUs, the longer all wait for the busiest one",
+    details = (
         f"Attention work of the busiest GPU over the mean, documents packed in order, "
         f"{TOKENS_PER_RANK // 1024}K tokens per GPU.\n"
-        "Lines: mean of an epoch's first batches. Areas: from the best to the worst of them.",
+        "Lines: mean of an epoch's first batches. Areas: from the best to the worst of them."
     )
+    figure = headed(style, 4.3, "The more GPUs, the longer all wait for the busiest one", details)
     axes = figure.subplots()
     for (mix, by_ranks), colour in zip(spreads.items(), (style.long, style.others), strict=True):
         lows, highs = [spread.lowest for spread in by_ranks], [spread.highest for spread in by_ranks]

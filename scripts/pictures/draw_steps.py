@@ -11,7 +11,7 @@ from typing import TypedDict
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from style import BENCHMARKS, Style, bare, headline, save
+from style import BENCHMARKS, Style, bare, headed, save
 
 
 class Row(TypedDict):
@@ -75,14 +75,11 @@ def draw_bars(axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int]
 
 def draw_four_gpus(style: Style) -> Figure:
     """Draws steps on four GPUs: a row for each kind of links, a column for each set of documents."""
-    figure = Figure(figsize=(8.4, 5.9))
-    headline(
-        figure,
-        style,
-        "distca_hf stays within 3 % of ideal, over fast and slow links",
+    details = (
         "A training step (4 layers of an 8B Llama, FSDP2, four H200) as a multiple of ideal: the same work, spread "
-        "evenly\nwithout any transfer. One program and one attention kernel for all. Shorter is better.",
+        "evenly\nwithout any transfer. One program and one attention kernel for all. Shorter is better."
     )
+    figure = headed(style, 5.9, "distca_hf stays within 3 % of ideal, over fast and slow links", details)
     documents = ["one of 128K among 96 of 4K", "all lengths from 64K to 2K", "all of 4K"]
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
     for row, (links, title) in enumerate([("NVLink", "NVLink"), ("30 GB/s", "30 GB/s, as between nodes")]):
@@ -100,14 +97,11 @@ def draw_four_gpus(style: Style) -> Figure:
 
 def draw_two_gpus(style: Style) -> Figure:
     """Draws steps on two GPUs, a column for each set of documents."""
-    figure = Figure(figsize=(8.4, 3.9))
-    headline(
-        figure,
-        style,
-        "The fastest on each mix, beside other people's own code",
+    details = (
         "A training step (4 layers of an 8B Llama with head and AdamW, FSDP2, two H200, NVLink), over that of "
-        "distca_hf.\nAll call FlashAttention 4. Shorter is better.",
+        "distca_hf.\nAll call FlashAttention 4. Shorter is better."
     )
+    figure = headed(style, 3.9, "The fastest on each mix, beside other people's own code", details)
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, documents in zip(panels, ("one of 64K among 16 of 4K", "one of 128K", "all of 4K"), strict=True):
         ms = row_of("two_gpus", documents, "NVLink")

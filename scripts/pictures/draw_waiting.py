@@ -19,7 +19,7 @@ from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.shipped import LENGTHS
-from style import Style, bare, headline, save
+from style import Style, bare, headed, save
 
 
 # The training of the command above.
@@ -63,14 +63,13 @@ def draw(style: Style) -> Figure:
     config = DistCAConfig(tokens_per_rank=TOKENS_PER_GPU, ranks_per_node=GPUS)
     placed = PlacedPlanner(config, GPUS, preset("llama3-8b").heads.groups).plan(documents)
     longest, before = int(documents.argmax()), in_order.imbalance
-    figure = Figure(figsize=(8.4, 5.6))
     wasted = f"{100 * (1 - 1 / before):.0f} % of the GPUs' attention time is waiting. distca_hf removes it."
     details = (
         f"One packed batch of real documents on {GPUS} GPUs, {TOKENS_PER_GPU:,} tokens on each. A bar is a GPU's "
         "attention in a layer,\nuntil all GPUs are done and may go on. Counted in attended pairs; 1 is the mean "
         "of the GPUs."
     )
-    headline(figure, style, wasted, details)
+    figure = headed(style, 5.6, wasted, details)
     panels = figure.subplots(2, 1, sharex=True)
     draw_panel(panels[0], style, "Packed in order: all wait for the GPU with the longest document", in_order, longest)
     draw_panel(panels[1], style, "Placed by distca_hf: the same documents, equal tokens, equal work", placed, longest)

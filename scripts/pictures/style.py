@@ -41,34 +41,22 @@ class Style:
     hatch: str
 
 
-LIGHT = Style(
-    name="light",
-    text="#1f2328",
-    muted="#59636e",
-    grid="#d1d9e0",
-    ours="#2f6fb7",
-    on_ours="#ffffff",
-    long="#e07b00",
-    others="#9aa6b2",
-    on_others="#1f2328",
-    best="#d1d9e0",
-    waiting="#eceff2",
-    hatch="#a3aeb9",
-)
-DARK = Style(
-    name="dark",
-    text="#f0f6fc",
-    muted="#9198a1",
-    grid="#3d444d",
-    ours="#5aa2f0",
-    on_ours="#0d1117",
-    long="#f0932b",
-    others="#8593a3",
-    on_others="#0d1117",
-    best="#3d444d",
-    waiting="#1e2630",
-    hatch="#56616e",
-)
+# On light pages, and on dark ones.
+COLOURS = {
+    "text": ("#1f2328", "#f0f6fc"),
+    "muted": ("#59636e", "#9198a1"),
+    "grid": ("#d1d9e0", "#3d444d"),
+    "ours": ("#2f6fb7", "#5aa2f0"),
+    "on_ours": ("#ffffff", "#0d1117"),
+    "long": ("#e07b00", "#f0932b"),
+    "others": ("#9aa6b2", "#8593a3"),
+    "on_others": ("#1f2328", "#0d1117"),
+    "best": ("#d1d9e0", "#3d444d"),
+    "waiting": ("#eceff2", "#1e2630"),
+    "hatch": ("#a3aeb9", "#56616e"),
+}
+LIGHT = Style("light", **{part: light for part, (light, _) in COLOURS.items()})
+DARK = Style("dark", **{part: dark for part, (_, dark) in COLOURS.items()})
 
 
 def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
@@ -105,11 +93,13 @@ def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
         print(path.relative_to(ROOT))
 
 
-def headline(figure: Figure, style: Style, finding: str, details: str) -> None:
-    """Writes the finding on top of a figure, and below it, in smaller letters, the details."""
-    left, below = 0.012, 0.40 / figure.get_figheight()
+def headed(style: Style, height_inches: float, finding: str, details: str) -> Figure:
+    """Returns a figure with the finding on top, and below it, in smaller letters, the details."""
+    figure = Figure(figsize=(8.4, height_inches))
+    left, below = 0.012, 0.40 / height_inches
     figure.suptitle(finding, x=left, y=0.985, ha="left", va="top", fontsize=15, fontweight="bold")
     figure.text(left, 1 - below, details, ha="left", va="top", fontsize=10, color=style.muted, linespacing=1.35)
+    return figure
 
 
 def bare(axes: Axes) -> None:

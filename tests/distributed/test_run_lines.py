@@ -10,6 +10,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import distca_hf
 from support.data import random_dataset
+from support.log_lines import KeptLines
 from support.models import tiny_model
 from support.ranks import run_ranks
 from support.resuming import LOADS_ON_CPU_RANKS, resumes_on_cpu_ranks
@@ -21,22 +22,11 @@ WAYS = ("attach", *(["resume"] if LOADS_ON_CPU_RANKS else []), "callback", "eval
 BALANCE = re.compile(r"attention work of the busiest rank ([\d.]+) -> ([\d.]+) times the mean")
 
 
-class Lines(logging.Handler):
-    """Keeps what is written at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _train_in_every_way(folder: Path) -> dict[str, tuple[list[str], list[dict[str, float]]]]:
     """Lines, and logs of the Trainer, of every way to train."""
     told = {}
     for way in WAYS:
-        handler = Lines()
+        handler = KeptLines()
         logging.getLogger("distca_hf").addHandler(handler)
         told[way] = (handler.lines, _train(way, folder))
         logging.getLogger("distca_hf").removeHandler(handler)

@@ -16,6 +16,7 @@ from accelerate.state import PartialState
 import distca_hf
 from distca_hf.errors import DistCAError
 from support.data import random_dataset
+from support.log_lines import KeptLines
 from support.models import VOCABULARY, tiny_model
 from support.ranks import run_ranks
 
@@ -89,24 +90,13 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
 }
 
 
-class Kept(logging.Handler):
-    """Messages of distca_hf's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _make_all() -> dict[str, list[str]]:
     """Everything that this rank is told of each mistake."""
-    kept = Kept()
+    kept = KeptLines()
     logging.getLogger("distca_hf").addHandler(kept)
     answers: dict[str, list[str]] = {}
     for name, (mistake, *_) in TOLD.items():
-        kept.messages = answers[name] = []
+        kept.lines = answers[name] = []
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:

@@ -20,7 +20,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.batches import taking as facts
-from distca_hf.data import contents
+from distca_hf.data import collate
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import start_ranks
@@ -119,7 +119,7 @@ def _change_masks(training: Training) -> None:
 
 def _change_what_no_sample_sees(training: Training) -> None:
     """Changes all documents but the first, which is the sample."""
-    contents.MOST_DOCUMENTS = 1
+    collate.MOST_DOCUMENTS = 1
     for row in training.columns["input_ids"][1:]:
         row[1:-1] = [token ^ 1 for token in row[1:-1]]
 
@@ -213,6 +213,13 @@ RECOMPUTING = {"checkpointed_attention": "recompute", "kv_residency": "refetch"}
 WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
     "checkpointing": (_checkpoint, "layers saved at the same time is 3 on {others}, 1 on rank 1"),
 }
+# When ranks begin to differ, or in which training.
+CHANGES = {
+    "first": FROM_THE_BEGINNING,
+    "later": AFTER_THE_FIRST_STEP,
+    "compiled": AFTER_THE_FIRST_STEP,
+    "recomputed": WITH_RECOMPUTATION,
+}
 
 
 def _training(settings: dict[str, Any]) -> Training:
@@ -227,16 +234,10 @@ def _training(settings: dict[str, Any]) -> Training:
 
 def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
     """Trains; writes down the number of finished steps. Returns losses, mean over ranks."""
-    changes = {
-        "first": FROM_THE_BEGINNING,
-        "later": AFTER_THE_FIRST_STEP,
-        "compiled": AFTER_THE_FIRST_STEP,
-        "recomputed": WITH_RECOMPUTATION,
-    }[group]
-    change, rank = changes[name][0], dist.get_rank()
+    change, rank = CHANGES[group][name][0], dist.get_rank()
     training = _training(RECOMPUTING if group == "recomputed" else {})
     if name == "tokens that no sample sees":
-        contents.MOST_DOCUMENTS = 1
+        collate.MOST_DOCUMENTS = 1
     if name == "embeddings of another module":
         _freeze(training)
     if group not in LATER and rank == DIFFERENT:
@@ -286,8 +287,27 @@ def _embedded(training: Training, batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "input_ids"} | {"inputs_embeds": embeddings}
 
 
-def _check(tmp_path: Path, group: str, name: str, words: str | None, batches: str) -> None:
+def _run_unchanged(folder: Path, batches: str) -> list[float]:
+    FROM_THE_BEGINNING["nothing"] = (lambda training: None, None)
+    return _run(folder, "first", "nothing", batches)
+
+
+# With packs the model's plugin makes the plans: other settings there are those above. A model that evaluates on one
+# rank alone waits for nobody, and others wait for it until their deadline: see test_slow_rank.
+OF_PACKS = [name for name in AFTER_THE_FIRST_STEP if name not in ("another plugin of other settings", "training mode")]
+CASES = [
+    *(("first", name, "placed") for name in FROM_THE_BEGINNING),
+    *(("later", name, "placed") for name in AFTER_THE_FIRST_STEP),
+    *(("compiled", name, "placed") for name in OF_CALLS),
+    *(("recomputed", name, "placed") for name in WITH_RECOMPUTATION),
+    *(("later", name, "packs") for name in OF_PACKS),
+]
+
+
+@pytest.mark.parametrize(("group", "name", "batches"), CASES)
+def test_no_rank_takes_a_step_with_one_that_differs(group: str, name: str, batches: str, tmp_path: Path) -> None:
     done = 1 if group in LATER else 0
+    words = CHANGES[group][name][1]
     world_size = WORLDS[len(name) % len(WORLDS)]  # any of them, the same in every run
     outcomes = start_ranks(world_size, _run, tmp_path, tmp_path, group, name, batches)
     if words is None:
@@ -301,38 +321,3 @@ def _check(tmp_path: Path, group: str, name: str, words: str | None, batches: st
     for rank in range(world_size):
         steps = tmp_path / f"steps-{rank}"
         assert (int(steps.read_text()) if steps.is_file() else 0) == done
-
-
-def _run_unchanged(folder: Path, batches: str) -> list[float]:
-    FROM_THE_BEGINNING["nothing"] = (lambda training: None, None)
-    return _run(folder, "first", "nothing", batches)
-
-
-@pytest.mark.parametrize("name", FROM_THE_BEGINNING)
-def test_rank_that_differs_from_the_beginning_takes_no_step(name: str, tmp_path: Path) -> None:
-    _check(tmp_path, "first", name, FROM_THE_BEGINNING[name][1], "placed")
-
-
-@pytest.mark.parametrize("name", AFTER_THE_FIRST_STEP)
-def test_rank_that_differs_after_the_first_step_takes_no_other(name: str, tmp_path: Path) -> None:
-    _check(tmp_path, "later", name, AFTER_THE_FIRST_STEP[name][1], "placed")
-
-
-@pytest.mark.parametrize("name", OF_CALLS)
-def test_rank_whose_compiled_layers_differ_takes_no_other_step(name: str, tmp_path: Path) -> None:
-    _check(tmp_path, "compiled", name, AFTER_THE_FIRST_STEP[name][1], "placed")
-
-
-@pytest.mark.parametrize("name", WITH_RECOMPUTATION)
-def test_rank_that_recomputes_alone_takes_no_step(name: str, tmp_path: Path) -> None:
-    _check(tmp_path, "recomputed", name, WITH_RECOMPUTATION[name][1], "placed")
-
-
-# With packs the model's plugin makes the plans: other settings there are those above. A model that evaluates on one
-# rank alone waits for nobody, and others wait for it until their deadline: see test_slow_rank.
-OF_PACKS = [name for name in AFTER_THE_FIRST_STEP if name not in ("another plugin of other settings", "training mode")]
-
-
-@pytest.mark.parametrize("name", OF_PACKS)
-def test_rank_that_differs_in_packs_after_the_first_step_takes_no_other(name: str, tmp_path: Path) -> None:
-    _check(tmp_path, "later", name, AFTER_THE_FIRST_STEP[name][1], "packs")

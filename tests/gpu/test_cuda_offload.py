@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from distca_hf.integrations.checkpointing import OffloadedAttention
-from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 
 
@@ -18,7 +18,7 @@ LAYERS, TOKENS, HEADS, DIM = 6, 8192, 8, 64
 
 
 def _layer(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    out, _ = flash_attn_local(x, x, x, Documents.of(offsets, offsets, TOKENS, TOKENS), AttentionSpec(DIM**-0.5))
+    out, _ = flash_attn_local(x, x, x, Documents.of(Spans(offsets, offsets, TOKENS, TOKENS)), AttentionSpec(DIM**-0.5))
     return x + torch.tanh(out)
 
 

@@ -13,7 +13,7 @@ import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations import checkpointing
 from distca_hf.integrations.checkpointing import OffloadedAttention
-from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from support.data import random_dataset
 from support.models import tiny_model
@@ -50,7 +50,7 @@ class Regions:
     def _twice(x: torch.Tensor) -> torch.Tensor:
         offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
         for _ in range(2):
-            out, _ = flash_attn_local(x, x, x, Documents.of(offsets, offsets, 4, 4), AttentionSpec(0.5))
+            out, _ = flash_attn_local(x, x, x, Documents.of(Spans(offsets, offsets, 4, 4)), AttentionSpec(0.5))
             x = x + torch.tanh(out)
         return x
 
@@ -123,7 +123,7 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
 
     def differs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         offsets = torch.tensor([0, len(x)], dtype=torch.int32)
-        documents = Documents.of(offsets, offsets, len(x), len(x))
+        documents = Documents.of(Spans(offsets, offsets, len(x), len(x)))
         for _ in range(next(calls)):
             x = torch.tanh(flash_attn_local(x, x, x, documents, AttentionSpec(0.5))[0])
         return layer(x)

@@ -91,18 +91,12 @@ def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
 
 @settings(max_examples=360)
 @given(case=ANY)
-def test_shared_rows_and_orders(case: Case) -> None:
+def test_calls_read_rows_of_their_chunk_and_backward_those_of_all(case: Case) -> None:
+    """And rows that come twice are known, and all orders are those of documents."""
     simulation = case.simulated()
 
     check_shared_rows(simulation)
     check_orders(simulation)
-
-
-@settings(max_examples=360)
-@given(case=ANY)
-def test_calls_read_what_their_chunk_brings_and_backward_what_all_did(case: Case) -> None:
-    simulation = case.simulated()
-
     check_chunks(simulation)
     check_kept(simulation)
 

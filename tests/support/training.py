@@ -97,12 +97,8 @@ def train_reference(folder: Path, accumulation: int, lora: bool, steps: int) -> 
         labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
         total = 0.0
         for document in documents:
-            loss = model(
-                input_ids=torch.from_numpy(document.input_ids)[None],
-                labels=torch.from_numpy(document.labels)[None],
-                num_items_in_batch=labels,
-                use_cache=False,
-            ).loss
+            row = {name: torch.from_numpy(getattr(document, name))[None] for name in ("input_ids", "labels")}
+            loss = model(**row, num_items_in_batch=labels, use_cache=False).loss
             loss.backward()
             total += loss.item()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

@@ -73,12 +73,7 @@ class DistCACallback(TrainerCallback):
         self._leave: LeaveOnSignal | None = None
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
         """Checks and enables the model before it is wrapped.
 
@@ -170,12 +165,7 @@ class DistCACallback(TrainerCallback):
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
         """Notes that a step has ended, and compares weights, where that is due.
 

@@ -19,6 +19,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -146,6 +147,22 @@ def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedC
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
     values["max_position_embeddings"] = max(values.get("max_position_embeddings") or 0, longest_tokens)
     return AutoConfig.for_model(**values)
+
+
+def small_llama(attention: str, vocabulary: int, *, hidden_size: int, layers: int, heads: int) -> PreTrainedModel:
+    """Returns a Llama for CPUs and documents of any length; the weights of a size are always the same."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 43 // 16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=1 << 20,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
 
 
 def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> PreTrainedModel:

@@ -15,6 +15,7 @@ unchecked placed, but in a forward pass ranks do not agree on anything: the pric
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, Protocol
@@ -93,16 +94,14 @@ class NoAgreement:
     """Takes the agreements of a forward pass away."""
 
     def __init__(self) -> None:
-        names = ("agree_to_attend", "_agree_at_the_end")
-        self._patches = [mock.patch.object(ForwardPass, name, return_value=None) for name in names]
+        self._patches = ExitStack()
 
     def make(self) -> None:
-        for patch in self._patches:
-            patch.start()
+        for name in ("agree_to_attend", "_agree_at_the_end"):
+            self._patches.enter_context(mock.patch.object(ForwardPass, name, return_value=None))
 
     def forget(self) -> None:
-        for patch in self._patches:
-            patch.stop()
+        self._patches.close()
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The lines about a training: what they say is what is trained."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import distca_hf
-from distca_hf.batches.meter import Reading, duration
+from distca_hf.batches.meter import duration
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.preview import COUNTED, PLACED, PlacedData, Preview, count, second_line
 from distca_hf.config import DistCAConfig
@@ -17,6 +18,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.facts import PlanFacts, PlanTotals
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
+from support.readings import READING
 
 
 TWO = Preview(np.array([100, 100]), np.array([1000, 3000]), np.array([1.5, 3.5]), np.array([1.0, 1.0]))
@@ -42,17 +44,12 @@ def test_one_rank_has_nothing_to_balance() -> None:
     assert second_line(TWO, None, 1, "seen") == "one rank: there is nothing to balance (seen)"
 
 
-READING = Reading(
-    num_ranks=8,
+WAITED = replace(
+    READING,
     seconds=3900.0,
     totals=PlanTotals(micro_batches=2, tokens=237_900_000, pairs=1e9, imbalance_before=4.62, imbalance=2.004),
-    sent_bytes=0,
-    plan_seconds=0.0,
     loader_wait_seconds=3.9,
     waited_seconds=46.8,
-    slowest_rank=5,
-    utilisation=None,
-    memory_bytes=None,
 )
 
 
@@ -65,7 +62,7 @@ READING = Reading(
     ],
 )
 def test_last_line_sums_up(changes: dict[str, float | None], end: str) -> None:
-    reading = Reading(**vars(READING) | changes)
+    reading = replace(WAITED, **changes)
 
     assert reading.in_words("trained 1,812 steps") == (
         "trained 1,812 steps: 237,900,000 tokens in 65 min, 61,000 per second; attention work of the busiest rank "

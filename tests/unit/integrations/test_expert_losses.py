@@ -14,21 +14,14 @@ from support.data import random_documents
 from support.models import SIZES
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DOCUMENTS = random_documents(3, lengths=(30, 41, 29))
 DATASET = Dataset.from_dict({"input_ids": DOCUMENTS})
 
 
 def expert_model(attention: str = "distca") -> Any:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SIZES,
-        head_dim=16,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-        output_router_logits=True,
-    )
+    config = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, initializer_range=0.2, output_router_logits=True)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     return model.double().train()
 

@@ -18,6 +18,7 @@ from support.layouts import SCATTERED, random_layout, random_plan
 from support.simulation import Simulation, check_attention, check_keys
 
 
+Rows = tuple[int, int]  # the first one, and the one behind the last
 Task = tuple[int, ...]  # document, start, stop, server, and the group of heads if not all
 
 
@@ -29,28 +30,20 @@ def routings_of(plan: Plan) -> list[Routing]:
     return [route(plan, rank) for rank in range(plan.layout.num_ranks)]
 
 
-def own(rows: tuple[int, int], offsets: list[int], heads: tuple[int, int] = (0, 1)) -> tuple[Any, ...]:
+def own(rows: Rows, offsets: list[int], heads: tuple[int, int] = (0, 1)) -> tuple[Any, ...]:
     """What `told` says of an local call: squares of the same rows."""
     return rows, rows, offsets, offsets, heads, CallKind.LOCAL
 
 
 def far(
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    query_offsets: list[int],
-    key_offsets: list[int],
-    heads: tuple[int, int] = (0, 1),
+    queries: Rows, keys: Rows, query_offsets: list[int], key_offsets: list[int], heads: tuple[int, int] = (0, 1)
 ) -> tuple[Any, ...]:
     """What `told` says of a far call: no mask."""
     return queries, keys, query_offsets, key_offsets, heads, CallKind.PREFIX
 
 
 def remote_queries(
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    query_offsets: list[int],
-    key_offsets: list[int],
-    rows_per_token: int = 1,
+    queries: Rows, keys: Rows, query_offsets: list[int], key_offsets: list[int], rows_per_token: int = 1
 ) -> tuple[Any, ...]:
     """What `told` says of a call with queries of other ranks."""
     return queries, keys, query_offsets, key_offsets, (0, rows_per_token), CallKind.REMOTE_QUERIES

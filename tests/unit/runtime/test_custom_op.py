@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.kernels.interface import Spans
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.live_plan import LivePlan
@@ -42,7 +43,7 @@ def alone(kernel: KernelName = "reference") -> LivePlan:
 
 def of_documents() -> tuple[Any, ...]:
     offsets = torch.tensor([0, 8, 12], dtype=torch.int32)
-    return Documents.of(offsets, offsets, 8, 8), SPEC, "reference"
+    return Documents.of(Spans(offsets, offsets, 8, 8)), SPEC, "reference"
 
 
 def sinks(requires_grad: bool = True) -> torch.Tensor:
@@ -78,7 +79,7 @@ def test_rows_attend_as_if_there_were_no_others() -> None:
     of_queries, of_keys = torch.tensor([2, 3, 7, 8]), torch.tensor([0, 1, 2, 3, 6, 7, 8])
     offsets = [torch.tensor(offsets, dtype=torch.int32) for offsets in ([0, 2, 4], [0, 4, 7])]
     taken = q[of_queries], k[of_keys], v[of_keys]
-    expected, _ = flash_attn_local(*taken, Documents.of(*offsets, 2, 4), SPEC, "reference")
+    expected, _ = flash_attn_local(*taken, Documents.of(Spans(*offsets, 2, 4)), SPEC, "reference")
     expected.backward(torch.ones_like(expected))
     gradients = [x.grad for x in (q, k, v)]
 
@@ -191,7 +192,7 @@ def test_tensors_of_other_kinds_are_dispatched() -> None:
         with kind:
             held = [torch.empty(TOKENS, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
             offsets = torch.empty(3, dtype=torch.int32)
-            documents = Documents.of(offsets, offsets, 8, 8)
+            documents = Documents.of(Spans(offsets, offsets, 8, 8))
         out, lse = flash_attn_local(*held, documents, SPEC, "auto")
         assert (out.shape, lse.shape) == ((TOKENS, HEADS, DIM), (HEADS, TOKENS))
     assert live.forward_calls == 0
@@ -282,7 +283,7 @@ def test_some_inputs_need_no_gradients() -> None:
 
 def _local(*given: torch.Tensor) -> torch.Tensor:
     offsets = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
-    output: torch.Tensor = flash_attn_local(*given, Documents.of(offsets, offsets, 8, 8), SPEC, "reference")[0]
+    output: torch.Tensor = flash_attn_local(*given, Documents.of(Spans(offsets, offsets, 8, 8)), SPEC, "reference")[0]
     return output
 
 

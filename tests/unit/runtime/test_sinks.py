@@ -9,7 +9,7 @@ import torch
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
@@ -95,7 +95,7 @@ def test_local_attention_takes_sinks(compiled: bool) -> None:
     *inputs, dout = tensors(layout)
     inputs = [x.requires_grad_() for x in inputs]
     offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
-    documents = Documents.of(offsets, offsets, 5, 5)
+    documents = Documents.of(Spans(offsets, offsets, 5, 5))
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         return flash_attn_local(q, k, v, documents, SPEC, "reference", sinks)[0]
@@ -120,7 +120,9 @@ def test_rows_that_are_no_tokens_leave_gradients_of_large_sinks_finite() -> None
     *inputs, dout = (x.float() for x in tensors(Layout.from_packs([[5, 3]])))
     q, k, v, sinks = inputs[0], inputs[1], inputs[2], torch.full((HEADS,), 100.0, requires_grad=True)
     rows, offsets = torch.arange(1, 8), torch.tensor([0, 4, 7], dtype=torch.int32)
-    out, _ = flash_attn_local(q, k, v, Documents.of(offsets, offsets, 4, 4, rows, rows), SPEC, "reference", sinks)
+    out, _ = flash_attn_local(
+        q, k, v, Documents.of(Spans(offsets, offsets, 4, 4), rows, rows), SPEC, "reference", sinks
+    )
 
     assert torch.autograd.grad(out, sinks, dout)[0].isfinite().all()
 
@@ -135,7 +137,7 @@ def test_gradients_of_gradients_of_sinks_are_refused(planned: bool) -> None:
         out, *_ = flash_attn(*of_tokens, SPEC, live.handle, sinks_N=sinks)
     else:
         offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
-        out, _ = flash_attn_local(*of_tokens, Documents.of(offsets, offsets, 5, 5), SPEC, "reference", sinks)
+        out, _ = flash_attn_local(*of_tokens, Documents.of(Spans(offsets, offsets, 5, 5)), SPEC, "reference", sinks)
 
     with pytest.raises(NotImplementedError, match="no gradients of gradients"):
         torch.autograd.grad(out.square().sum(), sinks, create_graph=True)

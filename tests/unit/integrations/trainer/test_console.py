@@ -7,26 +7,13 @@ from typing import Any
 import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from distca_hf.batches.meter import Reading
 from distca_hf.integrations.trainer.callback import in_short, print_in_short
-from distca_hf.planning.facts import PlanTotals
+from support.readings import READING
 
 
 LONGEST_LINE = 160
 # The longest values that Trainer's own entries have in four digits.
 LOG = {"loss": 0.0012345, "grad_norm": 0.0012345, "learning_rate": 4.9974e-05, "epoch": 0.00055187}
-READING = Reading(
-    num_ranks=8,
-    seconds=2.0,
-    totals=PlanTotals(micro_batches=4, tokens=8 * 2 * 17_625, pairs=1e9, imbalance_before=9.2, imbalance=4.008),
-    sent_bytes=8_000_000,
-    plan_seconds=0.02,
-    loader_wait_seconds=0.004,
-    waited_seconds=0.04,
-    slowest_rank=5,
-    utilisation=0.4213,
-    memory_bytes=131 * 2**30,
-)
 
 
 def test_basic_metrics_are_those_that_everybody_watches() -> None:

@@ -646,8 +646,8 @@ def several_documents_in_a_micro_batch() -> Dataset:
 
 def resume_with_another_accumulation(
     make: Callable[..., Trainer], folder: Path, before: int, after: int, steps: int, more_steps: int
-) -> tuple[list[torch.Tensor], Windows, Trainer]:
-    """Micro-batches trained on before the checkpoint, what was trained on after it, and by which trainer."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Windows, Trainer]:
+    """Micro-batches trained on before the checkpoint and after it, the latter in windows, and the later trainer."""
     dataset = several_documents_in_a_micro_batch()
     whole = make(dataset, gradient_accumulation_steps=before, max_steps=steps, save_strategy="steps", save_steps=steps)
     loader, taken = attach(whole, regroup_steps=False), record_batches(whole)
@@ -657,7 +657,8 @@ def resume_with_another_accumulation(
     resumed.add_callback(windows := Windows(record_batches(resumed)))
     resumed.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{steps}"))
     assert len(loader) == 11
-    return [kwargs["input_ids"] for kwargs in taken], windows, resumed
+    earlier, later = ([kwargs["input_ids"] for kwargs in batches] for batches in (taken, windows.seen))
+    return earlier, later, windows, resumed
 
 
 def numbers_in_the_stream(micro_batches: list[torch.Tensor], epochs: int = 5) -> list[int]:
@@ -672,8 +673,7 @@ def numbers_in_the_stream(micro_batches: list[torch.Tensor], epochs: int = 5) ->
 def test_resuming_with_another_accumulation_continues_at_the_next_micro_batch(
     make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
 ) -> None:
-    taken, windows, _ = resume_with_another_accumulation(make, tmp_path, before, after, steps=2, more_steps=2)
-    later = [kwargs["input_ids"] for kwargs in windows.seen]
+    taken, later, *_ = resume_with_another_accumulation(make, tmp_path, before, after, steps=2, more_steps=2)
 
     assert len(taken) == 2 * before
     assert len(later) > after
@@ -685,8 +685,8 @@ def test_resuming_with_another_accumulation_goes_on_through_later_epochs(
     make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
 ) -> None:
     """No micro-batch is left out or comes twice, every step is one window, and the last step is `max_steps`."""
-    taken, windows, resumed = resume_with_another_accumulation(make, tmp_path, before, after, steps=7, more_steps=13)
-    later = [kwargs["input_ids"] for kwargs in windows.seen]
+    run = resume_with_another_accumulation(make, tmp_path, before, after, steps=7, more_steps=13)
+    taken, later, windows, resumed = run
 
     assert resumed.state.global_step == 20
     assert numbers_in_the_stream(taken + later) == list(range(len(taken) + len(later)))
