@@ -15,6 +15,7 @@ from types import ModuleType
 MOVED = {
     f"distca_hf.{former}": f"distca_hf.{present}"
     for former, present in {
+        "data.contents": "data.collate",
         "insight": "analysis",
         "integrations.callback": "integrations.trainer.callback",
         "integrations.drift": "integrations.trainer.weights_check",
@@ -27,17 +28,25 @@ MOVED = {
         "integrations.plugin": "plugin",
         "integrations.preemption": "integrations.trainer.stop_on_signal",
         "kernels.choose": "kernels.registry",
+        "kernels.cpu": "kernels.torch_kernels",
+        "kernels.torch_varlen": "kernels.torch_kernels",
+        "launcher": "telemetry",
         "lazy": "import_hooks",
         "packing": "data",
         "planning.baselines": "analysis.baselines",
         "planning.bounds": "analysis.bounds",
+        "planning.chunks": "planning.transfers",
+        "planning.heads": "cost",
+        "planning.in_place": "planning.plan",
         "planning.moving": "planning.rebalance",
         "planning.planner": "planning.plan",
         "planning.task": "planning.tasks",
         "requirements": "version",
+        "runtime.exchanges": "runtime.remote_kv",
         "runtime.plans": "runtime.live_plan",
         "setting_help": "settings",
         "spelling": "errors",
+        "train": "run",
     }.items()
 }
 

@@ -13,9 +13,9 @@ import numpy as np
 from distca_hf.analysis.epoch import EpochPlans, InOrder
 from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
 from distca_hf.analysis.models import ModelShape, ModelSize
+from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import H200, H200_LIGER, Rates, StepCost, StepFlops
-from distca_hf.planning.heads import Heads
 
 
 CHECKPOINTING = get_args(Checkpointing)

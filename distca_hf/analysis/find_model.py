@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize, preset
+from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
-from distca_hf.planning.heads import Heads
 
 
 if TYPE_CHECKING:

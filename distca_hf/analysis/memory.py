@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distca_hf.analysis.models import ModelSize
-from distca_hf.planning.heads import Heads
+from distca_hf.cost import Heads
 
 
 Sharding = Literal["fsdp2", "zero3"]

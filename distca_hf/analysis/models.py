@@ -5,9 +5,8 @@
 
 from dataclasses import dataclass
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import Heads, TokenBytes
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.planning.heads import Heads
 
 
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.

@@ -25,7 +25,7 @@ from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.accumulation import RegroupedEpoch
-from distca_hf.data.contents import dataset_checksum
+from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.errors import ConfigError
@@ -136,7 +136,7 @@ class PlacedLoader:
 
     @cached_property
     def contents(self) -> str:
-        """Checksum of tokens and labels (see `data.contents`); reads documents when first asked for."""
+        """Checksum of tokens and labels (see `data.collate`); reads documents when first asked for."""
         return dataset_checksum(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:

@@ -17,8 +17,7 @@ import torch
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cost import Mask
 from distca_hf.data.accumulation import RegroupedEpoch
-from distca_hf.data.collate import RankRows, collate
-from distca_hf.data.contents import Cut, cuts_of
+from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.facts import PlanFacts

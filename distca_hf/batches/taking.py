@@ -12,7 +12,7 @@ from distca_hf.batches.prepare import Prepared
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.data.contents import MODULUS, sum_of
+from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.telemetry import get_logger

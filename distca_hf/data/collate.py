@@ -1,6 +1,16 @@
-"""Collate: the rows of one rank as arrays, from a layout and a document source. Labels are shifted before documents
-are cut."""
+"""Collate: the rows of one rank as arrays, and checksums by which ranks compare what they read.
 
+Labels are shifted before documents are cut.
+
+Every rank reads its own copy of the dataset. Documents of equal lengths give equal plans, whatever their tokens: if
+one rank has shuffled otherwise, halves of two documents would meet. So a checksum of the dataset is compared before
+the first step. In every micro-batch, so are the tokens around each cut, which both of its ranks can read.
+
+    rank 0   … t t t t t t ┊                    rank 0 adds the checksum of the tokens around the cut,
+    rank 1                 ┊ t t t t t t …      rank 1 subtracts it: their sum over all ranks is 0
+"""
+
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +22,14 @@ from distca_hf.layout import Layout
 
 # Padding rows hold this token; they are in no document, carry no label, and nothing attends to them.
 PADDING_TOKEN = 0
+# Largest dataset, in tokens, of which all tokens are read: it takes a tenth of a second.
+MOST_TOKENS = 1 << 22
+# The same in documents; of a larger dataset, this many documents are read.
+MOST_DOCUMENTS = 1024
+# Number of tokens on either side of a cut that its ranks compare: enough for texts to differ, and few to read.
+AROUND_A_CUT_TOKENS = 8
+# Modulus of checksums and of their sums, so that they fit in int64.
+MODULUS = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -61,3 +79,66 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: DocumentSour
         shift_labels[at] = tokens.shift_labels
     attention_mask = (np.arange(rows) < max(row, 1)).astype(np.int64)
     return RankRows(input_ids, position_ids, labels, shift_labels, attention_mask)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One side of a cut: this rank holds the tokens before or behind it.
+
+    Attributes:
+        document: number in the dataset.
+        position: first token behind the cut.
+        checksum: of tokens and labels around it; negative on the rank that holds the tokens behind it.
+    """
+
+    document: int
+    position: int
+    checksum: int
+
+
+def dataset_checksum(source: DocumentSource) -> str:
+    """Returns a checksum of tokens and labels: of all documents if they are few, else of a sample over the dataset."""
+    lengths = source.document_tokens
+    everything = len(lengths) <= MOST_DOCUMENTS and int(lengths.sum()) <= MOST_TOKENS
+    documents = np.arange(len(lengths))
+    if not everything:
+        documents = np.unique(np.linspace(0, len(lengths) - 1, MOST_DOCUMENTS).astype(np.int64))
+    most_tokens = int(lengths.max(initial=0)) if everything else MOST_TOKENS // MOST_DOCUMENTS
+    digest = hashlib.blake2b(digest_size=8)
+    for document in documents.tolist():
+        digest.update(_bytes_of(source, document, 0, min(int(lengths[document]), most_tokens)))
+    return digest.hexdigest()
+
+
+def cuts_of(layout: Layout, rank: int, documents: IntArray, source: DocumentSource) -> list[Cut]:
+    """Returns the cuts at which segments of a rank begin and end.
+
+    Args:
+        layout: layout of the micro-batch.
+        documents: `[documents]` which document of the source each document of the layout is.
+    """
+    cuts = []
+    for document, start, stop in layout.held_by(rank):
+        name, tokens = int(documents[document]), int(layout.document_tokens[document])
+        if stop < tokens:
+            cuts.append(Cut(name, stop, _checksum_around(source, name, stop, tokens)))
+        if start > 0:
+            cuts.append(Cut(name, start, -_checksum_around(source, name, start, tokens)))
+    return cuts
+
+
+def sum_of(cuts: list[Cut]) -> int:
+    """Returns the sum of checksums, modulo `MODULUS`. Over all ranks it is 0 where they hold the same."""
+    return sum(cut.checksum for cut in cuts) % MODULUS
+
+
+def _checksum_around(source: DocumentSource, document: int, position: int, document_tokens: int) -> int:
+    begin, end = max(0, position - AROUND_A_CUT_TOKENS), min(document_tokens, position + AROUND_A_CUT_TOKENS)
+    digest = hashlib.blake2b(f"{document} {position}".encode(), digest_size=8)
+    digest.update(_bytes_of(source, document, begin, end))
+    return int.from_bytes(digest.digest()) % (MODULUS - 1) + 1
+
+
+def _bytes_of(source: DocumentSource, document: int, start: int, stop: int) -> bytes:
+    tokens = source.read(document, start, stop)
+    return b"".join(x.astype("<i8").tobytes() for x in (tokens.input_ids, tokens.labels, tokens.shift_labels))

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from distca_hf.kernels.row_views import KindOfRows, kinds_of_rows, widths_of_parts
-from distca_hf.kernels.triton_launcher import Launch
+from distca_hf.kernels.host_cost import KindOfRows, Launch, kinds_of_rows, widths_of_parts
 
 
 # Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so

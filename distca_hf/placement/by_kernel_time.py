@@ -116,6 +116,7 @@ class KernelTimes:
         query, query_part = _between(self.query_tokens, stops - starts)
         key, key_part = _between(self.key_tokens, stops)
         rate = self._log_rate
+        # Bilinear, between the four measurements around a range; at the border of the table two of them are one.
         upper = np.minimum(query + 1, len(self.query_tokens) - 1), np.minimum(key + 1, len(self.key_tokens) - 1)
         log_rate = (
             rate[query, key] * (1 - query_part) * (1 - key_part)

@@ -15,11 +15,11 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
 from distca_hf.cost import CAUSAL_MASK
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS
+from distca_hf.planning.transfers import ExchangeChunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +159,7 @@ class KernelCall:
 
 def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
     """Returns calls of the squares of local parts: one for all neighbours with the same heads."""
+    # Parts that lie beside each other, with the same heads, are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
     row, tokens, first, last = row[order], tokens[order], first[order], last[order]
@@ -229,6 +230,7 @@ def remote_query_calls(remote: RemoteTasks, remote_kv: RemoteKVLayout, chunk: in
 
 def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
     """Joins parts of the same tokens with consecutive groups: row, tokens, and groups [first, last) of each."""
+    # Along consecutive groups the head rises as the index does, so their difference stays as it is.
     groups = local.head_groups
     order = np.lexsort((local.head, local.token_row, local.tokens))
     row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]
@@ -245,6 +247,9 @@ def _opens(line: IntArray, per_token: IntArray, stop: IntArray, remote_kv: Remot
     Keys of a call are consecutive, so all but its last task read all of their line's rows of the chunk, each of
     another line. If a line has several readers, each but the last gets its own call on the beginning of the same keys.
     """
+    #     reader 0    | d1[0:5] |               one call for 0 and 1: their keys follow each other
+    #     reader 1              | d2[0:2] |     2 reads the rows of 1 once more, and opens a call
+    #     reader 2              | d2[0:3] |
     reads_all = stop == remote_kv.stops[line, chunk]
     after = remote_kv.offset[line, chunk] + (remote_kv.stops - remote_kv.starts)[line, chunk] * per_token
     follows = remote_kv.offset[line, chunk][1:] == after[:-1]

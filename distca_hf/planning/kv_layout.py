@@ -44,11 +44,17 @@ class RemoteKVLayout:
             borders: `[readers, chunks + 1]` see `ExchangeChunks`.
             head_groups: groups that the plan divides heads into.
         """
+        # 1. The longest prefix of each line, cut at the borders of chunks.
         lines, first, reader = np.unique(lines, return_index=True, return_inverse=True)
         prefix = np.zeros(len(lines), dtype=np.int64)
         np.maximum.at(prefix, reader, prefixes)
         starts = np.minimum(borders[first, :-1], prefix[:, None])
         stops = np.minimum(borders[first, 1:], prefix[:, None])
+        # 2. Rows are numbered chunk after chunk, and in a chunk line after line, all heads first:
+        #
+        #     rows        chunk 0   chunk 1              offset      chunk 0   chunk 1
+        #     line 0      5         4                    line 0      0         8
+        #     line 1      3         0                    line 1      5         12
         head = lines % (head_groups + 1) + ALL_HEADS
         rows = (stops - starts) * rows_per_token(head, head_groups)[:, None]
         in_order = np.argsort(head != ALL_HEADS, kind="stable")

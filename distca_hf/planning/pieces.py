@@ -103,6 +103,7 @@ class Pieces(Ranges):
 
         # 2. A piece goes from one border to the next one of its line, or to the end of its document.
         cuts = np.union1d(segment_keys, task_keys)
+        #     key   | document * (groups + 1) + head + 1 | position, 31 bits |
         line, start = cuts >> POSITION_BITS, cuts & ((1 << POSITION_BITS) - 1)
         document, head = line // (groups + 1), line % (groups + 1) + ALL_HEADS
         stop = layout.document_tokens[document]
@@ -176,6 +177,7 @@ class RowNumbers:
         """Returns the layout rows of some numbers."""
         if self._held.head_groups == 1:  # the order of the pieces is that of the rows
             return numbers
+        # A range of numbers may run over several pieces. In each of them rows are one stride apart.
         parts = numbers.cut_at(self._firsts)
         at = np.searchsorted(self._firsts, parts.starts, side="right") - 1
         piece = self._by_row[at]

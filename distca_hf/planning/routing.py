@@ -13,7 +13,7 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
     remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied
     remote-query rows  | d9[2:7] |                                      queries of the last kind
 
-Remote-KV and remote-query rows come in chunks (see `chunks`) and lie in their order. Local queries, keys and values
+Remote-KV and remote-query rows come in chunks (see `transfers`) and lie in their order. Local queries, keys and values
 are read where they lie; only rows to send are copied. If the plan divides heads, a row is one token of one head group
 (see `pieces`).
 
@@ -32,7 +32,6 @@ from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.facts import PlanFacts
 from distca_hf.planning.kernel_calls import (
     KernelCall,
@@ -47,7 +46,7 @@ from distca_hf.planning.kv_layout import RemoteKVLayout
 from distca_hf.planning.pieces import Pieces, RowNumbers, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.tasks import ALL_HEADS
-from distca_hf.planning.transfers import KeyTransfers, key_transfers
+from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, key_transfers
 
 
 # Maximum work that a rank defers, to compute it while results are sent back, as a fraction of the ranks' mean work. A
@@ -207,7 +206,7 @@ def route(
     local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task]))
     remote = RemoteTasks.of(plan, rank, chunks)
 
-    # 2. The remote KV: prefixes of both kinds.
+    # 2. The remote KV: prefixes of both kinds. A prefix that both read is held once, in its longer form.
     lines = np.concatenate([local.prefix_lines, remote.lines])
     prefixes = np.concatenate([local.prefixes, remote.stop])
     remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
@@ -283,6 +282,7 @@ def _late_share(plan: Plan, rank: int) -> float:
     The deferred work is equal on all ranks: `LATE_SHARE` of the mean work, capped by the rank with the least local
     work.
     """
+    # A task's square, its queries against the keys beside them, is local work, unless other ranks hold its queries.
     tasks = plan.tasks
     squares = tasks.mask.pairs_inside(tasks.stop - tasks.start)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
@@ -313,6 +313,7 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
         chunk = chunks.of_remote_queries(chosen.server, line_keys(chosen.document, chosen.head, chosen.head_groups))
         counts = _counts(chunk, ranks, chosen.rows, chunks.count, num_ranks)
+        # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
     # 2. Pieces that leave this rank, come from others, and stay.

@@ -4,17 +4,136 @@ needs of a server    | d1, all heads: tokens [0:9) |
 pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the server itself [7:9) |
 borders of chunks    | chunk 0 [0:5)       | chunk 1 [5:...)                 |
 transfers            | 0: [0:4)     | 2: [4:5) | 2: [5:7) |
+
+Remote prefixes are sent in several chunks, so that one is attended while the next is in flight:
+
+    chunk                         0          1          2          3
+    prefixes of a busy server  | d1 ....  | ... d1 d2 | .. d2 ..  | .. d2 d5 |    parts of about equal work
+    of a server with little    |          |           |           | d3 d4 d6 |    fewer kernel calls, the last chunks
+    read by remote queries     | d7 whole |           | d8 whole  |          |    never cut
+
+Prefixes that only local queries read are cut so that every chunk brings a server about as much work. With four chunks
+a server uses one for each quarter of a rank's mean work. A server with little remote work uses the last chunks only,
+so that busier ranks are served first. A prefix that remote queries read comes whole, in one chunk. The remote queries
+of a server are divided among the chunks.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, ranges, run_starts, run_stops
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts, run_stops
 from distca_hf.cost import TokenBytes
-from distca_hf.planning.chunks import ExchangeChunks
-from distca_hf.planning.pieces import Ranges, line_keys
+from distca_hf.planning.pieces import Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.tasks import ALL_HEADS
+
+
+# Border behind the last token of any prefix: the largest int64, so that `minimum` with a prefix gives its length.
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeChunks:
+    """Where the prefixes that servers read are cut.
+
+    Attributes:
+        count: chunks.
+        num_lines: lines that there may be, see `line_keys`.
+        keys: `[prefixes]` ascending, one for each (server, line) that may come in another chunk than the first.
+        borders: `[prefixes, count + 1]` chunk i brings tokens [borders[i], borders[i + 1]).
+    """
+
+    count: int
+    num_lines: int
+    keys: IntArray
+    borders: IntArray
+
+    @classmethod
+    def cut(cls, plan: Plan, count: int) -> "ExchangeChunks":
+        """Cuts all prefixes of a plan into at most `count` chunks."""
+        if count == 1:
+            none = np.zeros(0, dtype=np.int64)
+            return cls(count, 0, none, none.reshape(0, 2))
+        # 1. One key for each prefix that a server reads.
+        tasks, reads = plan.tasks, plan.reads_others
+        groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
+        lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
+        keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
+
+        # 2. Length and work of each prefix that local queries read; remote queries do not cut theirs.
+        is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
+        longest, work = np.zeros((2, len(keys)), dtype=np.int64)
+        np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
+        pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(stop - start)
+        rectangles = pairs_of_prefix * rows_per_token(tasks.head[reads], groups)
+        np.add.at(work, prefix[~is_remote], rectangles[~is_remote])
+        of_remote_queries = np.zeros(len(keys), dtype=bool)
+        of_remote_queries[prefix[is_remote]] = True
+        local = ~of_remote_queries
+
+        # 3. The chunks that bring each prefix, and its borders in them.
+        first_chunk, stop_chunk = np.zeros((2, len(keys)), dtype=np.int64)
+        first_chunk[of_remote_queries] = _chunks_of_remote_queries(keys[of_remote_queries], num_lines, groups, count)
+        stop_chunk[of_remote_queries] = first_chunk[of_remote_queries] + 1
+        first_chunk[local], stop_chunk[local] = _chunks_of_local_queries(
+            keys[local] // num_lines, work[local], plan.work.mean(), count
+        )
+        return cls(count, num_lines, keys, _borders(longest, first_chunk, stop_chunk, count))
+
+    def borders_of(self, servers: IntArray | int, lines: IntArray) -> IntArray:
+        """Returns `[prefixes, count + 1]` borders. A prefix without a key is not cut: the first chunk brings it."""
+        borders = np.full((len(lines), self.count + 1), NEVER)
+        borders[:, 0] = 0
+        if len(self.keys):
+            wanted = servers * self.num_lines + lines
+            at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+            found = self.keys[at] == wanted
+            borders[found] = self.borders[at[found]]
+        return borders
+
+    def of_remote_queries(self, servers: IntArray, lines: IntArray) -> IntArray:
+        """Returns the chunk that brings each prefix that remote queries read."""
+        return (self.borders_of(servers, lines)[:, 1:] == 0).sum(axis=1)
+
+
+def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
+    """Returns `[prefixes, count + 1]` borders of prefixes cut into equal parts for chunks [first, stop)."""
+    # chunks [1, 3) of four, 10 tokens:   borders 0 0 5 never never
+    part = np.arange(count + 1) - first[:, None]
+    borders: IntArray = longest[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
+    borders[part >= (stop - first)[:, None]] = NEVER  # no row is read beyond the prefix
+    return borders
+
+
+def _chunks_of_local_queries(
+    servers: IntArray, work: IntArray, mean_work: float, count: int
+) -> tuple[IntArray, IntArray]:
+    """Returns the chunks [first, stop) of each prefix.
+
+    The prefixes of a server, laid end to end, are cut into parts of equal work, one for each `mean_work / count`. Cuts
+    move to the nearest border of prefixes, or of equal parts of one.
+    """
+    #     work of a server's prefixes    | d1 ......... | d2 | d3 |     begin of d2 is 9 of 12
+    #     its chunks, two of four                | c2     | c3    |     so d1 comes in both, d2 and d3 in the last
+    _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
+    before = exclusive_cumsum(work)
+    begin, total = before - before[first_of][server], np.bincount(server, weights=work)
+    chunks = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[server]
+    chunks_of_work = chunks / np.maximum(total, 1)[server]
+    first = np.minimum(np.rint(begin * chunks_of_work).astype(np.int64), chunks - 1)
+    stop = np.maximum(np.rint((begin + work) * chunks_of_work).astype(np.int64), first + 1)
+    return first + count - chunks, stop + count - chunks
+
+
+def _chunks_of_remote_queries(keys: IntArray, num_lines: int, head_groups: int, count: int) -> IntArray:
+    """Returns the chunk of each (server, line). A server's lines are dealt to chunks in the order of its remote KV."""
+    server, head = keys // num_lines, keys % num_lines % (head_groups + 1) + ALL_HEADS
+    order = np.lexsort((keys, head != ALL_HEADS, server))
+    _, number = np.unique(server[order], return_counts=True)
+    chunk = np.empty(len(keys), dtype=np.int64)
+    chunk[order] = ranges(0, number) * count // np.repeat(number, number)
+    return chunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +207,7 @@ def _cut(
     if chunks is None or chunks.count == 1:
         return np.arange(len(start)), np.zeros(len(start), dtype=np.int64), start, stop
     borders = chunks.borders_of(server, line)
+    # [ranges, chunks]: the part of each range in each chunk, most of them empty.
     starts, stops = np.maximum(start[:, None], borders[:, :-1]), np.minimum(stop[:, None], borders[:, 1:])
     part, chunk = np.nonzero(starts < stops)
     return part, chunk, starts[part, chunk], stops[part, chunk]

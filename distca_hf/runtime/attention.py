@@ -56,7 +56,6 @@ def attend(
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
-    # 1. All that may be refused, before anything is sent.
     plan.agree()
     if not plan.forward_calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
@@ -65,7 +64,7 @@ def attend(
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_calls == 1:
         check_room(plan, spec, where, q_TNH, k_TGH, v_TGV)
-    # 2. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
+    # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
@@ -80,7 +79,7 @@ def attend(
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
 
-    # 3. Early local calls, then prefixes and remote queries of each chunk that has arrived.
+    # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     out, lse = empty_rows(q_TNH, v_TGV)
     _clear_padding(routing, out, lse)
     calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
@@ -92,16 +91,13 @@ def attend(
         local.attend_prefixes(prefixes, remote_kv, at_once=not calls.late)
         if remote_queries is not None:
             remote_queries.attend(chunk, remote_kv, transport, where)
-    # 4. Late local calls, while results go back to their owner ranks.
-    local.attend(calls.late, k_TGH, v_TGV)
+    local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
     local.merge_prefixes()
     if remote_queries is not None:
         remote_queries.finish(*as_rows(groups, out, lse))
     check_finite(plan, where, output=out)
-    if keeps and remote_queries is not None:
-        return out, lse, Kept(keys.received, *remote_queries.kept)
     nothing = plan.retention.nothing(k)
-    return out, lse, Kept(keys.received, *nothing.remote_queries) if keeps else nothing
+    return out, lse, _kept(keys, remote_queries, nothing) if keeps else nothing
 
 
 class Attended(NamedTuple):
@@ -180,6 +176,11 @@ def _keys_of(
     if routing.exchanges or routing.remote_kv_rows:
         return None
     return plan.retention.nothing(k).keys
+
+
+def _kept(keys: KVDispatch, remote_queries: ForwardRemoteQueries | None, nothing: Kept) -> Kept:
+    """Returns the rows of other ranks that are kept for backward; no queries, if on no rank any move."""
+    return Kept(keys.received, *(nothing.remote_queries if remote_queries is None else remote_queries.kept))
 
 
 def _empty_gradients(

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from distca_hf.kernels.host_cost import part, transposed
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, without_mask
-from distca_hf.kernels.row_views import part, transposed
 from distca_hf.kernels.rows import merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.kernels.host_cost import some_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import add_rows, copy_rows
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.kernels.host_cost import some_rows
 from distca_hf.kernels.interface import AttentionSpec, Kernel, empty_rows
-from distca_hf.kernels.row_views import some_rows
 from distca_hf.kernels.rows import copy_rows
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls

@@ -12,8 +12,7 @@ from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.rebalance.candidates import NEGLIGIBLE_SHARE, TILE_SHARE, Candidates
-from distca_hf.planning.rebalance.planner import TOLERANCE
+from distca_hf.planning.rebalance.planner import NEGLIGIBLE_SHARE, TILE_SHARE, TOLERANCE, Candidates
 from distca_hf.planning.rebalance.strategies import STRATEGIES
 from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import bytes_between

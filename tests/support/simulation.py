@@ -8,13 +8,12 @@ import numpy as np
 
 from distca_hf.arrays import IndexRanges
 from distca_hf.layout import Layout
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.pieces import line_keys
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.tasks import ALL_HEADS
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.transfers import ExchangeChunks, key_transfers
 
 
 Row = tuple[int, int, int]

@@ -15,10 +15,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import Heads, TokenBytes, head_groups
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.flops import StepFlops
-from distca_hf.planning.heads import Heads, head_groups
 
 
 # Common names that a configuration may map to others of its own. Where layers have heads of their own, Transformers

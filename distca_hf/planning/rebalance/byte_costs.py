@@ -107,6 +107,9 @@ class Segments:
         self, document: IntArray, start: IntArray, stop: IntArray, server: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Finds every overlap of a range with a segment: its owner rank, the range's server, its tokens."""
+        #     range            [3:9)
+        #     segments    [0:5)  [5:7)  [7:13)     first: the one that `start` lies in; counts: 3
+        #     overlaps    [3:5)  [5:7)  [7:9)
         first = np.searchsorted(self.key, (document << POSITION_BITS) + start, side="right") - 1
         counts = np.searchsorted(self.key, (document << POSITION_BITS) + stop, side="left") - first
         part = np.repeat(np.arange(len(counts)), counts)

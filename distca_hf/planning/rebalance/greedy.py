@@ -1,26 +1,34 @@
-"""Greedy moves: the rank with the largest surplus of work makes its cheapest move, until no rank has a surplus."""
+"""Greedy moves: the rank with the largest surplus of work makes its cheapest move, until no rank has a surplus.
+
+A surplus is work above a rank's limit, the most that it may compute. Room is work below the limit.
+"""
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from distca_hf.cost import Mask, TokenBytes
+from distca_hf.errors import ConfigError
 from distca_hf.planning.rebalance.byte_costs import Prices
-from distca_hf.planning.rebalance.cuts import (
+from distca_hf.planning.rebalance.donors import Donors
+from distca_hf.planning.rebalance.head_stacks import (
     Column,
     CommonCut,
     Cut,
+    Stack,
     Terms,
     cheapest_cut,
     columns_with_keys,
     columns_without_keys,
     common_cut_of,
+    tokens_held,
 )
-from distca_hf.planning.rebalance.donors import Donors
-from distca_hf.planning.rebalance.head_stacks import Stack, tokens_held
-from distca_hf.planning.rebalance.work_limits import Amounts
+from distca_hf.topology import Topology
 
 
+Amounts = dict[int, float]  # rank -> work
 # Bytes received that raise a rank's price of receiving by 1.0, as a multiple of the bytes that the busiest rank sends.
 # It is a tie-breaker: leftovers of many ranks are spread over several servers.
 RECEIVED_PER_PRICE = 6.0
@@ -38,6 +46,76 @@ SHORT = 10
 
 
 Offer = tuple[float, int, list[Column]]  # room, rank, columns of the stack for this rank
+
+
+def work_limits(total_work: int, num_ranks: int, capacities: Sequence[float] | None, tolerance: float) -> list[float]:
+    """Returns `[ranks]` most work of each rank: its share of all work, by capacity, and the tolerance above it.
+
+    Every rank has the same tolerance, as a bound on the largest one. A tolerance for receiving ranks alone would leave
+    the work that all of them lack on the rank that gives.
+
+    Raises:
+        ConfigError: not one capacity for each rank, or none above 0.
+    """
+    speeds = [1.0] * num_ranks if capacities is None else [float(capacity) for capacity in capacities]
+    if len(speeds) != num_ranks:
+        raise ConfigError(f"capacities has {len(speeds)} numbers for {num_ranks} ranks; give one for each rank")
+    wrong = [rank for rank, speed in enumerate(speeds) if not 0 <= speed < float("inf")]
+    if wrong:
+        raise ConfigError(f"the capacity of rank {wrong[0]} is {speeds[wrong[0]]}; it must be a number of at least 0")
+    if sum(speeds) == 0:
+        raise ConfigError(f"the capacities of all {num_ranks} ranks are 0; one of them must compute")
+    share = (1 + tolerance) * total_work / sum(speeds)
+    return [share * speed for speed in speeds]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkGaps:
+    """Gaps between work and limits: `surplus` that ranks have to give, `room` that others may take."""
+
+    surplus: Amounts
+    room: Amounts
+
+    @classmethod
+    def of(cls, work: list[int], limits: list[float]) -> "WorkGaps":
+        """Compares every rank with its own limit."""
+        amounts = list(enumerate(zip(work, limits, strict=True)))
+        return cls(
+            {rank: done - limit for rank, (done, limit) in amounts if done > limit},
+            {rank: limit - done for rank, (done, limit) in amounts if done < limit},
+        )
+
+    def between_nodes(self, topology: Topology) -> "WorkGaps":
+        """Returns the gaps of whole nodes, spread over their ranks with the largest gaps first."""
+        surplus, room = _per_node(self.surplus, topology), _per_node(self.room, topology)
+        gives: Amounts = {}
+        takes: Amounts = {}
+        for node in range(topology.num_nodes):
+            too_much, too_little = sum(surplus[node].values()), sum(room[node].values())
+            _spread(too_much - too_little, surplus[node], gives)
+            _spread(too_little - too_much, room[node], takes)
+        return WorkGaps(gives, takes)
+
+    def within_nodes(self, topology: Topology) -> list["WorkGaps"]:
+        """Returns the gaps of each node's ranks, to balance inside the node."""
+        surplus, room = _per_node(self.surplus, topology), _per_node(self.room, topology)
+        return [WorkGaps(surplus[node], room[node]) for node in range(topology.num_nodes)]
+
+
+def _per_node(amounts: Amounts, topology: Topology) -> list[Amounts]:
+    nodes: list[Amounts] = [{} for _ in range(topology.num_nodes)]
+    for node, ranks in groupby(sorted(amounts), key=lambda rank: int(topology.node_of[rank])):
+        nodes[node] = {rank: amounts[rank] for rank in ranks}
+    return nodes
+
+
+def _spread(total: float, amounts: Amounts, taken: Amounts) -> None:
+    """Takes `total` from the largest amounts, and adds the parts to `taken`."""
+    for rank in sorted(amounts, key=lambda rank: (-amounts[rank], rank)):
+        if total <= 0:
+            return
+        taken[rank] = min(total, amounts[rank])
+        total -= taken[rank]
 
 
 class GreedyMoves:
@@ -83,6 +161,7 @@ class GreedyMoves:
             surplus: work that ranks have to give.
             room: work that other ranks may take.
         """
+        # Givers are a heap, largest surplus first; takers are sorted, most room last. One move changes one of each.
         givers = [(-amount, rank) for rank, amount in surplus.items() if amount > self._negligible]
         takers = sorted((amount, rank) for rank, amount in room.items() if amount > self._negligible)
         heapq.heapify(givers)
@@ -90,7 +169,7 @@ class GreedyMoves:
             amount, giver = heapq.heappop(givers)
             found = self._cheapest(giver, -amount, takers, room, self._tile_tokens)
             found = found or self._cheapest(giver, -amount, takers, room, 1)
-            if found is None:
+            if found is None:  # nothing that it holds fits any room: it keeps its surplus
                 continue
             self.steps += 1
             stack, cut, taker = found

@@ -1,19 +1,24 @@
 """Rebalancing: a plan for a layout that must stay as it is, because its batches were packed before.
 
 Tokens stay where they are. Ranks with more than their share of the work give queries to others: the latest of some
-heads of their longest documents (`head_stacks`), which have most work for the same bytes. `cuts` finds the heads and
-the position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead. So
-several candidates are made, by different `strategies`. Their bytes are counted exactly, and the best is kept.
+heads of their longest documents, which have most work for the same bytes. `head_stacks` finds the heads and the
+position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead. So several
+candidates are made, by different `strategies`. Their bytes are counted exactly, and the best is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.layout import Layout
+from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.rebalance.candidates import Candidate, Candidates
-from distca_hf.planning.rebalance.strategies import MANY_DOCUMENTS, STRATEGIES, Effort
+from distca_hf.planning.rebalance.byte_costs import MovedBytes, Prices, Segments
+from distca_hf.planning.rebalance.donors import DocumentsByRank, Donors
+from distca_hf.planning.rebalance.greedy import GreedyMoves, WorkGaps, busiest_bytes, work_limits
+from distca_hf.planning.rebalance.head_stacks import Stack, tasks_of
+from distca_hf.planning.rebalance.strategies import MANY_DOCUMENTS, STRATEGIES, Effort, Strategy
 from distca_hf.topology import Topology
 
 
@@ -28,6 +33,193 @@ TOLERANCE_GROWS = 2
 HALVINGS = 6
 # Number of strategies that are tried for each of these tolerances: time is short, and later ones win little.
 STRATEGIES_IN_NEED = 2
+# Maximum work of one tile of the longest document, as a fraction of the mean work of the ranks. Cuts on coarser tiles
+# would leave ranks unequal by more. Tiles are halved from `TILE_TOKENS` until they are below it.
+TILE_SHARE = 0.005
+# Minimum work of a task that moves, as a fraction of the mean work of the ranks: a smaller one costs a kernel call.
+NEGLIGIBLE_SHARE = 0.002
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan, as stacks, and the numbers that it is compared by. Stacks and bytes are made when they are first read.
+
+    Attributes:
+        strategy, prices: the ones it was made with.
+        overload: largest work of a rank above its limit and above the error that cuts on whole tiles allow.
+        busy_bytes: estimate of the fewest bytes that the rank with the largest surplus has to send.
+        steps: moves that were made.
+        make_stacks: makes `stacks`.
+        count_bytes: counts `moved` from them.
+    """
+
+    strategy: Strategy
+    prices: Prices
+    overload: float
+    busy_bytes: float
+    steps: int
+    make_stacks: Callable[[], list[Stack]]
+    count_bytes: Callable[[list[Stack]], MovedBytes]
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        """Stacks of all documents whose queries may have moved."""
+        return self.make_stacks()
+
+    @cached_property
+    def moved(self) -> MovedBytes:
+        """Bytes that each rank sends and receives."""
+        return self.count_bytes(self.stacks)
+
+    @property
+    def moves(self) -> bool:
+        """Whether any query is computed on another rank than its owner."""
+        return any(stack.moves or stack.own_stop < stack.stop for stack in self.stacks)
+
+
+class Candidates:
+    """Maker of candidates for one layout. Arguments: see `plan_by_moving`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        head_groups: int,
+        topology: Topology | None,
+        token_bytes: TokenBytes,
+        capacities: Sequence[float] | None,
+        mask: Mask = CAUSAL_MASK,
+    ) -> None:
+        self._layout = layout
+        self._head_groups = head_groups
+        self._topology = topology or Topology(layout.num_ranks, layout.num_ranks)
+        self._token_bytes = token_bytes
+        self._capacities = capacities
+        self._mask = mask
+        self._held_work = layout.rank_work_of(mask)
+        self._documents = DocumentsByRank(layout, self._held_work, mask)
+        self._segments = Segments.of(layout)
+        self._total_work = int(self._held_work.sum()) * head_groups
+        mean_work = self._total_work / layout.num_ranks
+        longest_tokens = layout.longest_document_tokens
+        most_keys = mask.pairs(longest_tokens - 1, longest_tokens) if longest_tokens else 0  # of any query
+        self._tile_tokens = TILE_TOKENS
+        while self._tile_tokens > 1 and self._tile_tokens * most_keys > TILE_SHARE * mean_work:
+            self._tile_tokens //= 2
+        self._negligible = NEGLIGIBLE_SHARE * mean_work
+        self._made: dict[tuple[object, ...], Candidate] = {}
+        self._slack = self._negligible + self._tile_tokens * most_keys
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether all ranks that hold tokens may compute."""
+        limits = self._limits(tolerance=0.0)
+        return all(limit > 0 or work == 0 for work, limit in zip(self._held_work.tolist(), limits, strict=True))
+
+    @property
+    def most_tolerance(self) -> float:
+        """Largest ratio of a rank's work to its share: above this tolerance no rank has a surplus."""
+        limits = self._limits(tolerance=0.0)
+        held = (self._held_work * self._head_groups).tolist()
+        return max((work / limit for work, limit in zip(held, limits, strict=True) if limit > 0), default=0.0)
+
+    def stay(self, tolerance: float) -> Candidate:
+        """Makes the candidate in which every query is computed on its owner rank."""
+        prices = Prices.opening([False] * self._layout.num_ranks, 1.0)
+        strategy = Strategy(merge_below=0)
+        overload = self._overload((self._held_work * self._head_groups).tolist(), self._limits(tolerance))
+        return Candidate(
+            strategy,
+            prices,
+            overload,
+            busy_bytes=0.0,
+            steps=0,
+            make_stacks=lambda: self._donors(prices, strategy).stacks,
+            count_bytes=self._count_bytes,
+        )
+
+    def move(self, strategy: Strategy, tolerance: float) -> Candidate:
+        """Makes the candidate in which ranks give their surplus over their limit.
+
+        Strategies that merge the same tails and are equal otherwise share one candidate.
+        """
+        limits = self._limits(tolerance)
+        held = (self._held_work * self._head_groups).tolist()
+        gives = [work > limit for work, limit in zip(held, limits, strict=True)]
+        prices = Prices.opening(gives, strategy.quiet_price)
+        donors = self._donors(prices, strategy)
+        merges = tuple((stack.document, stack.start, *stack.tops) for stack in donors.spanning)
+        key = (tolerance, strategy.quiet_price, strategy.spare_room, merges)
+        if key not in self._made:
+            self._made[key] = self._balanced(strategy, prices, donors, limits, node_aware=False)
+        return self._made[key]
+
+    def move_again(self, last: Candidate, strategy: Strategy, tolerance: float) -> Candidate:
+        """Makes a candidate by prices that follow from the last candidate's bytes."""
+        prices = last.prices.follow(last.moved.sent.tolist(), last.moved.received.tolist())
+        donors = self._donors(prices, strategy)
+        return self._balanced(strategy, prices, donors, self._limits(tolerance), node_aware=False)
+
+    def move_by_nodes(self, like: Candidate, strategy: Strategy, tolerance: float) -> Candidate:
+        """Makes a candidate in three passes: nodes give to nodes, ranks inside each node, then all ranks."""
+        donors = self._donors(like.prices, strategy)
+        return self._balanced(strategy, like.prices, donors, self._limits(tolerance), node_aware=True)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """Turns a candidate into a plan."""
+        return Plan(self._layout, tasks_of(self._layout, candidate.stacks, self._head_groups, self._mask))
+
+    def _limits(self, tolerance: float) -> list[float]:
+        return work_limits(self._total_work, self._layout.num_ranks, self._capacities, tolerance)
+
+    def _donors(self, prices: Prices, strategy: Strategy) -> Donors:
+        return Donors(self._documents, self._head_groups, self._token_bytes, prices, strategy, self._mask)
+
+    def _count_bytes(self, stacks: list[Stack]) -> MovedBytes:
+        return MovedBytes.count(self._segments, stacks, self._head_groups, self._token_bytes, self._topology.node_of)
+
+    def _overload(self, work: list[int], limits: list[float]) -> float:
+        """Returns the largest work above a limit, less the slack of tiles; ranks of capacity 0 have no slack."""
+        above = [done - limit - (self._slack if limit else 0.0) for done, limit in zip(work, limits, strict=True)]
+        return max(0.0, *above)
+
+    def _balanced(
+        self, strategy: Strategy, prices: Prices, donors: Donors, limits: list[float], node_aware: bool
+    ) -> Candidate:
+        """Moves work until all ranks are within their limits."""
+        # 1. Largest surplus first; with `node_aware` between nodes, then inside of each.
+        gaps = WorkGaps.of(donors.work, limits)
+        busy_bytes = busiest_bytes(donors, gaps.surplus, self._token_bytes)
+        moves = GreedyMoves(
+            donors,
+            prices,
+            self._token_bytes,
+            self._tile_tokens,
+            self._negligible,
+            busy_bytes,
+            strategy.spare_room,
+        )
+        if node_aware:
+            across = gaps.between_nodes(self._topology)
+            moves.balance(across.surplus, across.room)
+            for inside in WorkGaps.of(donors.work, limits).within_nodes(self._topology):
+                moves.balance(inside.surplus, inside.room)
+            gaps = WorkGaps.of(donors.work, limits)
+        moves.balance(gaps.surplus, gaps.room)
+
+        # 2. Ranks of capacity 0 give everything that is left.
+        for rank, limit in enumerate(limits):
+            if limit == 0 and donors.work[rank]:
+                room = {other: most - donors.work[other] for other, most in enumerate(limits) if most}
+                moves.evict(rank, room)
+        return Candidate(
+            strategy,
+            prices,
+            self._overload(donors.work, limits),
+            busy_bytes,
+            moves.steps,
+            make_stacks=lambda: donors.stacks,
+            count_bytes=self._count_bytes,
+        )
 
 
 def plan_by_moving(

@@ -14,9 +14,9 @@ from distca_hf.analysis.estimates import Assumptions, Speed, estimate_speed, ste
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.models import PRESETS, ModelSize, preset
+from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
-from distca_hf.planning.heads import Heads
 from support.commands import REPOSITORY
 
 

@@ -15,8 +15,8 @@ import distca_hf
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.taking import check_cuts
 from distca_hf.comm.transport import Transport
-from distca_hf.data import contents
-from distca_hf.data.contents import AROUND_A_CUT_TOKENS, cuts_of, dataset_checksum, sum_of
+from distca_hf.data import collate
+from distca_hf.data.collate import AROUND_A_CUT_TOKENS, cuts_of, dataset_checksum, sum_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.errors import PlanMismatchError
 from distca_hf.layout import Layout
@@ -70,8 +70,8 @@ def test_labels_and_masks_count() -> None:
 
 
 def test_of_a_large_dataset_documents_all_over_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MOST_DOCUMENTS", 10)
-    monkeypatch.setattr(contents, "MOST_TOKENS", 100)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 10)
+    monkeypatch.setattr(collate, "MOST_TOKENS", 100)
     rows = [[row] * 30 for row in range(200)]
     source, read = source_of(rows), []
     right = DocumentSource.read
@@ -102,8 +102,8 @@ def test_sides_of_all_cuts_add_up_to_nothing(lengths: list[int], num_ranks: int,
     documents = np.arange(len(lengths))
     cuts = [cuts_of(layout, rank, documents, source) for rank in range(num_ranks)]
 
-    assert sum(map(sum_of, cuts)) % contents.MODULUS == 0
-    assert all(0 <= sum_of(of_rank) < contents.MODULUS for of_rank in cuts)
+    assert sum(map(sum_of, cuts)) % collate.MODULUS == 0
+    assert all(0 <= sum_of(of_rank) < collate.MODULUS for of_rank in cuts)
     held = layout.segment_start > 0
     assert sum(cut.checksum < 0 for of_rank in cuts for cut in of_rank) == int(held.sum())
 
@@ -118,14 +118,14 @@ def test_tokens_on_both_sides_of_a_cut_count(offset: int) -> None:
     right = cuts_of(layout, 1, np.array([0]), source_of(other))
 
     assert [cut.position for cut in left + right] == [30, 30]
-    assert (sum_of(left) + sum_of(right)) % contents.MODULUS != 0
+    assert (sum_of(left) + sum_of(right)) % collate.MODULUS != 0
 
 
 def test_another_document_of_the_same_tokens_counts() -> None:
     layout, source = Layout.from_segments([6], [[(0, 0, 3)], [(0, 3, 6)]]), source_of([[1] * 6] * 2)
     left, right = cuts_of(layout, 0, np.array([0]), source), cuts_of(layout, 1, np.array([1]), source)
 
-    assert (sum_of(left) + sum_of(right)) % contents.MODULUS != 0
+    assert (sum_of(left) + sum_of(right)) % collate.MODULUS != 0
 
 
 # --- in the loader
@@ -150,7 +150,7 @@ def _first_batch(change: Callable[[list[list[int]]], None]) -> Callable[[Transpo
 
 
 def test_every_rank_names_the_ranks_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
 
     def change(rows: list[list[int]]) -> None:
         rows[1:] = [[99] * 200 for _ in rows[1:]]

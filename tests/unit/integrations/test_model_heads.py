@@ -17,9 +17,8 @@ from transformers import (
 )
 
 from distca_hf.analysis.find_model import read_model_config
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import TokenBytes, divide_heads, head_groups
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
-from distca_hf.planning.heads import divide_heads, head_groups
 
 
 def test_latent_attention_sends_keys_and_values_of_their_own_widths(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from distca_hf.analysis.bounds.placed import key_tokens_bound
 from distca_hf.cost import causal_pairs, imbalance
 from distca_hf.placement.accordion import Goal
-from distca_hf.placement.heavy_documents import HEAVY, deal_in_groups
+from distca_hf.placement.heuristics import HEAVY, deal_in_groups
 from distca_hf.placement.piece_pool import Segment, piece_of
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place

@@ -9,10 +9,9 @@ import torch
 
 from distca_hf.comm.transport import AllToAll, Exchange, Transport
 from distca_hf.config import DistCAConfig, Residency
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.transfers import ExchangeChunks, key_transfers
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing.loopback import run_ranks
 from support.counting import CountingKernel

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.routing import route
+from distca_hf.planning.transfers import ExchangeChunks
 from distca_hf.runtime.device_routing import PinnedRouting
 from support.layouts import random_layout, random_plan
 

@@ -10,9 +10,9 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
-from distca_hf.planning.chunks import ExchangeChunks
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import Routing, rank_plan, route
+from distca_hf.planning.transfers import ExchangeChunks
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of

@@ -1,7 +1,11 @@
-"""Launches of Triton kernels that cost the host little.
+"""Calls that cost the host little: views of rows, and launches of Triton kernels. Each layer makes many of them.
 
-`kernel[grid](...)` finds out with every launch on which values the kernel is specialised, and looks for settings in
-the environment. That takes 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are
+**Views** cost microseconds, so one is made only where something is left out. All are made by `as_strided`. Kernel
+functions fill the processor's caches; behind one, the second use of a function of torch takes half the time of the
+first use of another.
+
+**Launches.** `kernel[grid](...)` finds out with every launch on which values the kernel is specialised, and looks for
+settings in the environment. That takes 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are
 constants, and callers keep a `Launch` for each kind of tensors. Its first call compiles. Later ones launch the result
 as Triton itself does in the end, but without the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton
 also specialises on how far pointers reach.
@@ -83,3 +87,45 @@ class Launch:
             addresses.append(x.data_ptr())
         # Addresses, because Triton asks the driver of each tensor whether it is on the device.
         self._run(rows, blocks, 1, current_stream(self._device), *self._of_launch, *addresses, *others)
+
+
+def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, or `x` itself if these are all rows."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else part(x, rows)
+
+
+def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, of rows that there are."""
+    strides = x.stride()
+    first = x.storage_offset() + rows.start * strides[0]
+    return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x.t()` of `[rows, columns]`."""
+    (rows, columns), (of_row, of_column) = x.shape, x.stride()
+    return x.as_strided((columns, rows), (of_column, of_row))
+
+
+# Shape of one row of a tensor, strides of the tensor, dtype: alike from layer to layer and from batch to batch.
+KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
+    """Returns the kind of each tensor's rows."""
+    return tuple([(x.shape[1:], x.stride(), x.dtype) for x in tensors])
+
+
+def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
+    """Returns the elements of a row of each tensor that is copied.
+
+    Raises:
+        ValueError: rows of sources and targets are not the same.
+    """
+    rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
+    widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
+    same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)
+    if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
+        told = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
+        raise ValueError(f"cannot copy rows {' to '.join(told)}")
+    return max(widths, room, key=len)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels import triton_launcher
-from distca_hf.kernels.triton_launcher import ALIGNMENT, Launch
+from distca_hf.kernels import host_cost
+from distca_hf.kernels.host_cost import ALIGNMENT, Launch
 
 
 DEVICE = torch.device("cuda", 3)
@@ -40,7 +40,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(triton_launcher, "current_stream", lambda device: f"stream of device {device}")
+    monkeypatch.setattr(host_cost, "current_stream", lambda device: f"stream of device {device}")
     return Kernel()
 
 
