@@ -4,6 +4,7 @@ Transformers calls it once per attention layer. With a plan (the keyword `distca
 layers) ranks attend together. Without one a layer attends locally: to each document of its own rank alone.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.telemetry import warn
+from distca_hf.torch_private import in_backward
 
 
 # Attribute of attention layers whose model was enabled.
@@ -31,11 +33,13 @@ class LayerSettings(NamedTuple):
         kernel: of local attention; a plan brings its own.
         deterministic: whether gradients are bit-equal from run to run.
         number: number of the layer in its model. Why it is a tensor, `runtime.op.flash_attn` says.
+        in_forward_pass: returns whether the enabled model is in a forward pass, so that somebody watches.
     """
 
     kernel: str
     deterministic: bool
     number: torch.Tensor
+    in_forward_pass: Callable[[], bool]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LayerSettings":
         """Returns itself: copies of a model attend as it does."""
@@ -102,8 +106,8 @@ def distca_attention(
     if not torch.compiler.is_compiling():  # a graph compares windows where it finds documents
         if window_tokens is not None:
             check_window(window_tokens, documents.longest_keys, module)
-        if settings is None and module.training and torch.is_grad_enabled():
-            _warn_of_forgetting(module, len(documents.cu_seqlens_q) - 1 > query.shape[0])
+        if module.training and torch.is_grad_enabled():
+            _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -149,15 +153,19 @@ def _one_dtype(
     )
 
 
-def _warn_of_forgetting(module: nn.Module, packed: bool) -> None:
-    """Warns where a model trains that was never enabled, and it makes a difference."""
+def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packed: bool) -> None:
+    """Warns where a model trains that nobody watches, and it makes a difference."""
+    if settings is not None and (settings.in_forward_pass() or in_backward()):
+        return
     ranks = job_size()
     if ranks == 1 and not packed:
         return
     consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"
-    warn(
-        f"a model with {type(module).__name__} trains with distca on {ranks} rank(s), but was not enabled: "
-        f"{consequence}. Call plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a "
-        "DistCACallback(plugin)",
-        stacklevel=3,
-    )
+    if settings is None:
+        how = "but was not enabled"
+        remedy = "plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a DistCACallback(plugin)"
+    else:
+        how = "outside of a forward pass of the model that was enabled"
+        remedy = "that model, and no module inside of it (model.model); enable one again that lost its adapters"
+    what = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s), {how}"
+    warn(f"{what}: {consequence}. Call {remedy}", stacklevel=3)

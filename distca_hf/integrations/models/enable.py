@@ -47,14 +47,17 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     )
     check_model(model, longest, config.kernel, plugin.device)
     inner = transformers_model(model)
-    earlier = watch_of(inner)
-    if earlier is None or earlier.root is not model or earlier.context is not plugin:
-        if earlier is not None:
+    watch = watch_of(inner)
+    if watch is None or watch.root is not model or watch.context is not plugin:
+        if watch is not None:
             log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
-            earlier.leave({model, inner})
-        ForwardWatch(model, plugin).enter()
+            watch.leave({model, inner})
+        watch = ForwardWatch(model, plugin)
+        watch.enter()
     for number, layer in enumerate(attention_layers(inner).values()):
-        settings = LayerSettings(config.kernel, config.deterministic, torch.tensor(number, device="cpu"))
+        settings = LayerSettings(
+            config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running
+        )
         setattr(layer, LAYER_SETTINGS, settings)
     return model
 

@@ -73,7 +73,7 @@ class ForwardWatch:
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._module_facts: dict[str, object] | None = None
-        self._checked_gradients = False
+        self._checked_gradients = self._is_running = False
         self._config_facts = ConfigFacts(root)
         self._check = ForwardCheck(root, config, self._layers.values())
         self.position_limits = self._check.position_limits
@@ -116,7 +116,12 @@ class ForwardWatch:
                 handle.remove()
             restore_functions(self._checkpointed or [])
 
+    def is_running(self) -> bool:
+        """Returns whether the model is in a forward pass."""
+        return self._is_running
+
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        self._is_running = True
         batch = dict(zip(self._names, args, strict=False)) | kwargs
         plan = batch.get("distca_plan")
         if plan is None:
@@ -234,6 +239,7 @@ class ForwardWatch:
             UnsupportedAttentionError, PlanError: some layer computed something else.
             PlanMismatchError: no backward pass follows, and ranks ran different passes.
         """
+        self._is_running = False
         plan = kwargs.get("distca_plan")
         if plan is not None:
             self._check.check_calls(plan)
