@@ -215,7 +215,7 @@ class PlacedLoader:
         return PlacedData(
             planner=self._planner,
             document_tokens=self._source.document_tokens,
-            micro_batches=copy(packed),  # the thread's own remembers which window it is in
+            micro_batches=copy(packed),  # the thread's own remembers which optimizer step it is in
             first=begin.micro_batch,
             micro_steps=self._micro_steps,
             per_epoch=len(self),

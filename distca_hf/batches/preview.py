@@ -95,10 +95,10 @@ class PlacedData:
     def _spread(self, most: int) -> Iterator[int]:
         """Yields numbers of about `most` micro-batches all over the epoch, whole optimizer steps together."""
         left = self.micro_batches.num_micro_batches - self.first
-        windows = -(-left // self.micro_steps)
-        wanted = min(windows, max(1, most // self.micro_steps))
-        for window in range(wanted):
-            begin = self.micro_steps * (window * windows // wanted)
+        steps = -(-left // self.micro_steps)
+        wanted = min(steps, max(1, most // self.micro_steps))
+        for step in range(wanted):
+            begin = self.micro_steps * (step * steps // wanted)
             for at in range(begin, min(begin + self.micro_steps, left)):
                 yield self.first + at
 

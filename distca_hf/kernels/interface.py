@@ -181,8 +181,8 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
     return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
 
 
-def empty_rows(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
-    """Returns room for the results of a layer, whose log-sum-exp is `[T, N]`."""
+def empty_layer_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp."""
     rows, heads, _ = q_TNH.shape
     dtype, device = q_TNH.dtype, q_TNH.device
     out_TNV = torch.empty((rows, heads, v_SGV.shape[2]), dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, empty_rows, made_deterministic
+from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs, made_deterministic
 from distca_hf.runtime.checks import check_finite, check_room
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads
@@ -80,7 +80,7 @@ def attend(
             remote_queries.start(chunk, transport, where)
 
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
-    out, lse = empty_rows(q_TNH, v_TGV)
+    out, lse = empty_layer_outputs(q_TNH, v_TGV)
     _clear_padding(routing, out, lse)
     calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
     local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, sinks_N)

@@ -42,7 +42,7 @@ class PlanUse:
 
 
 # Shapes, dtypes and devices of queries, keys and values; how they attend; there are no sinks.
-_Question = tuple[
+_KernelKey = tuple[
     torch.Size,
     torch.Size,
     torch.Size,
@@ -97,7 +97,7 @@ class LivePlan:
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
         self.fingerprint = fingerprint
-        self._kernels: dict[_Question, Kernel] = {}
+        self._kernels: dict[_KernelKey, Kernel] = {}
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
@@ -237,12 +237,12 @@ class LivePlan:
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        job = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec, sinks_N is None
-        kernel = self._kernels.get(job)
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec, sinks_N is None
+        kernel = self._kernels.get(key)
         if kernel is None:
             for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[job] = choose_kernel(self.config.kernel, Job.of(q, k, v, sinks_N), spec)
+            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Job.of(q, k, v, sinks_N), spec)
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:

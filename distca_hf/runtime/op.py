@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_rows, sink_gradients, spec_of
+from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, sink_gradients, spec_of
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
@@ -21,17 +21,18 @@ from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
 # Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# Queries, keys, values; numbers of an `AttentionSpec`, of the plan and of the layer; gradients are needed; sinks.
-Inputs = tuple[
+OpOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Queries, keys, values; numbers of an `AttentionSpec`; handle of the live plan; number of the layer; whether gradients
+# are needed; sinks.
+OpInputs = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, list[float], int, torch.Tensor | None, bool, torch.Tensor | None
 ]
 
 
 class _Context(SavedForBackward, Protocol):
     spec: list[float]
-    plan: int
-    live: LivePlan | None  # kept alive until backward
+    handle: int
+    plan: LivePlan | None  # kept alive until backward
 
 
 def _flash_attn(
@@ -39,37 +40,37 @@ def _flash_attn(
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
     spec: list[float],
-    plan: int,
+    handle: int,
     layer: torch.Tensor | None,
     needs_gradients: bool,
     sinks_N: torch.Tensor | None,
-) -> Outputs:
+) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
-    live, scope = find_plan(plan), current_scope()
-    call = live.forward_calls + 1
+    plan, scope = find_plan(handle), current_scope()
+    call = plan.forward_calls + 1
     try:
         if layer is not None:
-            live.forward_pass.check_open()
+            plan.forward_pass.check_open()
         received = scope.take() if scope is not None and scope.recomputes else None
-        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), live, received, sinks_N)
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), plan, received, sinks_N)
     except Exception as error:
-        _add_place(error, live, call, "forward")
+        _add_place(error, plan, call, "forward")
         raise
     if scope is not None and not scope.recomputes:
-        waits = live.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
+        waits = plan.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
         scope.keep(kept.received() if waits else None)
-    live.forward_pass.note_call(layer, needs_gradients)
+    plan.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.remote_queries
 
 
-def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> Outputs:
+def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
     if q_TNH.device.type != "cpu" and compiles_cuda_graphs():
         raise UnsupportedAttentionError(
             'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '
             "come from other ranks differs from batch to batch, and torch cannot record that. Compile layers in the "
             'default mode, layer.compile(), or in "max-autotune-no-cudagraphs"'
         )
-    out, lse = empty_rows(q_TNH, v_TGV)
+    out, lse = empty_layer_outputs(q_TNH, v_TGV)
 
     def some(like: torch.Tensor, dimensions: int) -> torch.Tensor:
         return like.new_empty([unknown_size() for _ in range(dimensions)])
@@ -89,34 +90,34 @@ def _flash_attn_backward(
     kept_out: torch.Tensor,
     kept_lse: torch.Tensor,
     spec: list[float],
-    plan: int,
+    handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes gradients of q, k and v."""
-    live = find_plan(plan)
-    call = live.backward_calls + 1
+    plan = find_plan(handle)
+    call = plan.backward_calls + 1
     attended, kept = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN), Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
-        return attend_backward(dout_TNV, attended, kept, spec_of(*spec), live)
+        return attend_backward(dout_TNV, attended, kept, spec_of(*spec), plan)
     except Exception as error:
-        _add_place(error, live, call, "backward")
+        _add_place(error, plan, call, "backward")
         raise
 
 
 flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
 
 
-def _save(ctx: _Context, inputs: Inputs, output: Outputs) -> None:
-    q, k, v, spec, plan, _, _, sinks = inputs
+def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
+    q, k, v, spec, handle, _, _, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, sinks)
-    ctx.spec, ctx.plan = spec, plan
-    ctx.live = find_plan(plan) if isinstance(plan, int) else None  # a traced plan is a symbol
+    ctx.spec, ctx.handle = spec, handle
+    ctx.plan = find_plan(handle) if isinstance(handle, int) else None  # a traced handle is a symbol
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, keys, remote_q, remote_out, remote_lse, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     kept = keys, remote_q, remote_out, remote_lse
-    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.plan)
+    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.handle)
     return *gradients, *[None] * 4, None if sinks is None else sink_gradients(dout, out, lse, sinks)
 
 
@@ -128,13 +129,14 @@ def flash_attn(
     k_TGH: torch.Tensor,
     v_TGV: torch.Tensor,
     spec: AttentionSpec,
-    plan: int,
+    handle: int,
     layer: torch.Tensor | None = None,
     sinks_N: torch.Tensor | None = None,
-) -> Outputs:
+) -> OpOutputs:
     """Returns the operator's outputs, the first one differentiable.
 
     Args:
+        handle: number of the live plan, by which the operator finds it.
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
             an attribute that is a number, and one for all tensors.
         sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
@@ -148,10 +150,10 @@ def flash_attn(
         or v_TGV.requires_grad
         or (sinks_N is not None and sinks_N.requires_grad)
     )
-    return _planned(q_TNH, k_TGH, v_TGV, [*spec], plan, layer, needs_gradients, sinks_N)
+    return _planned(q_TNH, k_TGH, v_TGV, [*spec], handle, layer, needs_gradients, sinks_N)
 
 
-def _add_place(error: Exception, live: LivePlan, call: int, phase: str) -> None:
+def _add_place(error: Exception, plan: LivePlan, call: int, phase: str) -> None:
     error.add_note(
-        f"distca: rank {live.transport.rank}, micro-batch {live.micro_batch}, {phase} call {call} of attention"
+        f"distca: rank {plan.transport.rank}, micro-batch {plan.micro_batch}, {phase} call {call} of attention"
     )

@@ -17,7 +17,7 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.host_cost import some_rows
-from distca_hf.kernels.interface import AttentionSpec, Kernel, empty_rows
+from distca_hf.kernels.interface import AttentionSpec, Kernel, empty_layer_outputs
 from distca_hf.kernels.rows import copy_rows
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
@@ -49,7 +49,7 @@ class ForwardRemoteQueries:
         if remote_q is None:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
-        out, lse = empty_rows(remote_q, v)
+        out, lse = empty_layer_outputs(remote_q, v)
         self._calls = ForwardCalls(kernel, remote_q, out, lse, spec, kv_heads)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse

@@ -12,7 +12,7 @@
 #   memory   memory that torch holds while shapes change
 #
 # DOCUMENTS replaces A, B and C, whose tokens are meant for four GPUs: on two, for example, 65536,16x4096;131072,32x4096.
-# NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes; DISTCA_EXCHANGE_LEGS=4 is the setting
+# NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes; DISTCA_EXCHANGE_CHUNKS=4 is the setting
 # that the product takes between nodes by itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -108,8 +108,8 @@ def measure_documents(
     """Checks, times, and reports on rank 0."""
     lengths, device, num_ranks = options.lengths, place.device, place.wires.world_size
     errors = check_modes(options.modes, place, smaller_lengths(lengths, num_ranks)) if options.check else {}
-    window = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
-    modes = [build_mode(name, place, window) for name in options.modes]
+    tokens = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
+    modes = [build_mode(name, place, tokens) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
     kernels = {}
     for mode in modes if options.kernels else ():

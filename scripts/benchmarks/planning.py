@@ -3,7 +3,7 @@
     python scripts/benchmarks/planning.py [placed] [fixed] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
 
 placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
-         bound; bytes between nodes; windows of several micro-steps
+         bound; bytes between nodes; optimizer steps of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
 times    planning and routing, each measured once in fresh processes, the median of several
 epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and the loader's time
@@ -25,7 +25,7 @@ from distca_hf.topology import Topology
 from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
 from lib.planning.mixes import batch
-from lib.planning.placed import print_balance, print_bytes, print_ratio_to_bound, print_windows
+from lib.planning.placed import print_balance, print_bytes, print_grouped_steps, print_ratio_to_bound
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
 
 
@@ -93,7 +93,7 @@ def main() -> None:
         print_balance(options.ranks, options.seeds)
         print_bytes(options.ranks, options.seeds)
         print_ratio_to_bound(options.ranks, options.seeds)
-        print_windows(options.ranks, options.seeds)
+        print_grouped_steps(options.ranks, options.seeds)
     if "fixed" in chosen:
         print_fixed(options.ranks, options.seeds)
     if "times" in chosen:

@@ -46,7 +46,7 @@ from lib.model import Shape
 from lib.wires import WiredPlugin, Wires
 
 
-Window = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
+StepTokens = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
 Batch = dict[str, Any]
 
 
@@ -136,17 +136,17 @@ class Mode:
             keys.forget()
 
 
-def _local(place: Place, window: Window) -> Mode:
-    holding = whole_documents(_lengths(window), place.wires.world_size)
-    return _of_packs("local", place, [(holding[place.wires.rank], tokens) for tokens in window])
+def _local(place: Place, step: StepTokens) -> Mode:
+    holding = whole_documents(_lengths(step), place.wires.world_size)
+    return _of_packs("local", place, [(holding[place.wires.rank], tokens) for tokens in step])
 
 
-def _sorted(place: Place, window: Window) -> Mode:
+def _sorted(place: Place, step: StepTokens) -> Mode:
     rank, num_ranks = place.wires.rank, place.wires.world_size
-    holding = whole_documents(_lengths(window), num_ranks)
-    packs = [(segments, tokens) for tokens in window for segments in holding]
+    holding = whole_documents(_lengths(step), num_ranks)
+    packs = [(segments, tokens) for tokens in step for segments in holding]
     work = np.array([attended_pairs([stop for _, _, stop in segments]) for segments, _ in packs])
-    order = list(SortedPackSampler(work, num_ranks, packs_per_rank=1, micro_steps=len(window), seed=0))
+    order = list(SortedPackSampler(work, num_ranks, packs_per_rank=1, micro_steps=len(step), seed=0))
     return _of_packs("sorted", place, [packs[pack] for pack in order[rank::num_ranks]])
 
 
@@ -158,9 +158,9 @@ def _of_packs(name: str, place: Place, packs: Sequence[tuple[Any, Sequence[IntAr
     return Mode(name, "bench_whole", batches)
 
 
-def _ideal(place: Place, window: Window) -> Mode:
+def _ideal(place: Place, step: StepTokens) -> Mode:
     rank = place.wires.rank
-    whole, parts = (holding[rank] for holding in evenly_spread(_lengths(window), place.wires.world_size))
+    whole, parts = (holding[rank] for holding in evenly_spread(_lengths(step), place.wires.world_size))
     calls: list[Call] = []
     made_up: list[MadeUpKeys] = []
     if whole:
@@ -172,7 +172,7 @@ def _ideal(place: Place, window: Window) -> Mode:
         made_up.append(_made_up(place, queries, keys, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
-    batches = [{**batch_of([*whole, *parts], tokens, place.device), "bench_work": work} for tokens in window]
+    batches = [{**batch_of([*whole, *parts], tokens, place.device), "bench_work": work} for tokens in step]
     return Mode("ideal", "bench_whole", batches, exact=False, made_up=made_up)
 
 
@@ -184,16 +184,16 @@ def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_ro
     return MadeUpKeys(sizes, place.dtype, torch.from_numpy(np.concatenate(last)).to(place.device), local_rows)
 
 
-def _ulysses(place: Place, window: Window) -> Mode:
-    lengths = _lengths(window)
+def _ulysses(place: Place, step: StepTokens) -> Mode:
+    lengths = _lengths(step)
     layout = fill_in_order(lengths, place.wires.world_size)
     work = place.work([_whole_call(lengths, place.device)])
-    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], window, work)
+    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
     return Mode("ulysses", "bench_heads", batches, exchanges=True)
 
 
-def _context(place: Place, window: Window) -> Mode:
-    lengths, num_ranks = _lengths(window), place.wires.world_size
+def _context(place: Place, step: StepTokens) -> Mode:
+    lengths, num_ranks = _lengths(step), place.wires.world_size
     holding = zigzag(range(len(lengths)), lengths, num_ranks)
     gathered = gathered_rows(holding, lengths)
     segments = holding[place.wires.rank]
@@ -203,38 +203,36 @@ def _context(place: Place, window: Window) -> Mode:
         rows = torch.from_numpy(np.concatenate([gathered[document][:stop] for document, _, stop in chunks]))
         calls.append(make_call(row, queries, keys, ChosenKeys(rows.to(place.device)), place.device))
         row += sum(queries)
-    return Mode("context", "bench_gathered", _batches(place, holding, window, place.work(calls)), exchanges=True)
+    return Mode("context", "bench_gathered", _batches(place, holding, step, place.work(calls)), exchanges=True)
 
 
-def _placed(place: Place, window: Window) -> Mode:
-    tokens_per_rank = sum(_lengths(window)) // place.wires.world_size
-    documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(window)]
+def _placed(place: Place, step: StepTokens) -> Mode:
+    tokens_per_rank = sum(_lengths(step)) // place.wires.world_size
+    documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(step)]
     loader = place.plugin(tokens_per_rank).dataloader(
         Dataset.from_dict({"input_ids": documents}),
         shuffle=False,
         device=place.device,
         model=place.model,
-        micro_steps=len(window),
+        micro_steps=len(step),
     )
     batches = [{name: batch[name] for name in ("input_ids", "position_ids", "distca_plan")} for batch in loader]
     tokens = [batch["input_ids"].shape[1] for batch in batches]
-    if sum(tokens) != tokens_per_rank * len(window):
+    if sum(tokens) != tokens_per_rank * len(step):
         raise SystemExit(f"placed: rank {place.wires.rank} holds {tokens} tokens, not {tokens_per_rank} of each step")
     return Mode("placed", "distca", batches, watched=True, exchanges=True)
 
 
-def _unchecked(place: Place, window: Window) -> Mode:
-    return replace(_placed(place, window), name="unchecked", made_up=[NoAgreement()])
+def _unchecked(place: Place, step: StepTokens) -> Mode:
+    return replace(_placed(place, step), name="unchecked", made_up=[NoAgreement()])
 
 
-def _fixed(place: Place, window: Window) -> Mode:
-    batches = [
-        {name: batch[name] for name in ("input_ids", "position_ids")} for batch in _local(place, window).batches
-    ]
+def _fixed(place: Place, step: StepTokens) -> Mode:
+    batches = [{name: batch[name] for name in ("input_ids", "position_ids")} for batch in _local(place, step).batches]
     return Mode("fixed", "distca", batches, watched=True, exchanges=True)
 
 
-BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
+BUILDERS: dict[str, Callable[[Place, StepTokens], Mode]] = {
     "local": _local,
     "sorted": _sorted,
     "ideal": _ideal,
@@ -246,14 +244,14 @@ BUILDERS: dict[str, Callable[[Place, Window], Mode]] = {
 }
 
 
-def build_mode(name: str, place: Place, window: Window) -> Mode:
+def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
     """Returns the mode of this name for the documents of an optimizer step. A collective call."""
-    return BUILDERS[name](place, window)
+    return BUILDERS[name](place, step)
 
 
-def _lengths(window: Window) -> list[int]:
+def _lengths(step: StepTokens) -> list[int]:
     """Documents of a micro-step; all of them have the same ones."""
-    return [len(tokens) for tokens in window[0]]
+    return [len(tokens) for tokens in step[0]]
 
 
 def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
@@ -261,6 +259,6 @@ def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
     return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
 
 
-def _batches(place: Place, holding: Holding, window: Window, work: Work) -> list[Batch]:
+def _batches(place: Place, holding: Holding, step: StepTokens, work: Work) -> list[Batch]:
     segments = holding[place.wires.rank]
-    return [{**batch_of(segments, tokens, place.device), "bench_work": work} for tokens in window]
+    return [{**batch_of(segments, tokens, place.device), "bench_work": work} for tokens in step]

@@ -1,4 +1,4 @@
-"""Accumulation windows: documents of one optimizer step in micro-steps, long ones together."""
+"""Optimizer steps: their documents in micro-steps, long ones together."""
 
 import random
 from typing import Any

@@ -25,9 +25,9 @@ def test_every_row_once_and_every_step_holds_the_rows_of_the_shuffled_order(
     order, shuffled = list(sampler), list(unsorted)
 
     assert sorted(order) == list(range(rows))
-    window = int(np.prod(sizes))
-    for first in range(0, rows, window):
-        assert sorted(order[first : first + window]) == sorted(shuffled[first : first + window])
+    step = int(np.prod(sizes))
+    for first in range(0, rows, step):
+        assert sorted(order[first : first + step]) == sorted(shuffled[first : first + step])
 
 
 def test_equally_heavy_packs_run_at_the_same_time() -> None:

@@ -335,7 +335,7 @@ def test_options_that_a_kernel_does_not_compute_are_refused(planned: bool, how: 
     documents = of_documents()[0]
     with pytest.raises(UnsupportedAttentionError, match=f"kernel='cpu' .*{told}"):
         _ = (
-            flash_attn(*tensors(), plan=live.handle, **given)
+            flash_attn(*tensors(), handle=live.handle, **given)
             if planned
             else flash_attn_local(*tensors(), documents, kernel="cpu", **given)
         )

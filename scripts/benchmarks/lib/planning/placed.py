@@ -109,10 +109,10 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
                 )
 
 
-def print_windows(ranks: list[int], seeds: int) -> None:
+def print_grouped_steps(ranks: list[int], seeds: int) -> None:
     """Compares the first optimizer step of an epoch as its documents were packed, and with long ones together."""
     table(
-        "Windows of 4 micro-steps: bytes of all, and sum of the heaviest ranks ÷ ideal (limit: 1.005)",
+        "Optimizer steps of 4 micro-steps: bytes of all, and sum of the heaviest ranks ÷ ideal (limit: 1.005)",
         *("mix", "ranks", "tokens/rank", "as they come GB", "grouped GB", "grouped, worst imbalance"),
     )
     for mix in FILE_MIXES:
