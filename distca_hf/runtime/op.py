@@ -46,7 +46,7 @@ def _flash_attn(
 ) -> Outputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     live, scope = find_plan(plan), current_scope()
-    call = live.forward_calls + 1
+    call = live.forward_pass.calls + 1
     try:
         if layer is not None:
             live.forward_pass.check_open()
@@ -93,7 +93,7 @@ def _flash_attn_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes gradients of q, k and v."""
     live = find_plan(plan)
-    call = live.backward_calls + 1
+    call = live.forward_pass.backward_calls + 1
     attended, kept = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN), Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
         return attend_backward(dout_TNV, attended, kept, spec_of(*spec), live)

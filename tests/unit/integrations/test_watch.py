@@ -41,7 +41,7 @@ def test_model_enabled_again_follows_the_new_plugin_alone() -> None:
     assert num_hooks(model) == (1, 1)
     batch = batch_of(second)
     assert torch.isfinite(model(**batch).loss)
-    assert batch["distca_plan"].forward_calls == 3
+    assert batch["distca_plan"].forward_pass.calls == 3
 
 
 def test_adapters_take_the_watch_over() -> None:
@@ -57,7 +57,7 @@ def test_adapters_take_the_watch_over() -> None:
     assert watch_of(inner) is watch_of(model)
     batch = batch_of(plugin)
     model(**batch).loss.backward()
-    assert batch["distca_plan"].backward_calls == 3
+    assert batch["distca_plan"].forward_pass.backward_calls == 3
 
 
 def test_batches_of_another_plugin_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,13 +187,26 @@ def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: b
             model(**batch).loss.backward()
 
 
-def test_positions_that_the_model_would_count_itself_are_refused() -> None:
-    """It would count them from the first token of the rank, where a document that was cut goes on."""
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [("position_ids", "has no position_ids"), ("shift_labels", "has labels, but no shift_labels")],
+)
+def test_columns_that_the_model_would_make_itself_are_refused(column: str, words: str) -> None:
+    """It would count positions from the first token of the rank, where a document that was cut goes on, and shift
+    labels across cuts."""
     plugin = plugin_of()
     model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
-    del batch["position_ids"]
-    with pytest.raises(PlanError, match="micro-batch 0: a placed batch has no position_ids"):
+    del batch[column]
+    with pytest.raises(PlanError, match=f"micro-batch 0: a placed batch {words}"):
         model(**batch)
+
+
+def test_placed_batch_without_labels_has_no_loss() -> None:
+    plugin = plugin_of()
+    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    del batch["shift_labels"], batch["labels"]
+
+    assert model(**batch).loss is None
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -205,16 +218,6 @@ def test_copied_batch_brings_its_plan_and_cannot_be_stored(copied: Any) -> None:
     assert torch.equal(model(**twin).loss, model(**batch).loss)
     with pytest.raises(PlanError, match="can neither be stored nor sent to another process"):
         pickle.dumps(batch)
-
-
-def test_labels_that_the_model_would_shift_across_cuts_are_refused() -> None:
-    plugin = plugin_of()
-    model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
-    del batch["shift_labels"]
-    with pytest.raises(PlanError, match="micro-batch 0: a placed batch has labels, but no shift_labels"):
-        model(**batch)
-    del batch["labels"]
-    assert model(**batch).loss is None
 
 
 # --- positions

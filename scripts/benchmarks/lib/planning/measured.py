@@ -1,5 +1,6 @@
 """Measured steps and peaks of docs/benchmarks, in the words of `distca plan`'s estimates."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distca_hf.analysis.memory import Checkpointing
@@ -98,32 +99,26 @@ class PeakRow:
     optimizer_bytes: int = 0
 
 
+def _table(
+    page: str, links: str, num_ranks: int, ms: Mapping[str, tuple[float, float]], liger: bool = False
+) -> list[StepRow]:
+    """Returns the rows of a page's table: milliseconds of packing alone and of placed documents, by documents."""
+    return [
+        StepRow(page, links, num_ranks, documents, local, placed, liger=liger)
+        for documents, (local, placed) in ms.items()
+    ]
+
+
 STEPS = [
-    StepRow(STEP, NVLINK, 4, A, 1917, 1369),
-    StepRow(STEP, NVLINK, 4, B, 5856, 2918),
-    StepRow(STEP, NVLINK, 4, C, 1913, 1227),
-    StepRow(STEP, SLOW, 4, A, 1979, 1488),
-    StepRow(STEP, SLOW, 4, B, 5839, 3012),
-    StepRow(STEP, SLOW, 4, C, 1977, 1354),
-    StepRow(STEP, SLOW, 4, "64x4096", 1057, 1063),
-    StepRow(STEP, NVLINK, 2, HALF_64K, 1914, 1456),
-    StepRow(TWO_GPUS, NVLINK, 2, HALF_64K, 1905, 1445),
-    StepRow(TWO_GPUS, NVLINK, 2, HALF_128K, 5843, 3907),
-    StepRow(TWO_GPUS, SLOW, 2, HALF_64K, 1970, 1521),
-    StepRow(TWO_GPUS, SLOW, 2, HALF_128K, 5915, 3980),
-    StepRow(FOUR_GPUS, NVLINK, 4, A, 1897, 1348),
-    StepRow(FOUR_GPUS, NVLINK, 4, B, 5823, 2886),
-    StepRow(FOUR_GPUS, NVLINK, 4, C, 1886, 1201),
-    StepRow(FOUR_GPUS, NVLINK, 4, "64x4096", 929, 933),
-    StepRow(FOUR_GPUS, SLOW, 4, A, 1950, 1420),
-    StepRow(FOUR_GPUS, SLOW, 4, B, 5816, 2930),
-    StepRow(FOUR_GPUS, SLOW, 4, C, 1948, 1272),
-    StepRow(FOUR_GPUS, NVLINK, 4, A, 1755, 1201, liger=True),
-    StepRow(FOUR_GPUS, NVLINK, 4, B, 5545, 2587, liger=True),
-    StepRow(FOUR_GPUS, NVLINK, 4, C, 1747, 1052, liger=True),
-    StepRow(FOUR_GPUS, SLOW, 4, A, 1846, 1322, liger=True),
-    StepRow(FOUR_GPUS, SLOW, 4, B, 5600, 2682, liger=True),
-    StepRow(FOUR_GPUS, SLOW, 4, C, 1847, 1182, liger=True),
+    *_table(STEP, NVLINK, 4, {A: (1917, 1369), B: (5856, 2918), C: (1913, 1227)}),
+    *_table(STEP, SLOW, 4, {A: (1979, 1488), B: (5839, 3012), C: (1977, 1354), "64x4096": (1057, 1063)}),
+    *_table(STEP, NVLINK, 2, {HALF_64K: (1914, 1456)}),
+    *_table(TWO_GPUS, NVLINK, 2, {HALF_64K: (1905, 1445), HALF_128K: (5843, 3907)}),
+    *_table(TWO_GPUS, SLOW, 2, {HALF_64K: (1970, 1521), HALF_128K: (5915, 3980)}),
+    *_table(FOUR_GPUS, NVLINK, 4, {A: (1897, 1348), B: (5823, 2886), C: (1886, 1201), "64x4096": (929, 933)}),
+    *_table(FOUR_GPUS, SLOW, 4, {A: (1950, 1420), B: (5816, 2930), C: (1948, 1272)}),
+    *_table(FOUR_GPUS, NVLINK, 4, {A: (1755, 1201), B: (5545, 2587), C: (1747, 1052)}, liger=True),
+    *_table(FOUR_GPUS, SLOW, 4, {A: (1846, 1322), B: (5600, 2682), C: (1847, 1182)}, liger=True),
     StepRow(FIRST_LIGHT, NVLINK, 4, TRAINING, 6026, 1949, SMALL_VOCABULARY, whole=True),
     StepRow(FIRST_LIGHT, SLOW, 4, TRAINING, 6036, 2242, SMALL_VOCABULARY, whole=True),
     StepRow(PLANNING, NVLINK, 4, TRAINING, 6046, 1695, SMALL_VOCABULARY, "saved", whole=True),
