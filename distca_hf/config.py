@@ -31,6 +31,8 @@ ENVIRONMENT_PREFIX = "DISTCA_"
 # Parts of an exchange where the group spans nodes: the first part is attended while the others are in flight. More
 # parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
+# Longest deadline. Gloo counts in nanoseconds of 64 bits: a deadline beyond 292 years has passed before it begins.
+LONGEST_SECONDS = 1e9
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
@@ -113,7 +115,7 @@ class Timeouts(Settings):
     """Deadlines after which a run ends with an error that names the ranks that were waited for.
 
     Raises:
-        ConfigError: a deadline is not positive.
+        ConfigError: a deadline is not positive, or too long.
     """
 
     exchange_seconds: float = _setting(
@@ -134,6 +136,9 @@ class Timeouts(Settings):
 
     def __post_init__(self) -> None:
         self.check_values(Timeouts)
+        for name in fields_of(Timeouts):
+            if (seconds := getattr(self, name)) > LONGEST_SECONDS:
+                raise ConfigError(f"{name}={seconds:g} must be at most {LONGEST_SECONDS:g}, 30 years")
 
 
 @described

@@ -57,12 +57,12 @@ def attend(
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
-    if not plan.forward_calls:
+    if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
     where, transport = plan.forward_pass.begin_forward(), plan.transport
     kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where, sinks_N), plan.routing(spec).forward
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
-    if plan.forward_calls == 1:
+    if plan.forward_pass.calls == 1:
         check_room(plan, spec, where, q_TNH, k_TGH, v_TGV)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token

@@ -202,16 +202,6 @@ class LivePlan:
         return next(iter(self._routings.values())).forward
 
     @property
-    def forward_calls(self) -> int:
-        """Forward calls of the operator in the latest pass, recomputed ones included."""
-        return self.forward_pass.calls
-
-    @property
-    def backward_calls(self) -> int:
-        """Backward calls of the operator in the latest pass."""
-        return self.forward_pass.backward_calls
-
-    @property
     def attention_dtype(self) -> torch.dtype | None:
         """Dtype that attention computes in; None before the first call."""
         return next((dtype for _, _, _, dtype, *_ in self._kernels), None)

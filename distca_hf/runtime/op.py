@@ -47,7 +47,7 @@ def _flash_attn(
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
     plan, scope = find_plan(handle), current_scope()
-    call = plan.forward_calls + 1
+    call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
             plan.forward_pass.check_open()
@@ -94,7 +94,7 @@ def _flash_attn_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes gradients of q, k and v."""
     plan = find_plan(handle)
-    call = plan.backward_calls + 1
+    call = plan.forward_pass.backward_calls + 1
     attended, kept = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN), Kept(kept_keys, kept_q, kept_out, kept_lse)
     try:
         return attend_backward(dout_TNV, attended, kept, spec_of(*spec), plan)

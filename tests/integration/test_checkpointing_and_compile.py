@@ -72,7 +72,7 @@ def _steps(
         loss.backward()
         norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
         numbers.append((loss.item(), norm.item()))
-        calls.append((batch["distca_plan"].forward_calls, batch["distca_plan"].backward_calls))
+        calls.append((batch["distca_plan"].forward_pass.calls, batch["distca_plan"].forward_pass.backward_calls))
     return numbers, calls
 
 

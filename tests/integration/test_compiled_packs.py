@@ -71,7 +71,7 @@ def _steps(model: nn.Module, loader: Any) -> Numbers:
         loss = wrapped(**batch).loss
         loss.backward()
         norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-        assert plans[-1].backward_calls == NUM_LAYERS
+        assert plans[-1].forward_pass.backward_calls == NUM_LAYERS
         numbers.append((loss.item(), norm.item(), sum(plans[-1].facts.key_rows_sent) > 0))
     return numbers
 

@@ -44,7 +44,9 @@ class Counts(TrainerCallback):
         (plan,) = (given["distca_plan"] for given in self._plans)
         exchanges = self._transport.traffic.exchanges
         moved = plan.facts.work != plan.facts.work_before
-        self.steps.append((plan.forward_calls, plan.backward_calls, exchanges - self._exchanges, moved))
+        self.steps.append(
+            (plan.forward_pass.calls, plan.forward_pass.backward_calls, exchanges - self._exchanges, moved)
+        )
         self._plans.clear()
         self._exchanges = exchanges
 

@@ -56,6 +56,6 @@ def count_layer_calls(model: nn.Module) -> Callable[[], tuple[float, float]]:
 
     def per_layer() -> tuple[float, float]:
         layers = len(mlps) * len(plans)
-        return len(calls) / layers, sum(plan.forward_calls for plan in plans if plan is not None) / layers
+        return len(calls) / layers, sum(plan.forward_pass.calls for plan in plans if plan is not None) / layers
 
     return per_layer

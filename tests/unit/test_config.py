@@ -430,6 +430,14 @@ def test_deadline_is_positive(wrong: float) -> None:
         Timeouts(exchange_seconds=wrong)
 
 
+@pytest.mark.parametrize("wrong", [1e10, float("inf")])
+def test_deadline_is_no_longer_than_gloo_counts(wrong: float) -> None:
+    """Beyond it ranks hung when they opened their groups."""
+    assert Timeouts(exchange_seconds=1e9, agreement_seconds=1e9).exchange_seconds == 1e9
+    with pytest.raises(ConfigError, match=r"^agreement_seconds=.* must be at most 1e\+09"):
+        Timeouts(agreement_seconds=wrong)
+
+
 def test_weights_are_not_compared_every_less_than_no_steps() -> None:
     with pytest.raises(ConfigError, match="check_weights_every_steps=-1 must be at least 0"):
         Debug(check_weights_every_steps=-1)

@@ -132,7 +132,7 @@ class ForwardCheck:
             UnsupportedAttentionError: in the first pass some layers computed something else.
             PlanError: in a later pass some layers did, or were left out.
         """
-        calls = plan.forward_calls
+        calls = plan.forward_pass.calls
         if self.num_calls is None and calls < self._num_layers:
             raise UnsupportedAttentionError(
                 f"{self._class_name}: {calls} of its {self._num_layers} attention layers came through distca in the "

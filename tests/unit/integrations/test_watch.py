@@ -41,7 +41,7 @@ def test_model_enabled_again_follows_the_new_plugin_alone() -> None:
     assert num_hooks(model) == (1, 1)
     batch = batch_of(second)
     assert torch.isfinite(model(**batch).loss)
-    assert batch["distca_plan"].forward_calls == 3
+    assert batch["distca_plan"].forward_pass.calls == 3
 
 
 def test_adapters_take_the_watch_over() -> None:
@@ -57,7 +57,7 @@ def test_adapters_take_the_watch_over() -> None:
     assert watch_of(inner) is watch_of(model)
     batch = batch_of(plugin)
     model(**batch).loss.backward()
-    assert batch["distca_plan"].backward_calls == 3
+    assert batch["distca_plan"].forward_pass.backward_calls == 3
 
 
 def test_batches_of_another_plugin_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -195,7 +195,7 @@ def test_tensors_of_other_kinds_are_dispatched() -> None:
             documents = Documents.of(Spans(offsets, offsets, 8, 8))
         out, lse = flash_attn_local(*held, documents, SPEC, "auto")
         assert (out.shape, lse.shape) == ((TOKENS, HEADS, DIM), (HEADS, TOKENS))
-    assert live.forward_calls == 0
+    assert live.forward_pass.calls == 0
 
     class Mine(torch.Tensor):
         @classmethod

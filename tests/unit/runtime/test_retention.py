@@ -215,5 +215,5 @@ def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any
     batch = next(iter(plugin.dataloader(random_dataset())))
     model(**batch).loss.backward()
 
-    assert batch["distca_plan"].forward_calls == (8 if layers_kept == 1 else 4)
+    assert batch["distca_plan"].forward_pass.calls == (8 if layers_kept == 1 else 4)
     assert batch["distca_plan"].retention.layers_kept == layers_kept
