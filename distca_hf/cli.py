@@ -127,14 +127,14 @@ DocumentLengths = Annotated[
     Path,
     typer.Argument(
         help="document lengths, in the dataset's order: .jsonl, .csv or .parquet with a column length, lengths, "
-        "num_tokens or input_ids; a flat list in .json or .txt; a saved datasets folder; or a shipped sample: "
-        "pretrain, prolong"
+        "num_tokens or input_ids; a flat list in .json; a number per line in .txt; a saved datasets folder; or a "
+        "shipped sample: pretrain, prolong"
     ),
 ]
 ModelName = Annotated[
     str | None,
     typer.Option(
-        help="llama3-8b (the default) or another name of the table, a model type or class of Transformers (qwen3, "
+        help="llama3-8b (the default) or another built-in name, a model type or class of Transformers (qwen3, "
         "Qwen3ForCausalLM: its default sizes), the path of a config.json or of its folder, or a name on the Hub"
     ),
 ]
@@ -146,7 +146,7 @@ LayoutKind = Annotated[
     ),
 ]
 OverlongRule = Annotated[
-    str, typer.Option(help="documents longer than a whole batch: error, split (into several) or truncate")
+    str, typer.Option(help="documents longer than all ranks together hold: error, split (into several) or truncate")
 ]
 BytesLimit = Annotated[
     int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")

@@ -1,6 +1,6 @@
 """Find model: shape and size of the model that `--model` or `--model-config` names.
 
-Names of the table in `models` need no library. A config.json is read without one, too, except for its number of
+Built-in names (`models`) need no library. A config.json is read without one, too, except for its number of
 weights. All other names are those of Transformers: a model type or class, with the sizes of its default configuration.
 Weights are counted in a model without memory (torch's meta device).
 """
@@ -28,7 +28,7 @@ def find_model(name: str) -> ModelShape:
     """Returns the model of a name.
 
     Args:
-        name: name of the table; path of a config.json or of its folder; model type or class of Transformers; or name
+        name: a built-in name; path of a config.json or of its folder; model type or class of Transformers; or name
             on the Hub. From there only the configuration is loaded.
 
     Raises:

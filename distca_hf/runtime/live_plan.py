@@ -2,7 +2,7 @@
 by number.
 
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
-unharmed. The register is the one place in the package with shared state, and it is bounded.
+unharmed. The register is shared state, which `runtime.retention` alone has beside it, and it is bounded.
 """
 
 import itertools

@@ -16,7 +16,7 @@ from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_la
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
-from distca_hf.runtime.retention import Kept, current_scope
+from distca_hf.runtime.retention import Kept, current_run
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
@@ -46,19 +46,19 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
-    plan, scope = find_plan(handle), current_scope()
+    plan, run = find_plan(handle), current_run()
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
             plan.forward_pass.check_open()
-        received = scope.take() if scope is not None and scope.recomputes else None
+        received = run.take() if run is not None and run.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), plan, received, sinks_N)
     except Exception as error:
         _add_place(error, plan, call, "forward")
         raise
-    if scope is not None and not scope.recomputes:
+    if run is not None and not run.recomputes:
         waits = plan.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
-        scope.keep(kept.received() if waits else None)
+        run.keep(kept.received() if waits else None)
     plan.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.remote_queries
 

@@ -12,8 +12,8 @@ again.
 Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
 
 Checkpointing runs a region of a model in one context, and its recomputation in another (`context_fn` of
-`torch.utils.checkpoint.checkpoint`). From these the operator reads in which of the two it is. Calls are matched by
-their order.
+`torch.utils.checkpoint.checkpoint`). The operator reads from them which of the two it is in (`current_run`). Calls are
+matched by their order.
 """
 
 from contextvars import ContextVar, Token
@@ -181,26 +181,26 @@ class Region:
         return self._received[number]
 
 
-class Scope:
-    """The time in which a region runs forward, or is recomputed; with `retain_graph` perhaps several times."""
+class RegionRun:
+    """One run of a region, forward or recomputed; entered more than once if a graph is retained (`retain_graph`)."""
 
     def __init__(self, region: Region, *, recomputes: bool) -> None:
         self.recomputes = recomputes
         self._region, self._calls = region, 0
-        self._outer: Token[Scope | None] | None = None
+        self._outer: Token[RegionRun | None] | None = None
 
     def __enter__(self) -> Self:
         self._calls = 0
         if not self.recomputes:
             self._region.begin()
-        self._outer = _scope.set(self)
+        self._outer = _current.set(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._outer is not None
-        _scope.reset(self._outer)
+        _current.reset(self._outer)
         self._outer = None
 
     def keep(self, received: Received | None) -> None:
@@ -215,15 +215,15 @@ class Scope:
 
 
 # Of a thread and context, because autograd recomputes in threads of its own.
-_scope: ContextVar[Scope | None] = ContextVar("distca_checkpointed_region", default=None)
+_current: ContextVar[RegionRun | None] = ContextVar("distca_checkpointed_region", default=None)
 
 
-def current_scope() -> Scope | None:
-    """Returns the scope of the caller's thread; None outside checkpointed regions that keep received rows."""
-    return _scope.get()
+def current_run() -> RegionRun | None:
+    """Returns the run that the caller's thread is in; None outside checkpointed regions that keep received rows."""
+    return _current.get()
 
 
-def retaining_contexts() -> tuple[Scope, Scope]:
+def retaining_contexts() -> tuple[RegionRun, RegionRun]:
     """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
     region = Region()
-    return Scope(region, recomputes=False), Scope(region, recomputes=True)
+    return RegionRun(region, recomputes=False), RegionRun(region, recomputes=True)

@@ -110,7 +110,7 @@ def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
     for rank, routing in enumerate(simulation.routings):
         leaving = {row for row in simulation.held(rank) if simulation.servers[row] != rank}
         remote_queries = {
-            row for row in simulation.computed(rank) if simulation.task_of[row] in simulation.guest_tasks
+            row for row in simulation.computed(rank) if simulation.task_of[row] in simulation.remote_tasks
         }
         if routing.queries is None:
             assert not leaving

@@ -39,7 +39,7 @@ class Simulation:
         self.keys_copied = [self._taken(rank, self.routings[rank].local_rows) for rank in self.ranks]
         self.store = [self._store(rank) for rank in self.ranks]
         self.queries_come = self._queries_come()
-        self.remote_queries = [self._guests(rank) for rank in self.ranks]
+        self.remote_queries = [self._remote_queries(rank) for rank in self.ranks]
 
     def held(self, rank: int) -> set[Row]:
         """What a rank holds, padding apart."""
@@ -82,7 +82,7 @@ class Simulation:
         sent = [self._parts(rank, of_rank.send_rows, of_rank.chunk_send_counts) for rank, of_rank in enumerate(moves)]
         return [self._come(rank, sent) for rank in self.ranks]
 
-    def _guests(self, rank: int) -> list[Row]:
+    def _remote_queries(self, rank: int) -> list[Row]:
         if not self.plan.moves_queries:
             assert self.routings[rank].queries is None
             return []
@@ -150,7 +150,7 @@ class Simulation:
         return {row: rank for rank in self.ranks for row in self.held(rank)}
 
     @cached_property
-    def guest_tasks(self) -> set[int]:
+    def remote_tasks(self) -> set[int]:
         """Tasks with queries of another rank than the one that computes them."""
         return {task for row, task in self.task_of.items() if self.servers[row] != self.home_of[row]}
 
@@ -165,7 +165,7 @@ class Simulation:
             longest[line] = max(longest.get(line, 0), prefix)
 
         for row in self.computed(rank):
-            if self.task_of[row] in self.guest_tasks:
+            if self.task_of[row] in self.remote_tasks:
                 read(row, row[1] + 1)
         at_home = [row if self._stays(row, rank) else None for row in self.home[rank]]
         for place, stays in enumerate(at_home):
@@ -193,7 +193,7 @@ class Simulation:
         return self.chunks.borders_of(rank, line_keys(np.array([document]), np.array([head]), self.groups))[0]
 
     def _stays(self, row: Row | None, rank: int) -> bool:
-        return row is not None and self.servers[row] == rank and self.task_of[row] not in self.guest_tasks
+        return row is not None and self.servers[row] == rank and self.task_of[row] not in self.remote_tasks
 
 
 class Attended:
@@ -381,12 +381,12 @@ def check_chunks(simulation: Simulation) -> None:
     for rank, routing in enumerate(simulation.routings):
         assert len(routing.prefix_of_chunk) == len(routing.remote_queries_of_chunk) == simulation.chunks.count
         own = set(simulation.keys_copied[rank])
-        own_guests = simulation.remote_queries[rank] and simulation.held(rank)
+        own_queries = simulation.remote_queries[rank] and simulation.held(rank)
         for chunk, (far, remote_queries) in enumerate(
             zip(routing.prefix_of_chunk, routing.remote_queries_of_chunk, strict=True)
         ):
             keys_there = {*simulation.keys_come[rank][chunk], *own}
-            queries_there = {*simulation.queries_come[rank][chunk], *own_guests}
+            queries_there = {*simulation.queries_come[rank][chunk], *own_queries}
             for call in (*far, *remote_queries):
                 for queries, keys in simulation.tasks_of(rank, call):
                     assert keys_there.issuperset(row for key in keys for row in key)
