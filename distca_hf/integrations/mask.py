@@ -185,6 +185,10 @@ def document_mask(
             "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
             "does not compute; load it with another attn_implementation"
         )
+    elif attention_mask is not None and attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape)
+        refusal = f"got an attention_mask of shape {shape}; give zeros and ones of shape [batch, tokens]"
+        attention_mask = None
     if isinstance(q_offset, torch.Tensor):  # a static cache counts on in it
         q_offset = q_offset.clone()
         if attention_mask is not None:  # one graph for all tokens that are generated

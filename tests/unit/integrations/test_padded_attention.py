@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.runtime import local_attention
 from support.models import SIZES, VOCABULARY, tiny_model
 
@@ -72,6 +72,16 @@ def test_left_padded_batch_generates_the_tokens_of_sdpa() -> None:
     ours, theirs = (model.generate(ids, attention_mask=mask, **GENERATE) for model in both())
 
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS, TOKENS)], ids=str)
+@pytest.mark.parametrize("value", [0, 1])
+def test_mask_of_another_shape_is_refused(shape: tuple[int, ...], value: int) -> None:
+    model, _ = both()
+    with pytest.raises(
+        UnsupportedAttentionError, match=r"layer 0: got an attention_mask of shape .* \[batch, tokens\]"
+    ):
+        model(torch.ones(1, TOKENS, dtype=torch.long), attention_mask=torch.full(shape, value))
 
 
 def test_outputs_of_padding_are_zero() -> None:
