@@ -30,6 +30,7 @@ from distca_hf.errors import ConfigError
 
 
 Work = Callable[[int, int, int], int]  # (document, start, stop) -> work of these query tokens
+
 # Maximum number of head groups: eight parts of a document balance eight ranks, more only make index tensors longer.
 ENOUGH_GROUPS = 8
 

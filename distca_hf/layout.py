@@ -7,8 +7,8 @@
 
 Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
 
-A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node, which divide its heads
-instead of its queries. Placement sets the mark, planning divides the heads.
+A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node. These ranks divide its
+heads instead of its queries. Placement sets the mark, planning divides the heads.
 """
 
 from collections.abc import Sequence

@@ -134,8 +134,10 @@ def job_size() -> int:
 
 
 def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
-    """Yields wrappers of a model, and the ranks of the job that they average gradients over, as far as they are seen
-    from the inside in a forward pass."""
+    """Yields wrappers of a model, and the ranks of the job that they average gradients over.
+
+    Only wrappers that are seen from inside the model, in a forward pass, are found.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import, and for groups alone
     from torch.distributed.tensor import DTensor
 

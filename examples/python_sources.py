@@ -1,7 +1,7 @@
 """Real text with a long tail that every machine has: the sources of Python's standard library, tokenised.
 
 A byte-level BPE tokenizer is trained on the spot. Documents are whole modules of a few thousand tokens, and functions
-and classes of a few dozen: half of all tokens are in a few long documents, as in many collections of text.
+and classes of a few dozen. Half of all tokens are in a few long documents, as in many collections of text.
 """
 
 import re

@@ -3,9 +3,9 @@
     accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml -m distca_hf.run \
         --recipe recipes/train/quickstart.yaml examples/quickstart.py
 
-The distca run is an ordinary Trainer with one line more: documents are placed so that both ranks have the same
-attention work, and may span both. The sdpa run takes the same batches, every document alone and whole. Losses and
-gradient norms must agree.
+The distca run is an ordinary Trainer with one line more. Documents are placed so that both ranks have the same
+attention work. A document may span both. The sdpa run takes the same batches, every document alone and whole. Losses
+and gradient norms must agree.
 """
 
 import sys
@@ -33,8 +33,8 @@ from transformers import (
 import distca_hf
 
 
-# Adam divides gradients by their size: with its default epsilon the rounding noise in gradients of rare tokens grows
-# to whole steps, and two exact ways to compute the same drift apart.
+# Adam divides gradients by their size. With its default epsilon rounding noise in gradients of rare tokens grows to
+# whole steps, and two exact ways to compute the same drift apart.
 ADAM_EPSILON = 1e-6
 MAX_GRADIENT_NORM = 1.0
 # Largest differences between the two trainings in a step: of losses, and of gradient norms as a part of them.

@@ -11,8 +11,8 @@ is cut less or not at all. Micro-steps of short documents move nothing. Sorting 
 longest documents that fit, and so on. Where placements show that this does not move less, all micro-steps get the
 same mix, or documents keep their micro-steps.
 
-**Packs of others** stay whole. All packs of a step are sorted by attention work and dealt out micro-step by
-micro-step, so that all ranks have packs of about equal work at the same time. No token and no task moves for it.
+**Packs of others** stay whole. All packs of a step are sorted by attention work, and dealt out micro-step by
+micro-step. So all ranks have packs of about equal work at the same time. No token and no task moves for it.
 """
 
 from collections.abc import Iterator, Sequence

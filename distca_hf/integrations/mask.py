@@ -104,8 +104,9 @@ class RowMask:
         cu_seq_lens_k: torch.Tensor | None = None,
         window_tokens: int | None = None,
     ) -> Documents:
-        """Returns the documents that a layer attends to, found once for all layers that were given the same; in a
-        compiled graph every layer finds them.
+        """Returns the documents that a layer attends to.
+
+        They are found once for all layers that were given the same. In a compiled graph every layer finds them.
 
         Args:
             position_ids: positions that the layer was given. They count only if Transformers was given none.
@@ -215,8 +216,9 @@ def document_mask(
 
 
 def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of its caller; None
-    for both in a compiled pass, which hides these functions.
+    """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of its caller.
+
+    Both are None in a compiled pass, which hides these functions.
 
     Transformers passes positions to no mask function, and some models pass them to no layer. It reads documents in
     positions, but not where there is a cache or a mask. And it makes the mask bool: numbers of documents are lost.

@@ -1,7 +1,7 @@
 """FlashAttention 4, 3 and 2 behind `kernels.interface.Kernel`. Their packages are imported when a kernel is chosen.
 
-Called are the functions below each package's autograd, because forward and backward run inside one operator of ours,
-where autograd is off: `flash_attn.cute.interface._flash_attn_fwd/_flash_attn_bwd` (FlashAttention 4),
+Forward and backward run inside one operator of ours, where autograd is off. So the functions below each package's
+autograd are called: `flash_attn.cute.interface._flash_attn_fwd/_flash_attn_bwd` (FlashAttention 4),
 `flash_attn_interface._flash_attn_forward/_flash_attn_backward` (3),
 `flash_attn.flash_attn_interface._flash_attn_varlen_forward/_backward` (2). All three align causal masks bottom-right
 and return log-sum-exps as `[N, T]` in fp32.

@@ -1,8 +1,8 @@
 """Calls that cost the host little: views of rows, and launches of Triton kernels. Each layer makes many of them.
 
 **Views** cost microseconds, so one is made only where something is left out. All are made by `as_strided`. Kernel
-functions fill the processor's caches; behind one, the second use of a function of torch takes half the time of the
-first use of another.
+functions fill the processor's caches. Behind one, a function of torch that was just used takes half the time of
+another one.
 
 **Launches.** `kernel[grid](...)` finds out with every launch on which values the kernel is specialised, and looks for
 settings in the environment. That takes 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are

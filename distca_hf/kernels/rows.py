@@ -20,8 +20,8 @@ def copy_rows(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> None:
-    """Writes rows `rows` `[n]` of the sources to rows `places` `[n]` of the targets; None, for one of the two, means
-    all of them in order. No place occurs twice. Rows may lie apart; elements of a row follow each other.
+    """Writes rows `rows` `[n]` of the sources to rows `places` `[n]` of the targets. None, for one of the two, means
+    all rows in order. No place occurs twice. Rows may lie apart; elements of a row follow each other.
 
     One or two tensors are copied. Two on one side may be one on the other, in which their rows lie side by side.
 

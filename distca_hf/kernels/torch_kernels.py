@@ -1,7 +1,7 @@
 """The attention kernels that come with torch: varlen flash attention on GPUs, and flash attention on the CPU.
 
-On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly, because
-`varlen_attn` hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
+On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly.
+`varlen_attn` itself hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
 bottom-right; log-sum-exps are `[N, T]` in fp32. Operators: `aten::_flash_attention_forward`,
 `aten::_flash_attention_backward`.
 

@@ -11,7 +11,7 @@ It always works, because the cost of a token never falls along a document. Read 
 of the pool weigh at least n times the mean, the last n at most that. Swapping one token at a time moves the work
 of (dense prefix + light suffix) across the goal in steps of at most one token's cost. So some mixture has exactly the
 share's tokens, and its work to within one token. Removing a set of mean cost leaves a pool with the same mean: repeat
-for the next share. A tail needs the keys of its whole document, and the head that is left needs none. So tails are
+for the next share. A tail needs the keys of its whole document, and the front that is left needs none. So tails are
 taken as large as they fit: at most three cuts per share, mostly one or two, and few bytes.
 """
 

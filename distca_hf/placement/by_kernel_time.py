@@ -1,6 +1,6 @@
 """Placement by measured times of the attention kernel, instead of attended pairs.
 
-Equal pairs are not equal seconds: many short documents, or a short part of a long one, run at a lower rate than one
+Equal pairs are not equal seconds. Many short documents, or a short part of a long one, run at a lower rate than one
 long document. Pairs of a document are therefore weighted by the time of a document of its length (`TimedCost`). The
 rest of the error depends on where documents are cut. So seconds of each rank are predicted, slow ranks get smaller
 shares, and documents are placed again, in a few rounds. The best round is evened out (`token_swaps`).

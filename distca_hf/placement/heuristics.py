@@ -37,7 +37,7 @@ SHORT_FOR_GROUPS = 2048
 # Maximum spread of the groups' needs, in mean cost per token, as a fraction of the largest. Groups within it are
 # filled one after the other.
 ALIKE_GROUPS = 0.5
-# Work of the head that is cut off a heavy document beforehand, as a fraction of a rank's work. Of a document of one
+# Work of the front that is cut off a heavy document beforehand, as a fraction of a rank's work. Of a document of one
 # rank's work it is the first 22 % of the tokens. The cut costs few bytes, and leaves the accordion light tokens in
 # every group, beside which parts can be large.
 HEAD = 0.05
@@ -97,7 +97,7 @@ def _dealt(
 
 
 def _parted(piece: Piece, work: Work, head_work: float) -> list[Piece]:
-    """Cuts a piece in two, so that the head has at most this much work."""
+    """Cuts a piece in two, so that the front has at most this much work."""
     _, document, start, stop, _ = piece
     cut = start + largest(stop - start, lambda tokens: work(document, start, start + tokens) <= head_work)
     return [piece_of(document, *part, work(document, *part)) for part in pairwise(sorted({start, cut, stop}))]

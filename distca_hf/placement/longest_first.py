@@ -1,11 +1,11 @@
 """Longest first (LPT, longest processing time first): long documents stay whole if they can, so that fewer keys move.
 
-The accordion alone fills share after share: the first shares use up the pieces that would balance the last ones, and
-these must divide long documents. Here all shares (nodes, or the ranks of one) are filled at the same time:
+The accordion alone fills share after share. The first shares use up the pieces that would balance the last ones, so
+the last must divide long documents. Here all shares (nodes, or the ranks of one) are filled at the same time:
 
 1. Long pieces are handed out, longest first, each to the share with most missing work beyond the mean work of its
-   missing tokens. A piece that does not fit is cut: the share takes its tail and gets no more long pieces. The head is
-   handed out later.
+   missing tokens. A piece that does not fit is cut: the share takes its tail and gets no more long pieces. The
+   front is handed out later.
 2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter documents are parted
    from shares that need denser ones, until the accordion can fill them one after the other.
 """
@@ -24,8 +24,8 @@ from distca_hf.placement.piece_pool import Piece, PiecePool, joined, work_of
 # Minimum mean cost of a share's need, as a fraction of the pool's mean cost per token, at which light tokens suffice
 # without a closer look.
 LIGHT_ENOUGH = 0.9
-# Miss of the work for which short documents are cut, as a fraction of the miss for which long ones are: their cuts
-# cost fewer bytes.
+# Miss of the work for which short documents are cut, as a fraction of that for long ones. Cuts of short ones cost
+# fewer bytes.
 FINISH = 1 / 2
 
 
@@ -143,8 +143,8 @@ class _Need:
     def fitting_tail(self, share: int, pool: PiecePool) -> int:
         """Returns tokens of the densest piece, or of its largest tail, that fit a share.
 
-        Afterwards the pool must have tokens light enough for three sets of shares: this one, all with the same need,
-        and all that need lighter tokens than the mean.
+        Afterwards the pool must have tokens light enough for this share, for all with the same need together, and for
+        all together that need lighter tokens than the mean.
         """
         _, document, start, stop, _ = pool.piece(pool.indices[-1])
         whole, tokens, work = stop - start, self._tokens[share], self._work[share]

@@ -3,7 +3,7 @@
     light end                                                     dense end
     | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
      take_light: whole documents,                            take_tail: the end of
-     the last one cut, head first                            any piece; its head stays
+     the last one cut, front first                           any piece; its front stays
 
 The density of a piece is its mean cost per token. Short documents and beginnings of documents are light, ends of long
 ones are dense. Sums over the light end are kept while pieces come and go: every step of a placement needs them. Taken
@@ -50,7 +50,7 @@ class PiecePool:
         # Tokens and work of all pieces before each of the first pieces, as far as they were needed and still hold.
         self._tokens_before = [0]
         self._work_before = [0]
-        self._tails: list[tuple[int, Piece, int | None]] = []  # index, piece, index of its head
+        self._tails: list[tuple[int, Piece, int | None]] = []  # index, piece, index of its front
         self._misplaced: list[Piece] = []
 
     @classmethod
@@ -83,7 +83,7 @@ class PiecePool:
         return self._pieces[-1] if self._first < len(self._pieces) else None
 
     def light_work(self, tokens: int) -> int:
-        """Returns the work of the `tokens` lightest tokens, documents head first."""
+        """Returns the work of the `tokens` lightest tokens, documents front first."""
         first, tokens_before, work_before = self._first, self._tokens_before, self._work_before
         end = tokens_before[first] + tokens
         if tokens_before[-1] <= end:
@@ -108,17 +108,17 @@ class PiecePool:
                 return
 
     def take_tail(self, index: int, tokens: int, stay: bool = False) -> Piece:
-        """Takes the last tokens of the piece at an index. Its head is sorted in, or with `stay` keeps its index until
+        """Takes the last tokens of the piece at an index. Its front is sorted in, or with `stay` keeps its index until
         `settle`."""
         piece = tail = self._remove(index)
         _, document, start, stop, work = piece
         cut, at = stop - tokens, None
         if cut > start:
-            head = piece_of(document, start, cut, self.work(document, start, cut))
-            tail = piece_of(document, cut, stop, work - head[4])
-            at = self._insert(head, index if stay else None)
+            front = piece_of(document, start, cut, self.work(document, start, cut))
+            tail = piece_of(document, cut, stop, work - front[4])
+            at = self._insert(front, index if stay else None)
             if stay:
-                self._misplaced.append(head)
+                self._misplaced.append(front)
         self._tails.append((index, piece, at))
         self.work_left -= tail[4]
         return tail
@@ -143,7 +143,7 @@ class PiecePool:
             self.work_left += work
 
     def take_light(self, tokens: int) -> list[Piece]:
-        """Takes the `tokens` lightest tokens; the last piece is cut, and its head taken."""
+        """Takes the `tokens` lightest tokens; the last piece is cut, and its front taken."""
         # 1. Whole pieces.
         before = self.light_work(tokens)  # and makes the sums reach that far
         end = self._tokens_before[self._first] + tokens
@@ -154,12 +154,12 @@ class PiecePool:
         work_end = self._work_before[self._first] + before
         self._first, left = last, end - self._tokens_before[last]
 
-        # 2. The head of the next piece. Its rest stays at the light end if it is short.
+        # 2. The front of the next piece. Its rest stays at the light end if it is short.
         if left:
             _, document, start, stop, work = self._pieces[last]
-            head = piece_of(document, start, start + left, work_end - self._work_before[last])
-            rest = piece_of(document, start + left, stop, work - head[4])
-            taken.append(head)
+            front = piece_of(document, start, start + left, work_end - self._work_before[last])
+            rest = piece_of(document, start + left, stop, work - front[4])
+            taken.append(front)
             if stop - start - left <= LIGHT_REST_TOKENS:
                 self._pieces[last] = rest
                 self._misplaced.append(rest)

@@ -20,8 +20,8 @@ from distca_hf.layout import Stripe
 from distca_hf.placement.piece_pool import Piece, Segment
 
 
-# Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama): a stripe moves
-# them too.
+# Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama). A stripe moves
+# them, too.
 QUERY_AND_OUTPUT_PARTS = 4
 # Minimum tokens of a document whose keys and values cross to another node, at which its parts are striped.
 CROSSING_TOKENS = 4096

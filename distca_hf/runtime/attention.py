@@ -139,8 +139,8 @@ def attend_backward(
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
 
-    # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV, which
-    #    are sent as soon as they are complete.
+    # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV.
+    #    These are sent as soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     comes = keys.sends or routing.queries is not None
     calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)

@@ -2,9 +2,9 @@
 
     first call ──▶ agree ──▶ exchange ... last call ──▶ end ──▶ agree ──▶ first recomputed or backward call ...
 
-Twice in a pass all ranks show each other their dtypes and calls: before the first exchange of the forward pass, and
-before the first one of the backward pass. A rank that computes in another dtype, calls other layers, or needs other
-gradients would send rows that another rank takes for something else.
+Twice in a pass ranks show each other what they run: dtypes and heads before the first exchange of the forward pass,
+and their calls before the first exchange of the backward pass. A rank that computes in another dtype, calls other
+layers, or needs other gradients would send rows that another rank takes for something else.
 """
 
 import zlib

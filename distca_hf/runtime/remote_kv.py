@@ -5,8 +5,8 @@ exchanges of both.
                   dk, dv, summed ◀── KVGradCombine ── gradients of the remote KV
 
 A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk and finished
-once. Gradients of keys are summed in max(fp32, their dtype) and in a fixed order: local calls, local rows of the
-remote KV, then chunk by chunk the servers by rank.
+once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
+local calls, then local rows of the remote KV, then chunk by chunk the servers by rank.
 
 Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
 the remote KV, and its gradients are sent as they were written. Where groups of heads that belong to one token must lie

@@ -29,8 +29,8 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
             one.
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
-        longest_document_tokens: longest document the model will see, for sliding windows and rotary embeddings that
-            depend on it; by default the longest that all ranks together can hold.
+        longest_document_tokens: longest document that the model will see. Sliding windows and some rotary embeddings
+            are refused or accepted by it. By default the longest that all ranks together can hold.
 
     Returns:
         The same model.

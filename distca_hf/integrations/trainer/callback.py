@@ -36,8 +36,8 @@ from distca_hf.version import __version__
 
 log = get_logger(__name__)
 
-# Names of our metrics in logs begin with it. The console shows the first group as one entry, where it is there, and
-# the second where the device and the model allow to measure it.
+# Names of our metrics in logs begin with it. The console shows some of them as one entry: the first group always, the
+# second where device and model allow to measure it.
 PREFIX = "distca/"
 ALWAYS = ("imbalance", "tokens_per_second_per_rank")
 SOMETIMES = ("utilisation", "memory_gib")

@@ -166,7 +166,7 @@ class Terms(NamedTuple):  # made for every rank that might take queries: a data 
 
     Attributes:
         work: pairs x head groups to move, or all there are if fewer.
-        round_down: whether to round the position down to a tile, which moves too much, or up, which moves too little.
+        round_down: whether to round the position down to a tile and move too much, or up and move too little.
         query, key: price of one row.
         whole_head: price saved for each head that moves down to the stack's start: the old server then needs no keys
             of other ranks for it.

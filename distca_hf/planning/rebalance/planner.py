@@ -1,9 +1,9 @@
 """Rebalancing: a plan for a layout that must stay as it is, because its batches were packed before.
 
-Tokens stay where they are. Ranks with more than their share of the work give queries to others: the latest of some
-heads of their longest documents, which have most work for the same bytes. `head_stacks` finds the heads and the
-position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead. So several
-candidates are made, by different `strategies`. Their bytes are counted exactly, and the best is kept.
+Tokens stay where they are. Ranks with more than their share of the work give queries to others. They give the latest
+queries of some heads of their longest documents: these have most work for the same bytes. `head_stacks` finds the
+heads and the position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead.
+So several candidates are made, by different `strategies`. Their bytes are counted exactly, and the best is kept.
 """
 
 from collections.abc import Callable, Sequence
