@@ -161,11 +161,15 @@ def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packe
     if ranks == 1 and not packed:
         return
     consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"
+    model = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s)"
     if settings is None:
-        how = "but was not enabled"
-        remedy = "plugin.attach(trainer) or distca_hf.enable(model, plugin), or give Trainer a DistCACallback(plugin)"
+        message = (
+            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer) or distca_hf.enable(model, "
+            "plugin), or give Trainer a DistCACallback(plugin)"
+        )
     else:
-        how = "outside of a forward pass of the model that was enabled"
-        remedy = "that model, and no module inside of it (model.model); enable one again that lost its adapters"
-    what = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s), {how}"
-    warn(f"{what}: {consequence}. Call {remedy}", stacklevel=3)
+        message = (
+            f"{model}, outside of a forward pass of the model that was enabled: {consequence}. Call that model, and "
+            "no module inside of it (model.model); enable one again that lost its adapters"
+        )
+    warn(message, stacklevel=3)
