@@ -1,4 +1,4 @@
-"""Capabilities: the limits of a kernel, and the job that tensors pose it.
+"""Capabilities: the limits of a kernel, and the kind of tensors that a call has.
 
 Shape legend in `kernels.interface`.
 """
@@ -16,7 +16,7 @@ OPTIONS = ("window_tokens", "softcap", "sinks")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Limits of a kernel; `refusal` says why it cannot do a given job.
+    """Limits of a kernel; `refusal` says why it cannot compute for given tensors.
 
     Attributes:
         device_type: "cpu", "cuda", or None for any.
@@ -35,23 +35,23 @@ class Capabilities:
     compute_capability: tuple[int, ...] | None = None
     options: frozenset[str] = frozenset()
 
-    def refusal(self, job: "Job", spec: AttentionSpec) -> str | None:
-        """Returns why the kernel cannot do `job` as `spec` says, or None if it can."""
-        if self.device_type not in (None, job.device_type):
-            return f"runs on {self.device_type}, tensors are on {job.device_type}"
-        if self.compute_capability is not None and job.compute_capability not in self.compute_capability:
-            return f"needs compute capability {self.compute_capability}, the GPU has {job.compute_capability}"
-        if job.dtype not in self.dtypes:
-            return f"computes {', '.join(str(dtype) for dtype in self.dtypes)}, tensors are {job.dtype}"
-        largest = max(job.head_dim, job.value_dim)
+    def refusal(self, operands: "Operands", spec: AttentionSpec) -> str | None:
+        """Returns why the kernel cannot attend with these operands as `spec` says, or None if it can."""
+        if self.device_type not in (None, operands.device_type):
+            return f"runs on {self.device_type}, tensors are on {operands.device_type}"
+        if self.compute_capability is not None and operands.compute_capability not in self.compute_capability:
+            return f"needs compute capability {self.compute_capability}, the GPU has {operands.compute_capability}"
+        if operands.dtype not in self.dtypes:
+            return f"computes {', '.join(str(dtype) for dtype in self.dtypes)}, tensors are {operands.dtype}"
+        largest = max(operands.head_dim, operands.value_dim)
         if self.max_head_dim is not None and largest > self.max_head_dim:
             return f"has head dimensions up to {self.max_head_dim}, the model has {largest}"
-        if job.head_dim % self.head_dim_multiple or job.value_dim % self.head_dim_multiple:
-            dims = f"{job.head_dim} and {job.value_dim}"
+        if operands.head_dim % self.head_dim_multiple or operands.value_dim % self.head_dim_multiple:
+            dims = f"{operands.head_dim} and {operands.value_dim}"
             return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
-        if self.equal_dims and job.head_dim != job.value_dim:
-            return f"needs equal key and value dimensions, the model has {job.head_dim} and {job.value_dim}"
-        asked = {"window_tokens": spec.window_tokens, "softcap": spec.softcap, "sinks": job.sinks}
+        if self.equal_dims and operands.head_dim != operands.value_dim:
+            return f"needs equal key and value dimensions, the model has {operands.head_dim} and {operands.value_dim}"
+        asked = {"window_tokens": spec.window_tokens, "softcap": spec.softcap, "sinks": operands.sinks}
         for option in OPTIONS:
             if asked[option] and option not in self.options:
                 return f"does not compute {option}={asked[option]}"
@@ -59,8 +59,8 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Tensors that a kernel is to attend with.
+class Operands:
+    """Queries, keys and values of a call, as far as the choice of a kernel depends on them.
 
     Attributes:
         sinks: whether every query head has a sink, a score without a key.
@@ -82,8 +82,8 @@ class Job:
         k_SGH: torch.Tensor,
         v_SGV: torch.Tensor,
         sinks_N: torch.Tensor | None = None,
-    ) -> "Job":
-        """Returns the job that these tensors pose."""
+    ) -> "Operands":
+        """Returns the operands of a call on these tensors."""
         capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
         return cls(
             device_type=q_TNH.device.type,

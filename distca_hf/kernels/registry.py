@@ -10,7 +10,7 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.capabilities import Capabilities, Job
+from distca_hf.kernels.capabilities import Capabilities, Operands
 from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.reference import ReferenceKernel
@@ -58,7 +58,7 @@ class Entry:
 FLASH2 = Capabilities(
     "cuda", HALF, max_head_dim=256, head_dim_multiple=8, equal_dims=True, compute_capability=(8, 9, 10, 11, 12)
 )
-# In order of preference: the fastest that can do the job is taken. Dimensions and GPU generations are those of the
+# In order of preference: the fastest that can compute is taken. Dimensions and GPU generations are those of the
 # packages.
 KERNELS: dict[str, Entry] = {
     "flash4": Entry(
@@ -103,8 +103,8 @@ def kernel_name(kernel: Kernel) -> str:
     return NAMES.get(type(kernel), type(kernel).__name__)
 
 
-def choose_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
-    """Returns the kernel called `name`; for "auto" the first of the table that can do the job.
+def choose_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
+    """Returns the kernel called `name`; for "auto" the first of the table that can compute them.
 
     "auto" tries each on a few tokens, and takes the reference only on a CPU.
 
@@ -112,9 +112,9 @@ def choose_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
         spec: how to attend; all kernels take any scale, and can be deterministic.
 
     Raises:
-        UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot do the job; says why.
+        UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot compute them; says why.
     """
-    return chosen_kernel(name, job, _of_any_scale(spec))
+    return chosen_kernel(name, operands, _of_any_scale(spec))
 
 
 @lru_cache(maxsize=256)
@@ -124,48 +124,50 @@ def _of_any_scale(spec: AttentionSpec) -> AttentionSpec:
 
 
 @lru_cache(maxsize=64)
-def chosen_kernel(name: KernelName, job: Job, spec: AttentionSpec) -> Kernel:
+def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
     """Returns the kernel that was chosen before, or chooses it: its first use may compile it."""
-    if job.num_heads % job.num_kv_heads:
-        raise UnsupportedAttentionError(f"{job.num_heads} query heads are no multiple of {job.num_kv_heads} KV heads")
+    if operands.num_heads % operands.num_kv_heads:
+        raise UnsupportedAttentionError(
+            f"{operands.num_heads} query heads are no multiple of {operands.num_kv_heads} KV heads"
+        )
     if name != "auto":
-        named, reason = None, KERNELS[name].capabilities.refusal(job, spec)
+        named, reason = None, KERNELS[name].capabilities.refusal(operands, spec)
         if reason is None:
-            named, reason = _made(KERNELS[name], job, spec)
+            named, reason = _made(KERNELS[name], operands, spec)
         if named is None:
             raise UnsupportedAttentionError(
                 f"kernel={name!r} cannot be used: {name} {reason}; kernel='auto' takes one that can"
             )
         return named
     reasons: list[str] = []
-    better: list[str] = []  # kernels that could do the job, were they there
+    better: list[str] = []  # kernels that could compute, were they there
     for candidate, entry in KERNELS.items():
-        reason = entry.capabilities.refusal(job, spec)
-        if reason is None and not entry.automatic and job.device_type != "cpu":
+        reason = entry.capabilities.refusal(operands, spec)
+        if reason is None and not entry.automatic and operands.device_type != "cpu":
             reason = "is exact but slow, and only taken when asked for by name"
         if reason is None:
-            kernel, reason = _made(entry, job, spec)
+            kernel, reason = _made(entry, operands, spec)
             if kernel is not None:
                 if better:
                     # A package that is missing is missing on all ranks; a kernel may fail on this GPU alone.
                     extra = OF_THIS_RANK if any(FAILS in words for words in better) else None
                     words = "using attention kernel %s, not a faster one: %s"
                     log.warning(words, candidate, "; ".join(better), extra=extra)
-                log.debug("attention kernel %s for %s", candidate, job)
+                log.debug("attention kernel %s for %s", candidate, operands)
                 return kernel
             better.append(f"{candidate} {reason}")
         reasons.append(f"{candidate} {reason}")
-    raise UnsupportedAttentionError(f"no attention kernel for {job}: " + "; ".join(reasons))
+    raise UnsupportedAttentionError(f"no attention kernel for {operands}: " + "; ".join(reasons))
 
 
-def _made(entry: Entry, job: Job, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
+def _made(entry: Entry, operands: Operands, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
     """Returns the kernel of an entry, or why there is none: not installed, or it does not import, compile or run."""
     missing = entry.missing()
     if missing is not None:
         return None, missing
     try:
         kernel = entry.make()
-        try_out(kernel, job, spec)
+        try_out(kernel, operands, spec)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler may raise
@@ -177,27 +179,30 @@ def _failure(error: Exception) -> str:
     return f"{FAILS} {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def try_out(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:
+def try_out(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> None:
     """Attends to a few tokens on the GPU, forward and backward: kernels are compiled when first used."""
-    if job.device_type != "cuda" or not torch.cuda.is_available():
+    if operands.device_type != "cuda" or not torch.cuda.is_available():
         return
 
-    def tensor(*shape: int, dtype: torch.dtype = job.dtype) -> torch.Tensor:
+    def tensor(*shape: int, dtype: torch.dtype = operands.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cuda")
 
     tokens = TRIED_TOKENS
     q, k, v = (
         tensor(tokens, heads, dim)
         for heads, dim in (
-            (job.num_heads, job.head_dim),
-            (job.num_kv_heads, job.head_dim),
-            (job.num_kv_heads, job.value_dim),
+            (operands.num_heads, operands.head_dim),
+            (operands.num_kv_heads, operands.head_dim),
+            (operands.num_kv_heads, operands.value_dim),
         )
     )
-    out, lse = tensor(tokens, job.num_heads, job.value_dim), tensor(job.num_heads, tokens, dtype=torch.float32)
+    out, lse = (
+        tensor(tokens, operands.num_heads, operands.value_dim),
+        tensor(operands.num_heads, tokens, dtype=torch.float32),
+    )
     offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     spans = Spans(offsets, offsets, tokens, tokens)
-    inputs = Inputs(q, k, v, tensor(job.num_heads) if job.sinks else None)
+    inputs = Inputs(q, k, v, tensor(operands.num_heads) if operands.sinks else None)
     kernel.forward(inputs, spans, spec, Room(out, lse))
     kernel.backward(out, Saved(q, k, v, out, lse), Gradients(*(torch.empty_like(x) for x in (q, k, v))), spans, spec)
     torch.cuda.synchronize()

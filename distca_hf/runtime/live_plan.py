@@ -19,7 +19,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.kernels.registry import choose_kernel, kernel_name
 from distca_hf.planning.facts import PlanFacts
@@ -232,7 +232,7 @@ class LivePlan:
         if kernel is None:
             for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Job.of(q, k, v, sinks_N), spec)
+            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v, sinks_N), spec)
         return kernel
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 
 from distca_hf.config import KernelName
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -157,7 +157,7 @@ def _kernel(
     spec: AttentionSpec,
     sinks_N: torch.Tensor | None = None,
 ) -> Kernel:
-    return choose_kernel(cast(KernelName, name), Job.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
+    return choose_kernel(cast(KernelName, name), Operands.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
 
 
 def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tensor | None]:

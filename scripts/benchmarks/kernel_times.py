@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.rows import merge
@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = ((1, options.heads), (1, options.kv_heads), (1, options.kv_heads))
     q, k, v = (torch.empty(t, h, options.head_dim, device="cuda", dtype=torch.bfloat16) for t, h in shapes)
-    kernel = choose_kernel(options.kernel, Job.of(q, k, v), AttentionSpec(scale=1.0))
+    kernel = choose_kernel(options.kernel, Operands.of(q, k, v), AttentionSpec(scale=1.0))
     table: list[list[float | None]] = []
     for queries in QUERY_TOKENS:
         row = [seconds_of_a_task(kernel, queries, keys, options) if keys >= queries else None for keys in KEY_TOKENS]

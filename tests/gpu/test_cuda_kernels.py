@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.runtime.remote_kv import apart
@@ -113,7 +113,7 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
 ) -> None:
     q, k, v, dout = _tensors(_tasks(causal, tasks), *heads)
     spans = _spans(_tasks(causal, tasks))
-    results = _run(choose_kernel(name, Job.of(q, k, v), SPEC), q, k, v, dout, spans, AttentionSpec(SCALE, causal))
+    results = _run(choose_kernel(name, Operands.of(q, k, v), SPEC), q, k, v, dout, spans, AttentionSpec(SCALE, causal))
     exact = _reference(q, k, v, dout, spans, torch.float32, causal)
     rounded = _reference(q, k, v, dout, spans, torch.bfloat16, causal)
 
@@ -133,7 +133,7 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
     tasks = TASKS["shards"]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
     spans = _spans(tasks)
-    out = _run(choose_kernel(name, Job.of(q, k, v), SPEC), q, k, v, dout, spans)[0].float()
+    out = _run(choose_kernel(name, Operands.of(q, k, v), SPEC), q, k, v, dout, spans)[0].float()
     bottom_right = _reference(q, k, v, dout, spans, torch.float32)[0]
     top_left = _reference(q, k, v, dout, spans, torch.float32, top_left=True)[0]
 
@@ -145,7 +145,7 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
 def test_deterministic_backward_is_bit_equal(name: str) -> None:
     tasks = [(2048, 2048), (1024, 4096)]
     q, k, v, dout = _tensors(tasks, 8, 2, 128)
-    kernel, spans = choose_kernel(name, Job.of(q, k, v), SPEC), _spans(tasks)
+    kernel, spans = choose_kernel(name, Operands.of(q, k, v), SPEC), _spans(tasks)
     spec = AttentionSpec(SCALE, deterministic=True)
     first = _run(kernel, q, k, v, dout, spans, spec)
 
@@ -183,7 +183,7 @@ def test_views_are_read_and_written_in_place(
     """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
     store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""
     q, k, v, dout = _tensors(_tasks(causal, tasks), 8, 2, 128)
-    kernel, spans = choose_kernel(name, Job.of(q, k, v), SPEC), _spans(_tasks(causal, tasks))
+    kernel, spans = choose_kernel(name, Operands.of(q, k, v), SPEC), _spans(_tasks(causal, tasks))
     spec = AttentionSpec(SCALE, causal, deterministic=True)
     expected = _run(kernel, q, k, v, dout, spans, spec)
 
@@ -208,6 +208,6 @@ def test_auto_takes_the_first_kernel_that_is_installed() -> None:
     q, k, v, _ = _tensors([(4, 4)], 8, 2, 128)
     installed = [name for name in CUDA_KERNELS if KERNELS[name].missing() is None]
 
-    assert type(choose_kernel("auto", Job.of(q, k, v), SPEC)) is type(
-        choose_kernel(installed[0], Job.of(q, k, v), SPEC)
+    assert type(choose_kernel("auto", Operands.of(q, k, v), SPEC)) is type(
+        choose_kernel(installed[0], Operands.of(q, k, v), SPEC)
     )

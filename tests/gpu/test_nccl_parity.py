@@ -10,7 +10,7 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel
 from distca_hf.kernels.torch_kernels import TorchVarlenKernel
@@ -132,7 +132,7 @@ def test_recomputed_attention_is_the_same_from_what_came_before(num_chunks: int,
     num_ranks = min(4, torch.cuda.device_count())
     plan = _plan(num_ranks, kind)
     kernel = choose_kernel(
-        "auto", Job("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM), SPEC
+        "auto", Operands("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM), SPEC
     )
     rounding = torch.finfo(torch.bfloat16).eps if isinstance(kernel, TorchVarlenKernel) else 0.0
     by_rank = run_ranks(num_ranks, _recomputed, tmp_path, num_ranks, num_chunks, kind, backend="nccl")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import KERNELS, choose_kernel
 from distca_hf.version import LOWEST
@@ -61,8 +61,8 @@ def readme_row(begin: str) -> str:
     return row
 
 
-def job_on(device_type: str, compute_capability: int | None) -> Job:
-    return Job(device_type, compute_capability, torch.bfloat16, 8, 8, 128, 128)
+def operands_on(device_type: str, compute_capability: int | None) -> Operands:
+    return Operands(device_type, compute_capability, torch.bfloat16, 8, 8, 128, 128)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,11 @@ def test_readme_names_the_kernels_of_each_device(
     _, head, kernels, _ = readme_row(device).split("|")
     told = [name for name in re.findall(r"`(\w+)`", kernels) if name in KERNELS]
     for generation in generations:
-        job = job_on(device_type, generation)
+        operands = operands_on(device_type, generation)
         can = [
-            name for name, entry in KERNELS.items() if entry.automatic and not entry.capabilities.refusal(job, SPEC)
+            name
+            for name, entry in KERNELS.items()
+            if entry.automatic and not entry.capabilities.refusal(operands, SPEC)
         ]
         assert told == can
         assert generation is None or re.search(rf"\b{generation}\b", head)
@@ -94,7 +96,7 @@ def test_readme_names_the_kernels_of_each_device(
 @pytest.mark.parametrize(("device_type", "generation"), [("cuda", 7), ("mps", None), ("xpu", None)])
 def test_devices_without_a_kernel_are_refused_by_name(device_type: str, generation: int | None) -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"no attention kernel for .*reference is exact but slow"):
-        choose_kernel("auto", job_on(device_type, generation), SPEC)
+        choose_kernel("auto", operands_on(device_type, generation), SPEC)
 
 
 def test_readme_names_the_lowest_versions() -> None:

@@ -31,7 +31,7 @@ import distca_hf
 from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.trainer.callback import DistCACallback
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import KERNELS, choose_kernel
 from support.commands import REPOSITORY
@@ -44,7 +44,7 @@ Make = Callable[..., Trainer]
 
 TOKENS = 192
 COLUMNS, LINES = 80, 4
-HOPPER = Job("cuda", 9, torch.bfloat16, 8, 8, 128, 128)
+HOPPER = Operands("cuda", 9, torch.bfloat16, 8, 8, 128, 128)
 SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 

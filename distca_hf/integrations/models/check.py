@@ -30,7 +30,7 @@ from distca_hf.integrations.models.parts import (
     transformers_model,
 )
 from distca_hf.integrations.models.positions import longest_rotary_tokens, rotary_refusal
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import choose_kernel
 
@@ -218,7 +218,7 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
         yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
         return
-    job = Job(
+    operands = Operands(
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
         dtype=torch.bfloat16 if device.type == "cuda" and model.dtype == torch.float32 else model.dtype,
@@ -228,7 +228,7 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         value_dim=heads.value_dim,
     )
     try:
-        choose_kernel(kernel, job, AttentionSpec(scale=1.0))
+        choose_kernel(kernel, operands, AttentionSpec(scale=1.0))
     except UnsupportedAttentionError as error:
         yield str(error)
 

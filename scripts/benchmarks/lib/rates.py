@@ -10,7 +10,7 @@ import torch.distributed as dist
 from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
 from distca_hf.kernels.registry import choose_kernel
 from lib.baselines.calls import OwnKeys, make_call
@@ -45,7 +45,7 @@ class Rates:
 def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> Kernel:
     """Returns the kernel that all modes use."""
     q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in shape.widths)
-    return choose_kernel(name, Job.of(q, k, v), AttentionSpec(shape.scale))
+    return choose_kernel(name, Operands.of(q, k, v), AttentionSpec(shape.scale))
 
 
 def measure_rates(

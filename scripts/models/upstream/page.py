@@ -53,9 +53,9 @@ def section(run: Run) -> str:
     parts = [INTRODUCTION, textwrap.fill(f"{made} {summary(run, failures)}", 119) + "\n"]
     for suite in SUITES:
         parts += [f"Suite *{suite}*:\n", *family_table(run, suite, failures)]
-    parts += ["What is refused:\n", *error_table(failure for failure in failures if failure.meaning == REFUSED)]
+    parts += ["Refused tests:\n", *error_table(failure for failure in failures if failure.meaning == REFUSED)]
     if any(failure.meaning == ASSERTS_SDPA for failure in failures):
-        parts += ["What asserts sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
+        parts += ["Tests that assert sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
     others = [failure for failure in failures if failure.meaning == OTHER]
     if others:
         parts += ["What fails for another reason:\n", *error_table(others)]

@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels import reference, registry
-from distca_hf.kernels.capabilities import OPTIONS, Capabilities, Job
+from distca_hf.kernels.capabilities import OPTIONS, Capabilities, Operands
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -586,8 +586,8 @@ def test_rows_that_are_not_merged_stay() -> None:
 # --- choice
 
 
-CPU_JOB = Job("cpu", None, torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64)
-GPU_JOB = Job("cuda", 9, torch.bfloat16, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64)
+CPU_OPERANDS = Operands("cpu", None, torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64)
+GPU_OPERANDS = Operands("cuda", 9, torch.bfloat16, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64)
 
 
 @pytest.fixture
@@ -604,26 +604,26 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     chosen_kernel.cache_clear()
 
 
-def refusal(name: str, job: Job) -> str:
+def refusal(name: str, operands: Operands) -> str:
     with pytest.raises(UnsupportedAttentionError) as refused:
-        choose_kernel(name, job, SPEC)
+        choose_kernel(name, operands, SPEC)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_auto_takes_the_cpu_kernel_on_a_cpu(dtype: torch.dtype) -> None:
-    assert isinstance(choose_kernel("auto", dataclasses.replace(CPU_JOB, dtype=dtype), SPEC), CpuKernel)
+    assert isinstance(choose_kernel("auto", dataclasses.replace(CPU_OPERANDS, dtype=dtype), SPEC), CpuKernel)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 32), (16, 24)])
 def test_auto_falls_to_the_reference_for_unequal_dimensions_on_a_cpu(head_dim: int, value_dim: int) -> None:
-    job = dataclasses.replace(CPU_JOB, head_dim=head_dim, value_dim=value_dim)
+    operands = dataclasses.replace(CPU_OPERANDS, head_dim=head_dim, value_dim=value_dim)
 
-    assert isinstance(choose_kernel("auto", job, SPEC), ReferenceKernel)
+    assert isinstance(choose_kernel("auto", operands, SPEC), ReferenceKernel)
 
 
 def test_auto_takes_torchs_own_kernel_on_a_gpu_without_packages(nothing_installed: None) -> None:
-    assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
+    assert isinstance(choose_kernel("auto", GPU_OPERANDS, SPEC), TorchVarlenKernel)
 
 
 def test_auto_takes_the_fastest_kernel_that_is_installed(
@@ -639,9 +639,9 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
         entry = dataclasses.replace(KERNELS[name], module="json", make=partial(make, name))
         monkeypatch.setitem(KERNELS, name, entry)
         chosen_kernel.cache_clear()
-        choose_kernel("auto", GPU_JOB, SPEC)
+        choose_kernel("auto", GPU_OPERANDS, SPEC)
     chosen_kernel.cache_clear()
-    choose_kernel("auto", dataclasses.replace(GPU_JOB, value_dim=32), SPEC)
+    choose_kernel("auto", dataclasses.replace(GPU_OPERANDS, value_dim=32), SPEC)
 
     assert made == ["flash2", "flash3", "flash4", "flash4"]
 
@@ -655,7 +655,7 @@ def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_bo
 ) -> None:
     monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
 
-    assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
+    assert isinstance(choose_kernel("auto", GPU_OPERANDS, SPEC), TorchVarlenKernel)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "kernel torch_varlen, not a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
     assert "flash3 is not installed (from sources" in line
@@ -669,7 +669,7 @@ def test_kernel_that_fails_on_one_gpu_alone_is_named_there(
     monkeypatch.setenv("RANK", "3")
     if fails:
         monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
-    choose_kernel("auto", GPU_JOB, SPEC)
+    choose_kernel("auto", GPU_OPERANDS, SPEC)
 
     assert [record.rank for record in caplog.records if record.levelname == "WARNING"] == [3] * fails
 
@@ -700,34 +700,34 @@ def test_kernel_whose_package_does_not_import_is_replaced(
     entry = dataclasses.replace(KERNELS["flash4"], module=f"{package}.cute.interface")
     monkeypatch.setitem(KERNELS, "flash4", entry)
 
-    assert isinstance(choose_kernel("auto", GPU_JOB, SPEC), TorchVarlenKernel)
+    assert isinstance(choose_kernel("auto", GPU_OPERANDS, SPEC), TorchVarlenKernel)
     assert told in caplog.text
-    assert told.removeprefix("flash4 ") in refusal("flash4", GPU_JOB)
+    assert told.removeprefix("flash4 ") in refusal("flash4", GPU_OPERANDS)
 
 
 def test_kernel_that_fails_on_its_first_tokens_is_replaced(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuses(kernel: Kernel, job: Job, spec: AttentionSpec) -> None:
+    def refuses(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> None:
         if isinstance(kernel, CpuKernel):
             raise RuntimeError("cannot compile for this machine")
 
     monkeypatch.setattr(registry, "try_out", refuses)
-    assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), ReferenceKernel)
+    assert isinstance(choose_kernel("auto", CPU_OPERANDS, SPEC), ReferenceKernel)
     assert "reference, not a faster one: cpu fails: RuntimeError: cannot compile for this machine" in caplog.text
-    assert "fails: RuntimeError: cannot compile" in refusal("cpu", CPU_JOB)
+    assert "fails: RuntimeError: cannot compile" in refusal("cpu", CPU_OPERANDS)
 
 
 def test_reference_is_only_taken_on_a_gpu_when_asked_for(nothing_installed: None) -> None:
-    job = dataclasses.replace(GPU_JOB, dtype=torch.float32)
+    operands = dataclasses.replace(GPU_OPERANDS, dtype=torch.float32)
 
-    assert isinstance(choose_kernel("reference", job, SPEC), ReferenceKernel)
-    message = refusal("auto", job)
+    assert isinstance(choose_kernel("reference", operands, SPEC), ReferenceKernel)
+    message = refusal("auto", operands)
     assert "reference is exact but slow" in message
 
 
 def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_installed: None) -> None:
-    message = refusal("auto", dataclasses.replace(GPU_JOB, head_dim=512, value_dim=512))
+    message = refusal("auto", dataclasses.replace(GPU_OPERANDS, head_dim=512, value_dim=512))
 
     assert "head_dim=512" in message
     for name in KERNELS:
@@ -738,7 +738,7 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
 
 
 @pytest.mark.parametrize(
-    ("name", "job", "parts"),
+    ("name", "operands", "parts"),
     [
         ("torch_varlen", {"head_dim": 512, "value_dim": 512}, ["up to 256", "512"]),
         ("torch_varlen", {"head_dim": 64, "value_dim": 264}, ["up to 256", "264"]),
@@ -760,9 +760,9 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_kernel_asked_for_by_name_is_refused_with_the_reason(
-    nothing_installed: None, name: str, job: dict[str, object], parts: list[str]
+    nothing_installed: None, name: str, operands: dict[str, object], parts: list[str]
 ) -> None:
-    message = refusal(name, dataclasses.replace(GPU_JOB, **job))
+    message = refusal(name, dataclasses.replace(GPU_OPERANDS, **operands))
 
     for part in [f"kernel={name!r}", "kernel='auto'", *parts]:
         assert part in message
@@ -770,7 +770,7 @@ def test_kernel_asked_for_by_name_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
 def test_heads_that_do_not_divide_are_refused(name: str) -> None:
-    message = refusal(name, dataclasses.replace(CPU_JOB, num_heads=6, num_kv_heads=4))
+    message = refusal(name, dataclasses.replace(CPU_OPERANDS, num_heads=6, num_kv_heads=4))
 
     assert "6 query heads" in message
     assert "4 KV heads" in message
@@ -780,9 +780,9 @@ def test_heads_that_do_not_divide_are_refused(name: str) -> None:
     ("name", "dims"), [("flash4", (192, 128)), ("flash4", (256, 256)), ("flash3", (8, 8)), ("flash2", (256, 256))]
 )
 def test_table_lets_kernels_do_what_they_can(name: str, dims: tuple[int, int]) -> None:
-    job = dataclasses.replace(GPU_JOB, head_dim=dims[0], value_dim=dims[1])
+    operands = dataclasses.replace(GPU_OPERANDS, head_dim=dims[0], value_dim=dims[1])
 
-    assert KERNELS[name].capabilities.refusal(job, SPEC) is None
+    assert KERNELS[name].capabilities.refusal(operands, SPEC) is None
 
 
 def test_module_without_its_package_is_missing_and_not_an_error() -> None:
@@ -799,13 +799,13 @@ def test_choosing_on_a_cpu_imports_no_flash_package(monkeypatch: pytest.MonkeyPa
 
     chosen_kernel.cache_clear()
     monkeypatch.setattr(registry.importlib, "import_module", refuse)
-    assert isinstance(choose_kernel("auto", CPU_JOB, SPEC), CpuKernel)
+    assert isinstance(choose_kernel("auto", CPU_OPERANDS, SPEC), CpuKernel)
 
 
 def test_job_is_read_from_the_tensors() -> None:
     q, k, v = torch.zeros(9, 6, 24, dtype=torch.bfloat16), torch.zeros(11, 2, 24), torch.zeros(11, 2, 16)
 
-    assert Job.of(q, k, v) == Job("cpu", None, torch.bfloat16, 6, 2, 24, 16)
+    assert Operands.of(q, k, v) == Operands("cpu", None, torch.bfloat16, 6, 2, 24, 16)
 
 
 @pytest.mark.parametrize(
@@ -829,15 +829,15 @@ def test_sums_are_kept_in_fp32_at_least(dtype: torch.dtype, expected: torch.dtyp
 @pytest.mark.parametrize(("option", "value"), [("window_tokens", 128), ("softcap", 30.0), ("sinks", True)])
 def test_options_that_a_kernel_does_not_compute_are_refused_by_name(name: str, option: str, value: float) -> None:
     entry = KERNELS[name]
-    plain = dataclasses.replace(GPU_JOB, device_type=entry.capabilities.device_type or "cpu")
-    job = dataclasses.replace(plain, sinks=option == "sinks")
-    spec = SPEC if job.sinks else SPEC._replace(**{option: value})
+    plain = dataclasses.replace(GPU_OPERANDS, device_type=entry.capabilities.device_type or "cpu")
+    operands = dataclasses.replace(plain, sinks=option == "sinks")
+    spec = SPEC if operands.sinks else SPEC._replace(**{option: value})
     unable = dataclasses.replace(entry.capabilities, options=entry.capabilities.options - {option})
     able = dataclasses.replace(entry.capabilities, options=frozenset({option}))
 
     assert entry.capabilities.refusal(plain, SPEC) is None
-    assert unable.refusal(job, spec) == f"does not compute {option}={value}"
-    assert able.refusal(job, spec) is None
+    assert unable.refusal(operands, spec) == f"does not compute {option}={value}"
+    assert able.refusal(operands, spec) is None
     assert (option in entry.capabilities.options) == (name == "reference" and option != "window_tokens")
 
 
@@ -862,11 +862,11 @@ def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
 
 def test_kernel_is_chosen_once_for_all_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[AttentionSpec] = []
-    monkeypatch.setattr(registry, "try_out", lambda kernel, job, spec: tried.append(spec))
+    monkeypatch.setattr(registry, "try_out", lambda kernel, operands, spec: tried.append(spec))
     chosen_kernel.cache_clear()
     for scale in (0.1, 0.2):
         for deterministic in (True, False):
-            choose_kernel("cpu", CPU_JOB, AttentionSpec(scale, deterministic=deterministic))
+            choose_kernel("cpu", CPU_OPERANDS, AttentionSpec(scale, deterministic=deterministic))
     chosen_kernel.cache_clear()
 
     assert tried == [AttentionSpec(1.0)]

@@ -15,7 +15,7 @@ import torch
 
 from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
-from distca_hf.kernels.capabilities import Job
+from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -47,7 +47,7 @@ class Work:
 
     def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
         """Returns the kernel for these tensors."""
-        return choose_kernel(self.kernel, Job.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
+        return choose_kernel(self.kernel, Operands.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
 
 
 # Operators take numbers, not objects. Whoever made a work keeps it; here it is only found by its number.
