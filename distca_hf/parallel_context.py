@@ -28,9 +28,6 @@ class ParallelContext:
         config: settings.
         group: ranks that train together, as a process group or a device mesh of one dimension; None: the whole job.
 
-    Attributes:
-        config: settings; `ranks_per_node` is that of the group, where the launcher says it.
-
     Raises:
         ConfigError: the group cannot be used; or this process is not in it.
     """
@@ -38,8 +35,13 @@ class ParallelContext:
     def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self._group = process_group_of(group)
         per_node = config.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
-        self.config = replace(config, ranks_per_node=per_node)
+        self._config = replace(config, ranks_per_node=per_node)
         self._transports: dict[torch.device, Transport] = {}
+
+    @property
+    def config(self) -> DistCAConfig:
+        """Settings, fixed like each of them; `ranks_per_node` is that of the group, where the launcher says it."""
+        return self._config
 
     @property
     def members(self) -> Members:

@@ -48,6 +48,14 @@ def test_plugin_shows_the_settings_that_its_parts_follow() -> None:
     assert (plugin.tokens_per_rank, plugin.config.kernel) == (4096, "cpu")
 
 
+def test_settings_of_a_context_cannot_be_exchanged() -> None:
+    """Models, loaders and Trainers have read them."""
+    plugin = DistCAPlugin(tokens_per_rank=64)
+    with pytest.raises(AttributeError, match="config"):
+        plugin.config = DistCAConfig(tokens_per_rank=96)  # type: ignore[misc]
+    assert plugin.config.tokens_per_rank == 64
+
+
 def test_replaced_plugin_has_connections_of_its_own() -> None:
     plugin = DistCAPlugin(tokens_per_rank=4096)
     other = dataclasses.replace(plugin, tokens_per_rank=64)
