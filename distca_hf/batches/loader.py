@@ -145,7 +145,7 @@ class PlacedLoader:
         return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins this epoch with the next iteration; a position given to `load_state_dict` counts more, once."""
+        """Begins this epoch with the next iteration, unless `load_state_dict` gave a position for it."""
         self._next, self._is_left_early = Cursor(epoch), False
 
     def restart(self) -> None:
@@ -271,7 +271,7 @@ class PlacedLoader:
         plan = PlacedPlan(
             data,
             micro_batch=number,
-            routings={mask: routing.to(self._device) for mask, routing in prepared.routings.items()},
+            routings={mask: pinned.to(self._device) for mask, pinned in prepared.routings.items()},
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,

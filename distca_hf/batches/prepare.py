@@ -55,7 +55,7 @@ class Prepared:
     Attributes:
         columns: `[1, rows]` tensors by their names among the arguments of models.
         documents_checksum: of the documents that form the micro-batch.
-        routings: for each mask that layers attend with.
+        routings: rank plans for each mask that layers attend with.
         cuts: cuts of documents beside this rank's segments.
     """
 

@@ -65,8 +65,8 @@ class LivePlan:
 
     Args:
         micro_batch: number of the micro-batch, counted by the loader.
-        routings: routings of this rank for each mask that layers attend with. All are of one layout, so the rows that
-            a rank holds are the same in every layer.
+        routings: rank plans (routing of forward, and of backward) for each mask that layers attend with. All are of
+            one layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         fingerprint: of the plan.
 
@@ -172,7 +172,7 @@ class LivePlan:
         self.use.trained |= trains
 
     def routing(self, spec: AttentionSpec) -> DeviceRankPlan:
-        """Returns the routings of layers that attend like this.
+        """Returns the rank plan of layers that attend like this: routing of forward, and of backward.
 
         Raises:
             PlanError: the batch was planned without their mask.
