@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from distca_hf.config import is_launched
 from distca_hf.errors import DistCAError
-from distca_hf.shipped import EXAMPLES, RECIPES, Shipped
+from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
+from distca_hf.layout import Topology
 from distca_hf.settings import (
     Settings,
     check_mapping,
@@ -23,7 +24,6 @@ from distca_hf.settings import (
     renamed,
     values_of,
 )
-from distca_hf.topology import Topology
 
 
 # Variables of the environment that set a field begin with it.

@@ -8,7 +8,8 @@
 Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
 
 A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node. These ranks divide its
-heads instead of its queries. Placement sets the mark, planning divides the heads.
+heads instead of its queries. Placement sets the mark, planning divides the heads. The `Topology` says which ranks
+share a node, and with it fast links.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,38 @@ from numpy.typing import ArrayLike
 
 from distca_hf.arrays import IntArray, ceil_div, chained, offsets, run_starts, run_stops
 from distca_hf.cost import CAUSAL_MASK, Mask
-from distca_hf.errors import PackingError, and_more
+from distca_hf.errors import ConfigError, PackingError, and_more
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks in the order of their nodes; the last node may have fewer ranks.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return ceil_div(self.num_ranks, self.ranks_per_node)
+
+    @cached_property
+    def node_of(self) -> IntArray:
+        """`[ranks]` node of each rank."""
+        return np.arange(self.num_ranks) // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """Returns the ranks of a node."""
+        return range(node * self.ranks_per_node, min(self.num_ranks, (node + 1) * self.ranks_per_node))
 
 
 # Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).

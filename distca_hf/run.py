@@ -18,8 +18,7 @@ from pathlib import Path
 
 from distca_hf.config import launched_local_rank, read_yaml
 from distca_hf.errors import ConfigError
-from distca_hf.recipe import Recipe, run_script
-from distca_hf.shipped import EXAMPLES, RECIPES
+from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, run_script
 from distca_hf.telemetry import leave_for_launcher
 
 

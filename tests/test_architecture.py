@@ -24,9 +24,7 @@ BASE = {
     "layout",
     "recipe",
     "settings",
-    "shipped",
     "telemetry",
-    "topology",
     "torch_private",
     "version",
 }

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca_hf.analysis.memory import GIB
+from distca_hf.analysis.estimates import GIB
 from distca_hf.kernels.registry import KERNELS
 from distca_hf.version import __version__
 

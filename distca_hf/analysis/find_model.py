@@ -1,6 +1,6 @@
 """Find model: shape and size of the model that `--model` or `--model-config` names.
 
-Built-in names (`models`) need no library. A config.json is read without one, too, except for its number of
+Built-in names (`PRESETS`) need no library. A config.json is read without one, too, except for its number of
 weights. All other names are those of Transformers: a model type or class, with the sizes of its default configuration.
 Weights are counted in a model without memory (torch's meta device).
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize, preset
+from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 

@@ -11,8 +11,15 @@ from functools import partial
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
-from distca_hf.analysis.baselines.ordinary import context_parallel, sorted_packs, ulysses, whole_documents
+from distca_hf.analysis.baselines.baseline import (
+    Baseline,
+    Figures,
+    context_parallel,
+    figures_of,
+    sorted_packs,
+    ulysses,
+    whole_documents,
+)
 from distca_hf.analysis.baselines.published_greedy import PUBLISHED_TOLERANCE, published_greedy
 from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.analysis.bounds.placed import key_tokens_bound

@@ -33,7 +33,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_document_tokens
-from distca_hf.shipped import LENGTHS
+from distca_hf.recipe import LENGTHS
 
 
 if TYPE_CHECKING:

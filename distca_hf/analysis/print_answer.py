@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
-from distca_hf.analysis.estimates import USABLE_SHARE, Estimates
+from distca_hf.analysis.estimates import GIB, USABLE_SHARE, Estimates
 from distca_hf.analysis.first_step import Outcome, StepReport
-from distca_hf.analysis.memory import GIB
 from distca_hf.arrays import IntArray, ceil_div
 
 

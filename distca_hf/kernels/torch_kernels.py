@@ -1,4 +1,4 @@
-"""The attention kernels that come with torch: varlen flash attention on GPUs, and flash attention on the CPU.
+"""The attention kernels that need torch alone: its flash attention on GPUs and on the CPU, and the reference.
 
 On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly.
 `varlen_attn` itself hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
@@ -12,6 +12,9 @@ On the CPU the kernel runs once per task, or twice for a causal task with more k
     queries | no mask  | square, causal |      queries and keys are equally many. The prefix is attended without mask.
                                                Both parts are merged by their log-sum-exps.
 
+The reference is exact attention by its definition: any dtype, any head dimension, any device, softcap and sinks. It
+computes in max(fp32, input dtype).
+
 Shape legend in `kernels.interface`.
 """
 
@@ -20,7 +23,17 @@ from contextlib import contextmanager
 
 import torch
 
-from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
+from distca_hf.kernels.interface import (
+    NEW,
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Outputs,
+    Room,
+    Saved,
+    Spans,
+    accumulation_dtype,
+)
 
 
 class TorchVarlenKernel:
@@ -136,3 +149,86 @@ def _tasks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:
     """Returns `[T, N, D]` as `[1, N, T, D]`, without a copy."""
     return x_TND.transpose(0, 1).unsqueeze(0)
+
+
+# Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
+BLOCK_ROWS = 1024
+
+
+class ReferenceKernel:
+    """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        q_TNH, k_SGH, v_SGV, sinks_N = inputs
+        out_TNV, lse_NT = room.made(inputs)
+        precise = accumulation_dtype(q_TNH.dtype)
+        for rows, keys, visible in _blocks(spans, spec.causal):
+            q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
+            scores = _scores(q, k, spec, visible)
+            lse = scores.logsumexp(-1)
+            if sinks_N is not None:
+                lse = torch.logaddexp(lse, sinks_N.to(precise).unsqueeze(-1))
+            out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
+            lse_NT[:, rows] = lse
+        return out_TNV, lse_NT
+
+    def backward(
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
+        dq_TNH, dk_SGH, dv_SGV = gradients
+        precise = accumulation_dtype(q_TNH.dtype)
+        dk_sum, dv_sum = torch.zeros_like(dk_SGH, dtype=precise), torch.zeros_like(dv_SGV, dtype=precise)
+        groups = k_SGH.shape[1]
+        for rows, keys, visible in _blocks(spans, spec.causal):
+            q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
+            dout, out = dout_TNV[rows].to(precise).transpose(0, 1), out_TNV[rows].to(precise).transpose(0, 1)
+            scores = _scores(q, k, spec, visible)
+            probabilities = (scores - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
+            dprobabilities = torch.matmul(dout, v.transpose(-1, -2))
+            dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * spec.scale
+            if spec.softcap:  # derivative of tanh; hidden scores are minus infinity and have none
+                dscores *= 1 - (scores.clamp(min=-spec.softcap) / spec.softcap).square()
+            dq_TNH[rows] = torch.matmul(dscores, k).transpose(0, 1).to(dq_TNH.dtype)
+            dk_sum[keys] += _sum_groups(torch.matmul(dscores.transpose(-1, -2), q), groups)
+            dv_sum[keys] += _sum_groups(torch.matmul(probabilities.transpose(-1, -2), dout), groups)
+        dk_SGH.copy_(dk_sum)
+        dv_SGV.copy_(dv_sum)
+
+
+def _blocks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, int]]:
+    """Yields query rows, key rows, and how many of the keys the block's first query sees; the next one sees one
+    more."""
+    for task in range(len(spans.queries) - 1):
+        query_start, query_stop = spans.queries[task], spans.queries[task + 1]
+        key_start, key_stop = spans.keys[task], spans.keys[task + 1]
+        for start in range(query_start, query_stop, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, query_stop)
+            if not causal:
+                yield slice(start, stop), slice(key_start, key_stop), key_stop - key_start
+                continue
+            last_key = key_stop - (query_stop - stop)
+            yield slice(start, stop), slice(key_start, last_key), last_key - key_start - (stop - start) + 1
+
+
+def _heads_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns tensors with heads in front, KV heads repeated for the query heads that share them."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    return q.to(dtype).transpose(0, 1), k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec, visible: int) -> torch.Tensor:
+    """Returns scaled and capped scores, minus infinity where a query must not look."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(visible - 1)
+    return scores.masked_fill(~causal, float("-inf"))
+
+
+def _sum_groups(gradient_NSD: torch.Tensor, groups: int) -> torch.Tensor:
+    """Sums over the query heads that share a KV head: `[N, S, D]` to `[S, G, D]`."""
+    return gradient_NSD.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)

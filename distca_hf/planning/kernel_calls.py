@@ -15,11 +15,9 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
 from distca_hf.cost import CAUSAL_MASK
-from distca_hf.planning.kv_layout import RemoteKVLayout
-from distca_hf.planning.pieces import Pieces, Ranges, line_keys, rows_per_token
+from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.tasks import ALL_HEADS
-from distca_hf.planning.transfers import ExchangeChunks
+from distca_hf.planning.transfers import ExchangeChunks, RemoteKVLayout
 
 
 @dataclass(frozen=True, eq=False)

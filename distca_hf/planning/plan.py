@@ -17,8 +17,7 @@ import numpy as np
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
 from distca_hf.layout import Layout, Stripe, join_neighbours
-from distca_hf.planning.pieces import Pieces
-from distca_hf.planning.tasks import ALL_HEADS, Tasks
+from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
 
 # Version of the routing, a part of every fingerprint: versions that route the same tasks differently must not agree.

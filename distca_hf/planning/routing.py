@@ -42,11 +42,9 @@ from distca_hf.planning.kernel_calls import (
     prefix_calls,
     remote_query_calls,
 )
-from distca_hf.planning.kv_layout import RemoteKVLayout
-from distca_hf.planning.pieces import Pieces, RowNumbers, line_keys, rows_per_token
+from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.tasks import ALL_HEADS
-from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, key_transfers
+from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, RemoteKVLayout, key_transfers
 
 
 # Maximum work that a rank defers, to compute it while results are sent back, as a fraction of the ranks' mean work. A

@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol, cast
 import torch
 
 from distca_hf.config import KernelName
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -29,7 +28,7 @@ from distca_hf.kernels.interface import (
     sink_gradients,
     spec_of,
 )
-from distca_hf.kernels.registry import choose_kernel
+from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 
 

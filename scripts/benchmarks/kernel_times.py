@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
-from distca_hf.kernels.registry import choose_kernel
+from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.kernels.rows import merge
 
 

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline
-from distca_hf.analysis.baselines.ordinary import whole_documents
-from distca_hf.analysis.estimates import step_cost
-from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.baselines.baseline import Baseline, whole_documents
+from distca_hf.analysis.estimates import TrainingSetup, estimate_memory, step_cost
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

@@ -11,14 +11,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import preset
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import work_in_order
-from distca_hf.shipped import LENGTHS
+from distca_hf.recipe import LENGTHS
 from style import Style, headed, save
 
 

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import preset
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.shipped import LENGTHS
+from distca_hf.recipe import LENGTHS
 from style import Style, bare, headed, save
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
-from distca_hf.kernels.registry import KERNELS, choose_kernel
+from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
 from distca_hf.runtime.remote_kv import apart
 
 

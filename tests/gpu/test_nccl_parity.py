@@ -10,15 +10,14 @@ import torch
 
 from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.kernels.registry import choose_kernel
+from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.kernels.torch_kernels import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.reference import attend_documents, rows_of_rank
+from distca_hf.testing.loopback import attend_documents, rows_of_rank
 from support.layouts import random_plan
 from support.parity import live_plan
 from support.ranks import run_ranks

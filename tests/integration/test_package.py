@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distca_hf.shipped import RECIPES
+from distca_hf.recipe import RECIPES
 from distca_hf.version import __version__
 from support.commands import REPOSITORY, run_command
 
@@ -201,7 +201,7 @@ def test_installed_package_finds_its_recipes(site: Path, tmp_path: Path) -> None
     program = """
 import distca_hf
 from distca_hf.recipe import Recipe
-from distca_hf.shipped import EXAMPLES, LENGTHS, RECIPES
+from distca_hf.recipe import EXAMPLES, LENGTHS, RECIPES
 print(distca_hf.__file__)
 print(RECIPES.folder())
 print(*RECIPES.files())

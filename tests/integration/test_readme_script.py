@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from distca_hf.cli import app
-from distca_hf.shipped import EXAMPLES, RECIPES
+from distca_hf.recipe import EXAMPLES, RECIPES
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.scripts import run_script
 from support.texts import END, WORDS, save_word_model, write_documents

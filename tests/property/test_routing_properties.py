@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from distca_hf.cost import TokenBytes
 from distca_hf.placement.place import place
+from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
-from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import bytes_between, key_transfers
 from support.layouts import random_layout, random_plan, striped_layout
 from support.simulation import (

@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.layout import Layout, Stripe
+from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
 # Rank 1 lacks the beginning of d0 and nothing else: what it receives is its remote KV.

@@ -9,10 +9,9 @@ import numpy as np
 from distca_hf.arrays import IndexRanges
 from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
-from distca_hf.planning.pieces import line_keys
+from distca_hf.planning.pieces import ALL_HEADS, line_keys
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
-from distca_hf.planning.tasks import ALL_HEADS
 from distca_hf.planning.transfers import ExchangeChunks, key_transfers
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from distca_hf import run
 from distca_hf.cli import app
-from distca_hf.shipped import RECIPES
+from distca_hf.recipe import RECIPES
 from distca_hf.version import __version__
 from support.commands import SCRIPTS, run_command
 

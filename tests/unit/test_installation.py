@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.kernels.registry import KERNELS, choose_kernel
+from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
 from distca_hf.version import LOWEST
 
 

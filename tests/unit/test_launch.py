@@ -18,8 +18,7 @@ from distca_hf import run
 from distca_hf.cli import app
 from distca_hf.errors import ConfigError
 from distca_hf.kernels.registry import KERNELS
-from distca_hf.recipe import Recipe
-from distca_hf.shipped import RECIPES
+from distca_hf.recipe import RECIPES, Recipe
 
 
 Write = Callable[..., Path]

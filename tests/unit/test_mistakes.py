@@ -31,9 +31,8 @@ import distca_hf
 from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.trainer.callback import DistCACallback
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.kernels.registry import KERNELS, choose_kernel
+from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_config, tiny_model

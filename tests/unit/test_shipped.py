@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf import shipped
+from distca_hf import recipe
 from distca_hf.cli import app
 from distca_hf.errors import ConfigError
-from distca_hf.shipped import EXAMPLES, LENGTHS, RECIPES, Shipped
+from distca_hf.recipe import EXAMPLES, LENGTHS, RECIPES, Shipped
 
 
 KINDS = pytest.mark.parametrize("kind", [RECIPES, EXAMPLES, LENGTHS], ids=lambda kind: kind.place)
@@ -48,7 +48,7 @@ def test_short_name_of_two_files_is_refused_with_both(tmp_path: Path, monkeypatc
     for name in ("accelerate/small", "train/small", "train/large"):
         (tmp_path / "recipes" / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / "recipes" / f"{name}.yaml").write_text("{}")
-    monkeypatch.setattr(shipped, "PACKAGE", tmp_path)
+    monkeypatch.setattr(recipe, "PACKAGE", tmp_path)
 
     assert RECIPES.find("large") == tmp_path / "recipes" / "train" / "large.yaml"
     assert RECIPES.find("train/small") == tmp_path / "recipes" / "train" / "small.yaml"
@@ -57,7 +57,7 @@ def test_short_name_of_two_files_is_refused_with_both(tmp_path: Path, monkeypatc
 
 
 def test_package_without_its_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "nothing")
+    monkeypatch.setattr(recipe, "PACKAGE", tmp_path / "nothing")
 
     with pytest.raises(ConfigError, match=r"no folder .*nothing/recipes; install distca_hf again"):
         RECIPES.files()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from distca_hf import run
 from distca_hf.cli import app
-from distca_hf.shipped import EXAMPLES, RECIPES
+from distca_hf.recipe import EXAMPLES, RECIPES
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from distca_hf.analysis.baselines.baseline import Baseline
 from distca_hf.arrays import IntArray, run_starts, run_stops
 from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of
 from distca_hf.layout import Layout, check_document_tokens
+from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.tasks import Tasks
 
 
 # Share of the mean work that a rank may lack; the default of the published code.

@@ -15,9 +15,8 @@ from torch import nn
 
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.models.check import IMPLEMENTATION
+from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
 from distca_hf.integrations.models.parts import transformers_model
-from distca_hf.integrations.models.positions import PositionLimits
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 

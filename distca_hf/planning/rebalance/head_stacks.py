@@ -20,8 +20,8 @@ import numpy as np
 
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
+from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.planning.tasks import ALL_HEADS, Tasks
 
 
 Held = list[tuple[int, int]]  # ranges [start, stop) of a document that a rank holds

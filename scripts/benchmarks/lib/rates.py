@@ -10,9 +10,8 @@ import torch.distributed as dist
 from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
-from distca_hf.kernels.registry import choose_kernel
+from distca_hf.kernels.registry import Operands, choose_kernel
 from lib.baselines.calls import OwnKeys, make_call
 from lib.model import Shape
 

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.baselines.baseline import Baseline, fill_groups
-from distca_hf.analysis.baselines.ordinary import context_parallel, sorted_packs, ulysses, whole_documents
+from distca_hf.analysis.baselines.baseline import (
+    Baseline,
+    context_parallel,
+    fill_groups,
+    sorted_packs,
+    ulysses,
+    whole_documents,
+)
 from distca_hf.analysis.baselines.published_greedy import fill_head_and_tail, plan_published_greedy
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.errors import ConfigError, PackingError

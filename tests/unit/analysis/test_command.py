@@ -17,12 +17,11 @@ from distca_hf.analysis import command
 from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.first_step import make_report, run_baselines
-from distca_hf.analysis.models import PRESETS, preset
-from distca_hf.analysis.request import PlanRequest
+from distca_hf.analysis.request import PRESETS, PlanRequest, preset
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
-from distca_hf.topology import Topology
+from distca_hf.layout import Topology
 
 
 PRETRAIN = Path(__file__).parents[3] / "examples" / "lengths" / "pretrain.json.gz"

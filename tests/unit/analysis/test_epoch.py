@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_choices
-from distca_hf.analysis.baselines.ordinary import sorted_packs
+from distca_hf.analysis.baselines.baseline import sorted_packs
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_order, plan_epoch
-from distca_hf.analysis.models import preset
-from distca_hf.analysis.request import PlanRequest
+from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.transport import LocalTransport

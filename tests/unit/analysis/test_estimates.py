@@ -10,10 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis.epoch import EpochPlans, InOrder
-from distca_hf.analysis.estimates import Assumptions, Speed, estimate_speed, step_cost
+from distca_hf.analysis.estimates import Assumptions, Speed, TrainingSetup, estimate_memory, estimate_speed, step_cost
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.memory import TrainingSetup, estimate_memory
-from distca_hf.analysis.models import PRESETS, ModelSize, preset
+from distca_hf.analysis.request import PRESETS, ModelSize, preset
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost

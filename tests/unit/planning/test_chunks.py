@@ -7,10 +7,9 @@ import pytest
 
 from distca_hf.config import DistCAConfig
 from distca_hf.layout import Layout, Stripe
-from distca_hf.planning.pieces import line_keys
+from distca_hf.planning.pieces import ALL_HEADS, Tasks, line_keys
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import route
-from distca_hf.planning.tasks import ALL_HEADS, Tasks
 from distca_hf.planning.transfers import NEVER, ExchangeChunks, key_transfers
 from support.layouts import random_layout, random_plan
 

@@ -14,8 +14,8 @@ import pytest
 from distca_hf.errors import PackingError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
+from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.tasks import Tasks
 from support.layouts import random_layout
 
 

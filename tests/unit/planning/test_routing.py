@@ -10,9 +10,9 @@ from distca_hf.arrays import IndexRanges
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
+from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.tasks import ALL_HEADS, Tasks
 from distca_hf.planning.transfers import key_transfers
 from support.layouts import SCATTERED, random_layout, random_plan
 from support.simulation import Simulation, check_attention, check_keys

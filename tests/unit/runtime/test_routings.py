@@ -9,16 +9,15 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.kernels.reference import ReferenceKernel
+from distca_hf.kernels.torch_kernels import ReferenceKernel
 from distca_hf.layout import Layout
+from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.tasks import Tasks
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.testing.loopback import run_ranks
-from distca_hf.testing.reference import attend_documents, rows_of_rank
+from distca_hf.testing.loopback import attend_documents, rows_of_rank, run_ranks
 from support.parity import live_plan
 
 

@@ -15,7 +15,6 @@ import torch
 
 from distca_hf.comm.transport import AllToAll
 from distca_hf.config import KernelName
-from distca_hf.kernels.capabilities import Operands
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -28,7 +27,7 @@ from distca_hf.kernels.interface import (
     empty_gradients,
     empty_outputs,
 )
-from distca_hf.kernels.registry import choose_kernel
+from distca_hf.kernels.registry import Operands, choose_kernel
 from lib.baselines.calls import Call
 from lib.wires import Wires
 

@@ -25,7 +25,7 @@ from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import fill_in_order, work_in_order
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
-from distca_hf.shipped import LENGTHS
+from distca_hf.recipe import LENGTHS
 from lib.planning.planners import HEAD_GROUPS, RANKS_PER_NODE, print_row, table
 
 

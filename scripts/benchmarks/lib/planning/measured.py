@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distca_hf.analysis.memory import Checkpointing
-from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize
+from distca_hf.analysis.estimates import Checkpointing
+from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize
 
 
 LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.arrays import IntArray
-from distca_hf.shipped import LENGTHS
+from distca_hf.recipe import LENGTHS
 
 
 LONG_TOKENS = 10_000  # longer ones count twice in up-sampled mixes
