@@ -6,15 +6,19 @@
 Calls are those of a forward pass of so many layers, one behind the other, with real exchanges and no waiting for the
 device; documents are so small that the device keeps up. One line per rank and repeat; `beyond` the kernel function's
 own time are launches of exchanges (in one chunk) and copies, views, and the dispatch of the operator.
+
+With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns. The last line of a rank is
+the median of the differences.
 """
 
 import argparse
 import cProfile
 import pstats
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,6 +32,7 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.documents import parse_documents
@@ -45,6 +50,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--kernel", default=DistCAConfig().kernel)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--unchecked", action="store_true", help="also without the checks of a call, in turns")
     parser.add_argument("--profile", action="store_true", help="print where rank 0 spent its time in one more pass")
     on_all_ranks(measure, parser.parse_args())
 
@@ -53,18 +59,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Prints the time of every repeat on this rank."""
     live = _plan(options, device)
     kernel, attend = _attention(options, device, live)
+    differences = []
     for repeat in range(options.repeats):
-        with _timed(kernel) as spent, torch.no_grad():
-            dist.barrier()
-            synchronize(device)
-            began = time.perf_counter()
-            for _ in range(options.layers):
-                attend()
-            seconds = (time.perf_counter() - began) / options.layers
-            synchronize(device)
-        of_kernel, kernels = sum(spent) / options.layers, len(spent) // options.layers
-        words = f"rank {dist.get_rank()}, repeat {repeat}: {1e6 * seconds:.0f} µs a call, {1e6 * of_kernel:.0f} in"
-        print(f"{words} {kernels} kernels, {1e6 * (seconds - of_kernel):.0f} beyond", flush=True)
+        checked = _beyond(options, device, kernel, attend, f"repeat {repeat}")
+        if options.unchecked:
+            with _unchecked():
+                differences.append(checked - _beyond(options, device, kernel, attend, f"repeat {repeat}, unchecked"))
+    if differences:
+        words = f"rank {dist.get_rank()}: checks cost {1e6 * statistics.median(differences):.1f} µs a call"
+        print(f"{words} (median of {len(differences)} pairs of passes)", flush=True)
     if options.profile:
         profile = cProfile.Profile()
         with torch.no_grad():
@@ -72,6 +75,37 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
                 profile.runcall(attend)
         if dist.get_rank() == 0:
             pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(30)
+
+
+def _beyond(
+    options: argparse.Namespace, device: torch.device, kernel: Kernel, attend: Callable[[], object], name: str
+) -> float:
+    """Prints the times of one pass, and returns the seconds of a call beyond the kernel function."""
+    with _timed(kernel) as spent, torch.no_grad():
+        dist.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(options.layers):
+            attend()
+        seconds = (time.perf_counter() - began) / options.layers
+        synchronize(device)
+    of_kernel, kernels = sum(spent) / options.layers, len(spent) // options.layers
+    words = f"rank {dist.get_rank()}, {name}: {1e6 * seconds:.0f} µs a call, {1e6 * of_kernel:.0f} in"
+    print(f"{words} {kernels} kernels, {1e6 * (seconds - of_kernel):.0f} beyond", flush=True)
+    return seconds - of_kernel
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Takes away the checks of a call: that its layer attends within a forward pass, and the note of the layer."""
+    with ExitStack() as patches:
+        for name in ("check_open", "note_call"):
+            patches.enter_context(mock.patch.object(ForwardPass, name, _nothing))
+        yield
+
+
+def _nothing(*arguments: object) -> None:
+    """Takes the place of a check; a mock costs more than the check."""
 
 
 def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
