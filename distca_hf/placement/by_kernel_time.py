@@ -151,15 +151,8 @@ class TimedCost:
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
     """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe's equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
-    in_stripe = np.zeros(len(seconds), dtype=bool)
-    total = _stripe_seconds(layout, times)
-    for stripe in layout.stripes:
-        in_stripe |= (
-            (layout.segment_document == stripe.document)
-            & (layout.segment_start >= stripe.start)
-            & (layout.segment_stop <= stripe.stop)
-        )
-    np.add.at(total, layout.segment_rank[~in_stripe], seconds[~in_stripe])
+    total, alone = _stripe_seconds(layout, times), ~layout.in_stripe
+    np.add.at(total, layout.segment_rank[alone], seconds[alone])
     return total
 
 

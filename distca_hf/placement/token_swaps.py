@@ -84,9 +84,9 @@ def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     for rank in range(layout.num_ranks):
-        for document, start, stop in layout.held_by(rank):
-            in_stripe = any(s.document == document and s.start <= start and stop <= s.stop for s in layout.stripes)
-            (of_stripes if in_stripe else free)[rank].append((document, start, stop))
+        in_stripe = layout.in_stripe[layout.segments_of(rank)]
+        for segment, of_stripe in zip(layout.held_by(rank), in_stripe, strict=True):
+            (of_stripes if of_stripe else free)[rank].append(segment)
     return of_stripes, free
 
 
