@@ -55,10 +55,7 @@ class ParallelContext:
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        elif device.type == "cpu":
-            device = torch.device("cpu")  # "cpu:0" is the same
+        device = numbered(device)
         if device not in self._transports or self.is_outgrown(self._transports[device]):
             timeouts = self.config.timeouts
             self._check_accelerate()
@@ -128,6 +125,14 @@ class ParallelContext:
             "together: gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), "
             "Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"
         )
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """Returns a device by its one name: a GPU with its number, that of the current one if none is given."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same
 
 
 def job_size() -> int:
