@@ -19,7 +19,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distca_hf.arrays import BoolArray, IntArray, ceil_div, chained, offsets, run_starts, run_stops
+from distca_hf.arrays import (
+    IntArray,
+    ceil_div,
+    chained,
+    first_gap,
+    first_outside,
+    offsets,
+    run_starts,
+    run_stops,
+)
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import ConfigError, PackingError, and_more
 
@@ -151,28 +160,6 @@ def join_neighbours(
     return document[opens], start[opens], stop[run_stops(opens)], rank[opens]
 
 
-def first_unknown(document: IntArray, num_documents: int) -> int | None:
-    """Finds the first range of a document that does not exist; returns its index."""
-    unknown = np.flatnonzero((document < 0) | (document >= num_documents))
-    return int(unknown[0]) if len(unknown) else None
-
-
-def first_gap(start: IntArray, stop: IntArray, opens: BoolArray) -> tuple[int, int] | None:
-    """Finds the first range that is empty, or does not begin where the one before it ends.
-
-    Args:
-        start, stop: `[n]` ranges in order.
-        opens: `[n]` whether a range is the first one of its document, and so has to begin at 0.
-
-    Returns:
-        Index of the range, and the start that it has to have.
-    """
-    expected = np.concatenate([[0], stop[:-1]])[: len(stop)]
-    expected[opens] = 0
-    wrong = np.flatnonzero((start != expected) | (stop <= start))
-    return (int(wrong[0]), int(expected[wrong[0]])) if len(wrong) else None
-
-
 @dataclass(frozen=True)
 class Stripe:
     """Tokens [start, stop) of a document, held by ranks [first_rank, stop_rank) alone."""
@@ -281,18 +268,6 @@ class Layout:
         return first[:-1] - first[self.rank_segments[:-1]][self.segment_rank]
 
     @cached_property
-    def in_stripe(self) -> BoolArray:
-        """`[segments]` whether a segment is a part of a stripe."""
-        in_stripe = np.zeros(len(self.segment_document), dtype=bool)
-        for stripe in self.stripes:
-            in_stripe |= (
-                (self.segment_document == stripe.document)
-                & (self.segment_start >= stripe.start)
-                & (self.segment_stop <= stripe.stop)
-            )
-        return in_stripe
-
-    @cached_property
     def rank_tokens(self) -> IntArray:
         """`[ranks]` tokens each rank holds, without padding."""
         first = offsets(self.segment_tokens)
@@ -361,7 +336,7 @@ class Layout:
             raise PackingError(
                 f"rank_segments {borders.tolist()} do not divide {num_segments} segments among {self.num_ranks} ranks"
             )
-        unknown = first_unknown(self.segment_document, self.num_documents)
+        unknown = first_outside(self.segment_document, self.num_documents)
         if unknown is not None:
             number = self.segment_document[unknown]
             raise PackingError(f"segment {unknown} belongs to document {number}; there are {self.num_documents}")

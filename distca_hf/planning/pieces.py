@@ -23,10 +23,18 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import IndexRanges, IntArray, exclusive_cumsum, ranges, run_starts
+from distca_hf.arrays import (
+    IndexRanges,
+    IntArray,
+    exclusive_cumsum,
+    first_gap,
+    first_outside,
+    ranges,
+    run_starts,
+)
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
-from distca_hf.layout import Layout, first_gap, first_unknown
+from distca_hf.layout import Layout
 
 
 # `head` of a task of all heads: below every group's number, so that it sorts before them.
@@ -108,7 +116,7 @@ class Tasks:
             raise PlanError(
                 f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}"
             )
-        unknown = first_unknown(self.document, layout.num_documents)
+        unknown = first_outside(self.document, layout.num_documents)
         if unknown is not None:
             number = self.document[unknown]
             raise PlanError(f"task {unknown} is of document {number}; there are {layout.num_documents}")
