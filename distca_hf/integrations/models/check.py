@@ -271,7 +271,7 @@ def _short_window(module: nn.Module, config: PreTrainedConfig, longest_document_
 
 
 def _window_of_config(module: nn.Module, config: PreTrainedConfig) -> object:
-    """Returns window of a layer that does not hold one itself; none in a layer of full attention."""
+    """Returns the window of a layer that does not hold one itself; None in a layer of full attention."""
     kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
     full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
     return None if full else getattr(config, "sliding_window", None)
