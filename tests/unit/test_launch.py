@@ -258,7 +258,7 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
     seen = []
     monkeypatch.setattr(run, "RECIPES", SimpleNamespace(find=seen.append))
     monkeypatch.setattr(run.Recipe, "read", lambda path: Recipe())
-    monkeypatch.setattr(run, "run_script", lambda recipe, script, rest: seen.extend([script, rest]))
+    monkeypatch.setattr(run, "run_script", lambda script, rest: seen.extend([script, rest]))
     monkeypatch.setattr(run, "EXAMPLES", SimpleNamespace(find=Path))
     run.main(arguments)
 
@@ -270,7 +270,7 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
     [
         ([], "expected one --recipe, got 0"),
         (["script.py"], "expected one --recipe, got 0"),
-        (["script.py", "--recipe"], "expected one --recipe, got 0"),
+        (["script.py", "--recipe"], "expected a value behind --recipe, got none"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
         (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
         (["--recipe", "quickstart", "quickstar"], "'quickstar' is no file and no shipped example. Did you mean"),
@@ -286,7 +286,7 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
-    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [SCRIPT]")
+    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [--attention-servers N] [SCRIPT]")
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0)])
