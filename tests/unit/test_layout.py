@@ -191,6 +191,7 @@ def test_wrong_cu_seqlens_are_refused_by_position_and_values(
         ([5], [[(0, 0, 5)]], [5.0], ["rank_rows", "integers", "float64"]),
         ([5.0], [[(0, 0, 5)]], None, ["document_tokens", "integers", "float64"]),
         ([[5]], [[(0, 0, 5)]], None, ["document_tokens", "shape (1, 1)"]),
+        ([2**32], [[(0, 0, 2**31)], [(0, 2**31, 2**32)]], None, ["document 0", str(2**32), str(2**31 - 1)]),
     ],
     ids=[
         "gap",
@@ -211,6 +212,7 @@ def test_wrong_cu_seqlens_are_refused_by_position_and_values(
         "float rows",
         "float document",
         "nested documents",
+        "document beyond 31 bits",
     ],
 )
 def test_wrong_layout_is_refused_with_document_or_rank_and_both_numbers(
