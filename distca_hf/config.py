@@ -24,7 +24,7 @@ from distca_hf.settings import (
 
 # Variables of the environment that set a field begin with it.
 ENVIRONMENT_PREFIX = "DISTCA_"
-# Parts of an exchange where the group spans nodes: the first part is attended while the others are in flight. More
+# Parts of an exchange where the group spans nodes: the first part is attended while the others are sent. More
 # parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
 # Longest deadline. Gloo counts in nanoseconds of 64 bits: a deadline beyond 292 years has passed before it begins.
@@ -32,7 +32,7 @@ LONGEST_SECONDS = 1e9
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
-# Values of settings that are words; `settings.describe_settings` says what each does.
+# Values of settings that are words. The help of each setting describes them.
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
@@ -77,7 +77,7 @@ def variable_of(name: str) -> str:
 @described
 @dataclass(kw_only=True)
 class Debug(Settings):
-    """Settings for those who look for a fault: checks that wait for the device or for other ranks.
+    """Settings for finding a fault: checks that wait for the device or for other ranks.
 
     Raises:
         ConfigError: a value is not one that the field allows.
@@ -292,10 +292,9 @@ class DistCAConfig(Settings):
         """Returns which ranks share a node: all of them, unless a setting says how many do."""
         return Topology(num_ranks, self.ranks_per_node or num_ranks)
 
-    def num_chunks(self, num_ranks: int) -> int:
-        """Returns the chunks of every exchange, at most."""
-        topology = self.topology(num_ranks)
-        return self.exchange_chunks or (1 if topology.ranks_per_node >= num_ranks else CHUNKS_BETWEEN_NODES)
+    def num_chunks(self, topology: Topology) -> int:
+        """Returns the chunks of every exchange between these ranks, at most."""
+        return self.exchange_chunks or (1 if topology.num_nodes == 1 else CHUNKS_BETWEEN_NODES)
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""

@@ -112,7 +112,7 @@ class Recipe:
             ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
         """
         sections = read_yaml(path)
-        unknown = sorted(set(sections) - set(SECTIONS))
+        unknown = sorted(set(sections) - set(SECTIONS), key=str)
         if "num_processes" in unknown:
             raise ConfigError(
                 f"{path} is a configuration of Accelerate, no recipe: give that to accelerate launch --config_file, "
@@ -202,9 +202,11 @@ def _launch(section: Mapping[str, object], path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in section.items()}
 
 
-def _check_values(section: Mapping[str, object], where: str) -> None:
-    """Refuses names without a value."""
+def _check_values(section: Mapping[object, object], where: str) -> None:
+    """Refuses names that are no texts, and names without a value."""
     for name, value in section.items():
+        if not isinstance(name, str):  # YAML reads on, yes and numbers
+            raise ConfigError(f"{where}: name {name} is {type(name).__name__}, no text; write it in quotes")
         if value is None:
             raise ConfigError(f"{where} {name!r} has no value; remove it, or write the value")
 
@@ -220,4 +222,4 @@ def _arguments(section: Mapping[str, object]) -> list[str]:
 
 def _text(value: object) -> str:
     """Returns a value of YAML as an argument."""
-    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return json.dumps(value, default=str) if isinstance(value, Mapping) else str(value)
