@@ -1,4 +1,4 @@
-"""Attention servers under real launchers: Accelerate and FSDP2 see exactly the trainers, and a server runs no script."""
+"""Attention servers under real launchers: Accelerate and FSDP2 see the trainers alone, and a server runs no script."""
 
 import json
 from pathlib import Path
