@@ -341,6 +341,22 @@ def test_imbalance_is_max_over_mean(work: list[int], expected: float) -> None:
     assert imbalance(np.array(work, dtype=np.int64)) == expected
 
 
+@pytest.mark.parametrize(
+    ("work", "speeds", "expected"),
+    [
+        ([4, 4, 2], [1.0, 1.0, 0.5], 1.0),
+        ([4, 4, 2], [1.0, 1.0, 0.25], 1.8),
+        ([0, 0, 6], [0.0, 0.0, 1.0], 1.0),
+        ([0, 0, 0], [1.0, 1.0, 0.5], 1.0),
+        ([6, 2], [1.0, 1.0], 1.5),
+    ],
+)
+def test_with_speeds_it_is_the_longest_time_over_that_of_all_ranks_together(
+    work: list[int], speeds: list[float], expected: float
+) -> None:
+    assert imbalance(work, speeds) == pytest.approx(expected)
+
+
 def test_imbalance_of_the_longest_documents_does_not_overflow() -> None:
     assert imbalance(np.full(5, 2**61, dtype=np.int64)) == 1.0
 
