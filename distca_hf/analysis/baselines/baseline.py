@@ -35,10 +35,11 @@ import numpy as np
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import ConfigError
-from distca_hf.layout import Topology, check_document_tokens
+from distca_hf.layout import check_document_tokens
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

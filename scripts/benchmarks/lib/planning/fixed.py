@@ -10,8 +10,8 @@ from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
 from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
-from distca_hf.layout import Topology
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
 from lib.planning.mixes import batch
 from lib.planning.planners import (
     HEAD_GROUPS,
