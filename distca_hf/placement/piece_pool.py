@@ -19,6 +19,8 @@ import numpy as np
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import DocumentCost, Work
+from distca_hf.errors import PackingError
+from distca_hf.layout import MAX_INTEGER
 
 
 Segment = tuple[int, int, int]  # document, start, stop
@@ -55,13 +57,25 @@ class PiecePool:
 
     @classmethod
     def of_documents(cls, document_tokens: IntArray, cost: DocumentCost) -> "PiecePool":
-        """Makes a pool of whole documents."""
-        work = cost.work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
+        """Makes a pool of whole documents.
+
+        Raises:
+            PackingError: the cost of the longest document is beyond int64.
+        """
         lengths = document_tokens.tolist()
+        exact_work = cost.of_documents(lengths)
+        if lengths:
+            longest = int(document_tokens.argmax())
+            most_work = exact_work(longest, 0, lengths[longest])
+            if most_work > MAX_INTEGER:
+                raise PackingError(
+                    f"a document of {lengths[longest]} tokens costs {most_work}, more than {MAX_INTEGER}; split it"
+                )
+        work = cost.work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
         works = work.tolist()
         mean_costs = (work / document_tokens).tolist()
         pieces = zip(mean_costs, range(len(lengths)), repeat(0, len(lengths)), lengths, works, strict=True)
-        return cls(pieces, cost.of_documents(lengths))
+        return cls(pieces, exact_work)
 
     @property
     def indices(self) -> range:

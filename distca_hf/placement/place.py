@@ -166,7 +166,8 @@ def place(
         A layout without padding, each rank's segments in the order its tasks are computed, and its stripes.
 
     Raises:
-        PackingError: a length is not between 1 and 2 ** 31 - 1, or numbers of ranks disagree.
+        PackingError: a length is not between 1 and 2 ** 31 - 1, a document's cost is beyond int64, or numbers of ranks
+            disagree.
     """
     # 1. Documents by length, and the tokens of each rank.
     lengths = check_document_tokens(document_tokens)

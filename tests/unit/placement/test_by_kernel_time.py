@@ -93,6 +93,14 @@ def test_batches_with_idle_ranks_are_placed(lengths: list[int], num_ranks: int) 
     place_by_seconds(lengths, num_ranks, table()).validate()
 
 
+def test_documents_whose_weighted_pairs_are_beyond_int64_are_refused() -> None:
+    assert place_by_seconds([2**27, 1], 2, table()).rank_tokens.tolist() == [2**26, 2**26 + 1]
+    with pytest.raises(
+        PackingError, match=r"a document of 1073741824 tokens costs \d{20,}, more than 9223372036854775807"
+    ):
+        place_by_seconds([5, 2**30, 1], 2, table())
+
+
 def test_table_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text('{"query_tokens": [128, 256], "key_tokens": [128, 256], "seconds": [[1e-5, 2e-5], [null, 4e-5]]}')
