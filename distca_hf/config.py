@@ -312,6 +312,21 @@ def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     return {variable_of(name): str(value) for name, value in settings.items()}
 
 
+def config_of(settings: Mapping[str, object]) -> DistCAConfig:
+    """Returns settings with these values, by the names of `fields_of`; others have their defaults.
+
+    Raises:
+        UnknownSettingError: a key is no setting.
+        ConfigError: a value is not one that the field allows.
+    """
+    groups: dict[str, dict[str, Any]] = {"timeouts": {}, "debug": {}}
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        group, _, inner = name.rpartition(".")
+        (groups[group] if group in groups else values)[inner] = value
+    return DistCAConfig(timeouts=Timeouts(**groups["timeouts"]), debug=Debug(**groups["debug"]), **values)
+
+
 def unknown_environment_settings() -> dict[str, str | None]:
     """Returns variables that begin with `DISTCA_` and set nothing, each with the one that is most likely meant."""
     variables = {
@@ -354,6 +369,22 @@ def launched_error_file() -> str | None:
 def launched_world_size() -> int:
     """Returns the number of processes the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_store() -> tuple[str, int, int]:
+    """Returns host and port of the store that the launcher keeps beside its processes, and how often it has started
+    them before.
+
+    Raises:
+        ConfigError: it keeps none.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
+        raise ConfigError(
+            "attention servers and trainers meet in the launcher's store, and there is none "
+            "(TORCHELASTIC_USE_AGENT_STORE); launch with torchrun or accelerate launch"
+        )
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), attempt
 
 
 def launched_ranks_per_node() -> int:
