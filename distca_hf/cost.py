@@ -185,10 +185,21 @@ def _causal_work(document: int, start: int, stop: int) -> int:
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
-def imbalance(work: Sequence[int] | IntArray) -> float:
-    """Divides the maximum by the mean work of the ranks: 1.0 is perfect, and the value of an empty batch."""
+def imbalance(work: Sequence[int] | IntArray, speeds: Sequence[float] = ()) -> float:
+    """Divides the maximum by the mean work of the ranks: 1.0 is perfect, and the value of an empty batch.
+
+    Args:
+        work: `[ranks]` work.
+        speeds: `[ranks]` relative speeds, 0 for a rank that computes nothing. The longest time is then divided by the
+            time in which all ranks together do the work. Empty where all ranks are equally fast.
+    """
     total = sum(int(value) for value in work)
-    return int(max(work)) * len(work) / total if total else 1.0
+    if not total:
+        return 1.0
+    if not len(speeds):
+        return int(max(work)) * len(work) / total
+    longest = max(int(value) / speed for value, speed in zip(work, speeds, strict=True) if value)
+    return longest * sum(speeds) / total
 
 
 @dataclass(frozen=True)

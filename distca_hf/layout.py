@@ -26,33 +26,53 @@ from distca_hf.errors import ConfigError, PackingError, and_more
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks in the order of their nodes; the last node may have fewer ranks.
+    """Ranks in the order of their nodes; the last node may have fewer ranks. Attention servers are the last ranks, on
+    any nodes.
+
+    Attributes:
+        num_ranks: ranks, servers included.
+        ranks_per_node: ranks with tokens that share a node.
+        server_nodes: node of each server; nodes that have servers alone are numbered behind all others.
 
     Raises:
-        ConfigError: a number is below 1.
+        ConfigError: a number is below 1, or the node of a server below 0.
     """
 
     num_ranks: int
     ranks_per_node: int
+    server_nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self._num_trainers < 1:
+            raise ConfigError(f"{len(self.server_nodes)} of num_ranks={self.num_ranks} are servers; one must train")
+        if min(self.server_nodes, default=0) < 0:
+            raise ConfigError(f"server_nodes={self.server_nodes}: a node is numbered from 0 on")
+
+    def with_servers(self, nodes: Sequence[int]) -> "Topology":
+        """Returns the topology with one server more on each of these nodes, behind all other ranks."""
+        return replace(self, num_ranks=self.num_ranks + len(nodes), server_nodes=(*self.server_nodes, *nodes))
+
+    @property
+    def _num_trainers(self) -> int:
+        return self.num_ranks - len(self.server_nodes)
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
-        return ceil_div(self.num_ranks, self.ranks_per_node)
+        return max(ceil_div(self._num_trainers, self.ranks_per_node), 1 + max(self.server_nodes, default=0))
 
     @cached_property
     def node_of(self) -> IntArray:
         """`[ranks]` node of each rank."""
-        return np.arange(self.num_ranks) // self.ranks_per_node
+        of_trainers = np.arange(self._num_trainers) // self.ranks_per_node
+        return np.concatenate([of_trainers, np.array(self.server_nodes, dtype=np.int64)])
 
     def ranks_of(self, node: int) -> range:
-        """Returns the ranks of a node."""
-        return range(node * self.ranks_per_node, min(self.num_ranks, (node + 1) * self.ranks_per_node))
+        """Returns the ranks of a node that hold tokens: all but its servers."""
+        return range(node * self.ranks_per_node, min(self._num_trainers, (node + 1) * self.ranks_per_node))
 
 
 # Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).
@@ -267,6 +287,18 @@ class Layout:
         fullest = int(self.rank_tokens.max(initial=0))
         rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
         return replace(self, rank_rows=np.full(self.num_ranks, rows, dtype=np.int64))
+
+    def with_servers(self, num_servers: int) -> "Layout":
+        """Returns the same layout with so many ranks behind the others, without segments and without rows.
+
+        Stripes stay: their ranks keep their numbers.
+        """
+        nothing = np.zeros(num_servers, dtype=np.int64)
+        return replace(
+            self,
+            rank_segments=np.concatenate([self.rank_segments, nothing + self.rank_segments[-1]]),
+            rank_rows=np.concatenate([self.rank_rows, nothing]),
+        )
 
     def segments_of(self, rank: int) -> slice:
         """Returns the slice of the segment arrays that `rank` holds."""

@@ -20,6 +20,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, carved_servers, launched_ranks_per_node
 from distca_hf.errors import ConfigError
 from distca_hf.planning.served import Servers
+from distca_hf.roles import check_carved
 from distca_hf.settings import values_of
 from distca_hf.torch_private import wrapper_that_runs
 
@@ -59,7 +60,9 @@ class ParallelContext:
         per_node = carved_servers()
         if not sum(per_node):
             return None
-        nodes = tuple(node for node, count in enumerate(per_node) for _ in range(count))
+        # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
+        nodes = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
+        nodes = tuple(nodes.index(node) for node, count in enumerate(per_node) for _ in range(count))
         speeds = (self.config.server_speed,) * len(nodes)
         return Servers(speeds, self.config.trainers_attend, nodes)
 
@@ -70,7 +73,7 @@ class ParallelContext:
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
-        device = _one_name(device)
+        device = numbered(device)
         if device not in self._transports or self.is_outgrown(self._transports[device]):
             timeouts = self.config.timeouts
             self._check_accelerate()
@@ -84,7 +87,7 @@ class ParallelContext:
         among_trainers, servers = self.transport(device), self.servers
         if servers is None:
             return among_trainers
-        device, timeouts = _one_name(device), self.config.timeouts
+        device, timeouts = numbered(device), self.config.timeouts
         served = self._served.get(device)
         if served is None or served.among_trainers is not among_trainers:
             settings = values_of(self.config, DistCAConfig)
@@ -137,7 +140,7 @@ class ParallelContext:
         Raises:
             ConfigError: servers were asked for and none were started, or others; or a setting does not work with them.
         """
-        check_carved(self.config.attention_servers)
+        check_carved(self.config.attention_servers, self.config.trainers_attend, carved_servers())
         if self.servers is None:
             return
         if self.config.debug.check_exchanges:
@@ -178,8 +181,9 @@ class ParallelContext:
         )
 
 
-def _one_name(device: torch.device) -> torch.device:
-    """Returns the same device under the one name that transports are kept by."""
+def numbered(device: torch.device | str) -> torch.device:
+    """Returns a device by its one name: a GPU with its number, that of the current one if none is given."""
+    device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same

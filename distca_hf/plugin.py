@@ -12,7 +12,7 @@ from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of
-from distca_hf.parallel_context import ParallelContext
+from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of
 from distca_hf.telemetry import get_logger
 
@@ -77,7 +77,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
                 columns.
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
-            device: where batches go; by default where the process group works.
+            device: where batches go; by default where the process group works. "cuda" is the current GPU.
             prefetch: micro-batches to prepare ahead; by default the setting of this name.
             model: the model that batches are for: then the heads of very long documents may be divided, too.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
@@ -88,7 +88,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             ConfigError: several processes were launched, but no process group is initialised.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
-        target = self.device if device is None else torch.device(device)
+        target = self.device if device is None else numbered(device)
         head_groups = 1 if model is None else head_groups_of(model)
         return PlacedLoader(
             dataset,

@@ -67,8 +67,12 @@ class RollCall:
         self._rank = rank
         self._ranks = ranks
         self._patience_seconds = patience_seconds
+<<<<<<< HEAD
         self._names = names or {}
         self._hooks: tuple[ExceptHook, ExceptHook] | None = None
+=======
+        self._hook: Announcement | None = None
+>>>>>>> rooms
 
     def leave(self, words: str) -> None:
         """Leaves a message for the others; if the store is gone they cannot read it."""
@@ -122,28 +126,42 @@ class RollCall:
     def announce_uncaught_errors(self) -> None:
         """Leaves a message, from now on, before an exception ends this process. An exception that another rank's end
         brought about, in a collective of other code, gets a note that names that rank; ours have asked already."""
-        earlier = sys.excepthook
-
-        def leave_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if tells_of_a_lost_peer(error) and not isinstance(error, DistCAError):
-                for words in self.missing_in_words():
-                    error.add_note(f"distca_hf: {words}")
-            self.leave(f"{kind.__name__}: {error}")
-            earlier(kind, error, trace)
-
-        self._hooks = leave_and_pass_on, earlier
-        sys.excepthook = leave_and_pass_on
+        self._hook = sys.excepthook = Announcement(self, sys.excepthook)
 
     def be_silent(self) -> None:
         """Announces exceptions no more, unless another hook was put before this one."""
-        if self._hooks is not None and sys.excepthook is self._hooks[0]:
-            sys.excepthook = self._hooks[1]
-        self._hooks = None
+        if self._hook is not None and sys.excepthook is self._hook:
+            sys.excepthook = self._hook.earlier
+        self._hook = None
+
+
+class Announcement:
+    """An exception hook: it leaves the words of an error for other ranks.
+
+    Args:
+        call: the roll call at which they are left.
+        earlier: the hook that gets the error then.
+    """
+
+    def __init__(self, call: RollCall, earlier: ExceptHook) -> None:
+        self._call = call
+        self.earlier = earlier
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Leaves a message, and passes the error on."""
+        if tells_of_a_lost_peer(error) and not isinstance(error, DistCAError):
+            for words in self._call.missing_in_words():
+                error.add_note(f"distca_hf: {words}")
+        self._call.leave(f"{kind.__name__}: {error}")
+        self.earlier(kind, error, trace)
 
 
 def show_errors_once() -> None:
     """Shows uncaught errors of ours once per job from now on; calling it again changes nothing."""
-    if not isinstance(sys.excepthook, ShownOnce):
+    hook: ExceptHook = sys.excepthook
+    while isinstance(hook, Announcement):  # of plugins that have opened their groups
+        hook = hook.earlier
+    if not isinstance(hook, ShownOnce):
         sys.excepthook = ShownOnce(sys.excepthook)
 
 
@@ -170,9 +188,8 @@ class ShownOnce:
             self._point(f"ends with the same {kind.__name__} as rank {shown_by}, which shows it")
             return
         self._point(words)  # before a traceback of many lines
-        if not isinstance(
-            error, PeerLostError
-        ):  # names the rank whose error it is; where this one waited says nothing
+        # One that lost another rank names it; where this rank waited says nothing.
+        if not isinstance(error, PeerLostError):
             self._earlier(kind, error, trace)
 
     def _point(self, words: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
+from distca_hf.errors import PlanError
 from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
@@ -26,20 +27,33 @@ PLAN_VERSION = 4
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout and the tasks computed for it."""
+    """A layout and the tasks computed for it.
+
+    Attributes:
+        speeds: `[ranks]` relative speeds of the ranks that the work is divided by, 0 for a rank that computes nothing;
+            empty where all are equal.
+    """
 
     layout: Layout
     tasks: Tasks
+    speeds: tuple[float, ...] = ()
 
     def validate(self) -> None:
-        """Checks layout and tasks.
+        """Checks layout, tasks and speeds.
 
         Raises:
             PackingError: the layout does not cover its documents.
-            PlanError: the tasks do not cover them.
+            PlanError: the tasks do not cover them, or the speeds are not those of the ranks.
         """
         self.layout.validate()
         self.tasks.validate(self.layout)
+        if not self.speeds:
+            return
+        if len(self.speeds) != self.layout.num_ranks:
+            raise PlanError(f"the plan has {len(self.speeds)} speeds for {self.layout.num_ranks} ranks")
+        for rank, (speed, work) in enumerate(zip(self.speeds, self.work.tolist(), strict=True)):
+            if not 0 <= speed < float("inf") or (speed == 0 and work):
+                raise PlanError(f"rank {rank} of speed {speed} computes {work} pairs x groups of heads")
 
     @cached_property
     def work(self) -> IntArray:
@@ -48,8 +62,8 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Max over mean of `work`."""
-        return imbalance(self.work)
+        """Max over mean of `work`; with speeds, the longest time over the time of an even split."""
+        return imbalance(self.work, self.speeds)
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -75,7 +89,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Digest of 63 bits. It is equal on two ranks only if layout, tasks and mask are."""
+        """Digest of 63 bits. It is equal on two ranks only if layout, tasks, mask and speeds are."""
         digest = hashlib.blake2b(PLAN_VERSION.to_bytes(8, "little"), digest_size=8)
         layout, tasks = self.layout, self.tasks
         for array in (
@@ -96,6 +110,8 @@ class Plan:
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
         if tasks.mask != CAUSAL_MASK:
             digest.update(repr(tasks.mask).encode())
+        if self.speeds:
+            digest.update(np.array(self.speeds, dtype="<f8").data)
         return int.from_bytes(digest.digest(), "big") >> 1
 
 

@@ -44,8 +44,9 @@ LEAVING = (signal.SIGTERM, signal.SIGINT)
 LEAVE_SECONDS = 25.0
 
 
-def serve_job(number: int, num_trainers: int, num_servers: int) -> None:
-    """Serves until the trainers' scripts have ended. Called in a launched process instead of its script.
+def serve_job(number: int, num_trainers: int, num_servers: int) -> int:
+    """Serves until the trainers' scripts have ended, and returns the exit status. Called in a launched process instead
+    of its script.
 
     Args:
         number: of this server, counted over all nodes.
@@ -53,12 +54,11 @@ def serve_job(number: int, num_trainers: int, num_servers: int) -> None:
 
     Raises:
         DistCAError: an order cannot be followed; or trainers were lost.
-        SystemExit: a signal asked the job to leave.
     """
     server = Server(number, RosterSize(num_trainers, num_servers))
     for one in LEAVING:
         signal.signal(one, server.note_signal)
-    server.run()
+    return server.run()
 
 
 class NoRows(NamedTuple):
@@ -174,19 +174,22 @@ class Server:
         if self._signal is None:
             self._signal = number, time.monotonic()
 
-    def run(self) -> None:
-        """Serves until the trainers have ended. For errors see `serve_job`."""
+    def run(self) -> int:
+        """Serves until the trainers have ended, and returns the exit status. For errors see `serve_job`."""
         log.info("attention server %d of %d serves %d trainers", self._number, self._size.servers, self._size.trainers)
         while True:
             order = self._inbox.next()
             if order is not None:
                 self._follow(order)
             elif has_ended(self._store, self._number % self._size.trainers):
+                status = 0
                 break
             elif self._signal is not None and self._may_leave(*self._signal):
-                raise SystemExit(128 + self._signal[0])
+                status = 128 + self._signal[0]
+                break
         for service in self._services.values():
             service.transport.close()
+        return status
 
     def _may_leave(self, number: int, since: float) -> bool:
         """Returns whether no trainer can have another call, after a signal."""

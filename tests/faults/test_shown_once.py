@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import distca_hf
-from distca_hf.comm.rollcall import ShownOnce, show_errors_once
+from distca_hf.comm import rollcall
+from distca_hf.comm.rollcall import RollCall, ShownOnce, show_errors_once
 from distca_hf.errors import ConfigError, PackingError, PeerLostError
 from distca_hf.telemetry import leave_for_launcher
 from support.commands import HANG_SECONDS, SCRIPTS
@@ -113,6 +115,25 @@ def test_hook_is_put_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert isinstance(first, ShownOnce)
     assert sys.excepthook is first
+
+
+@pytest.mark.parametrize(("shown_by", "traced"), [(0, True), (1, False)])
+def test_second_plugin_shows_no_error_twice(
+    shown_by: int, traced: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is made after the first one has opened its groups, which announce errors to other ranks."""
+    store, seen = HashStore(), list[BaseException]()
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    monkeypatch.setattr(rollcall, "first_rank_with", lambda words, rank: shown_by)
+    show_errors_once()
+    RollCall(store, 0, range(2)).announce_uncaught_errors()
+    show_errors_once()
+    error = ConfigError("wrong")
+    sys.excepthook(ConfigError, error, None)
+
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert seen == [error] * traced
+    assert RollCall(store, 1, range(2)).missing() == {0: "left: ConfigError: wrong"}
 
 
 def test_message_for_the_launcher_is_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,16 @@ def test_one_transport_is_opened_for_each_device() -> None:
     assert context.transport(CPU) is not transport
 
 
+def test_loader_of_a_device_without_a_number_is_for_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread asks torch for no current device: that is another one in every thread."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    plugin = DistCAPlugin(tokens_per_rank=192)
+    loader = plugin.dataloader(random_dataset(20), device="cuda")
+
+    assert loader.preparer.device == torch.device("cuda", 3)
+    assert plugin.dataloader(random_dataset(20), device="cpu:0").preparer.device == CPU
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plugin: pickle.loads(pickle.dumps(plugin))])
 def test_copied_plugin_has_connections_of_its_own(copied: Callable[[DistCAPlugin], DistCAPlugin]) -> None:
     plugin = DistCAPlugin(tokens_per_rank=64)

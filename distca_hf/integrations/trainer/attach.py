@@ -47,12 +47,14 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     Attaching again undoes the attachment before; the last plugin counts.
 
     Raises:
-        ConfigError: all settings that would make the loss wrong, or would silently have no effect.
+        ConfigError: all settings that would make the loss wrong, or would silently have no effect; or the attachment
+            before cannot be undone, as for `detach`.
         UnsupportedAttentionError: the model cannot run on distca.
         PackingError: the dataset cannot be packed.
     """
     earlier = Attachment.of(trainer)
     if earlier is not None:
+        earlier.check_undoable()
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
     if trainer.train_dataset is not None and packed_by(trainer) is None:

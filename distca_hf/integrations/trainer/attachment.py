@@ -104,14 +104,14 @@ class Attachment:
         """
         if self._is_training:
             raise ConfigError(
-                f"this Trainer is at step {self.trainer.state.global_step} of a training: call "
-                "plugin.detach(trainer) after trainer.train() has returned"
+                f"this Trainer is at step {self.trainer.state.global_step} of a training: detach it, or attach "
+                "another plugin, after trainer.train() has returned"
             )
         replaced = [name for name, method in self._methods.items() if vars(self.trainer).get(name) is not method]
         if replaced:
             raise ConfigError(
-                f"{', '.join(replaced)} of this Trainer was replaced after plugin.attach(trainer), and detaching "
-                "would drop the replacement: take it off the Trainer before plugin.detach(trainer)"
+                f"{', '.join(replaced)} of this Trainer was replaced after plugin.attach(trainer), and detaching, or "
+                "attaching again, would drop the replacement: take it off the Trainer first"
             )
 
     def check_unchanged(self) -> None:

@@ -7,7 +7,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError
@@ -104,8 +103,8 @@ class WorkGaps:
 
 def _per_node(amounts: Amounts, topology: Topology) -> list[Amounts]:
     nodes: list[Amounts] = [{} for _ in range(topology.num_nodes)]
-    for node, ranks in groupby(sorted(amounts), key=lambda rank: int(topology.node_of[rank])):
-        nodes[node] = {rank: amounts[rank] for rank in ranks}
+    for rank in sorted(amounts):
+        nodes[topology.node_of[rank]][rank] = amounts[rank]
     return nodes
 
 

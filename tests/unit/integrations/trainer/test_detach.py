@@ -176,28 +176,34 @@ def test_trainer_that_was_never_attached_is_refused(make: Callable[..., Trainer]
         plugin.detach(trainer)
 
 
-def test_method_that_was_replaced_since_is_not_dropped(make: Callable[..., Trainer]) -> None:
+@pytest.mark.parametrize("undo", [distca_hf.DistCAPlugin.detach, distca_hf.DistCAPlugin.attach])
+def test_method_that_was_replaced_since_is_not_dropped(
+    undo: Callable[[distca_hf.DistCAPlugin, Trainer], None], make: Callable[..., Trainer]
+) -> None:
     trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
     plugin.attach(trainer)
     attached = trainer.train
     trainer.train = lambda *given: attached(*given)
     with pytest.raises(ConfigError, match="train of this Trainer was replaced after"):
-        plugin.detach(trainer)
+        undo(plugin, trainer)
     assert watch_of(trainer.model) is not None, "nothing is undone by half"
     trainer.train = attached
     plugin.detach(trainer)
 
 
-def test_detaching_in_a_training_is_refused(make: Callable[..., Trainer]) -> None:
+@pytest.mark.parametrize("undo", [distca_hf.DistCAPlugin.detach, distca_hf.DistCAPlugin.attach])
+def test_undoing_in_a_training_is_refused(
+    undo: Callable[[distca_hf.DistCAPlugin, Trainer], None], make: Callable[..., Trainer]
+) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=64)
 
-    class Detach(TrainerCallback):
+    class Undo(TrainerCallback):
         def on_step_end(self, *given: Any, **others: Any) -> None:
-            plugin.detach(trainer)
+            undo(plugin, trainer)
 
     trainer = make()
     plugin.attach(trainer)
-    trainer.add_callback(Detach())
+    trainer.add_callback(Undo())
     with pytest.raises(ConfigError, match="this Trainer is at step 1 of a training"):
         trainer.train()
     plugin.detach(trainer)
