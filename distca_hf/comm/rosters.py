@@ -207,9 +207,7 @@ class Invitation:
             raise PeerLostError(f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s")
         return cls(here, str(content["device"]), cast(dict[str, object], content["settings"]), str(content["version"]))
 
-    def accept(
-        self, server: int, size: RosterSize, device: torch.device, timeout_seconds: float
-    ) -> TorchTransport:
+    def accept(self, server: int, size: RosterSize, device: torch.device, timeout_seconds: float) -> TorchTransport:
         """Answers the trainers, and returns the server's end of the exchanges once all have come."""
         write(self.store, f"server/{server}", {"version": __version__, **_place_of(device)})
         names = {size.trainers + other: f"attention server {other}" for other in range(size.servers)}
