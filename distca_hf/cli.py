@@ -101,6 +101,10 @@ def train(
         str | None,
         typer.Option(help="configuration of Accelerate, a file or a shipped one, instead of the recipe's"),
     ] = None,
+    attention_servers: Annotated[
+        str | None,
+        typer.Option(help="processes of each node that compute attention for the others, instead of the recipe's"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
 ) -> None:
     """Trains from a recipe: starts its script with accelerate launch, one process for each GPU.
@@ -110,11 +114,14 @@ def train(
     """
     from distca_hf import run as command
 
+    arguments = context.args
+    if attention_servers is not None:
+        arguments = [command.SERVERS_OPTION, attention_servers, *arguments]
     if is_launched() and not dry_run:
-        command.train_here(recipe, script, context.args)
+        command.train_here(recipe, script, arguments)
         return
     with _one_line_errors():
-        line = command.launch_line(recipe, script, accelerate, context.args, context.obj)
+        line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
             command.check_gpus(line)
     typer.echo(shlex.join(line))

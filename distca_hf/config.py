@@ -6,18 +6,14 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
 from distca_hf.layout import Topology
+from distca_hf.roles import CARVED, LaunchedProcess, read_servers
 from distca_hf.settings import (
     Settings,
-    check_mapping,
     described,
     fields_of,
     read_text,
@@ -28,7 +24,7 @@ from distca_hf.settings import (
 
 # Variables of the environment that set a field begin with it.
 ENVIRONMENT_PREFIX = "DISTCA_"
-# Parts of an exchange where the group spans nodes: the first part is attended while the others are in flight. More
+# Parts of an exchange where the group spans nodes: the first part is attended while the others are sent. More
 # parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
 # Longest deadline. Gloo counts in nanoseconds of 64 bits: a deadline beyond 292 years has passed before it begins.
@@ -36,7 +32,7 @@ LONGEST_SECONDS = 1e9
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
 
-# Values of settings that are words; `settings.describe_settings` says what each does.
+# Values of settings that are words. The help of each setting describes them.
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
@@ -52,6 +48,7 @@ def _setting(
     formerly: tuple[str, ...] = (),
     at_least: int | None = None,
     positive: bool = False,
+    or_number: bool = False,
 ) -> Any:
     """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`.
 
@@ -60,14 +57,16 @@ def _setting(
         formerly: names that the setting had before. They are refused with the present one.
         at_least: smallest value.
         positive: whether it must be above 0.
+        or_number: whether a whole number may stand for its text.
     """
 
     def from_environment() -> object:
         text = os.environ.get(variable_of(name))
         return default if text is None else read_text(type(default), text, variable_of(name))
 
-    metadata = {"help": help, "default": default, "formerly": formerly, "at_least": at_least, "positive": positive}
-    return field(default_factory=from_environment, metadata=metadata)
+    metadata = {"help": help, "default": default, "formerly": formerly}
+    limits = {"at_least": at_least, "positive": positive, "or_number": or_number}
+    return field(default_factory=from_environment, metadata=metadata | limits)
 
 
 def variable_of(name: str) -> str:
@@ -78,7 +77,7 @@ def variable_of(name: str) -> str:
 @described
 @dataclass(kw_only=True)
 class Debug(Settings):
-    """Settings for those who look for a fault: checks that wait for the device or for other ranks.
+    """Settings for finding a fault: checks that wait for the device or for other ranks.
 
     Raises:
         ConfigError: a value is not one that the field allows.
@@ -226,6 +225,24 @@ class DistCAConfig(Settings):
         "Ranks that share a node, and with it fast links; 0: as launched (LOCAL_WORLD_SIZE).",
         at_least=0,
     )
+    attention_servers: str = _setting(
+        "attention_servers",
+        "0",
+        "Launched processes of each node that compute attention for the others and do not train: one number for all "
+        "nodes, or one per node (0,8). They are the last ones of their node; distca_hf.run makes them servers.",
+        or_number=True,
+    )
+    trainers_attend: bool = _setting(
+        "trainers_attend",
+        True,
+        "With attention servers: trainers compute attention, too (yes), or leave all of it to servers (no).",
+    )
+    server_speed: float = _setting(
+        "server_speed",
+        1.0,
+        "Speed of an attention server relative to a trainer: plans give it work in proportion.",
+        positive=True,
+    )
     kernel_times: str = _setting(
         "kernel_times",
         "",
@@ -262,6 +279,10 @@ class DistCAConfig(Settings):
     def __post_init__(self) -> None:
         _check_environment()
         self.check_values(DistCAConfig)
+        # Equal settings are equal texts: ranks compare them.
+        vars(self)["attention_servers"] = ",".join(map(str, read_servers(self.attention_servers)))
+        if not self.server_speed < math.inf:
+            raise ConfigError(f"server_speed={self.server_speed} must be finite")
         if not self.kv_budget_gib < math.inf:
             raise ConfigError(
                 f"kv_budget_gib={self.kv_budget_gib} must be at least 0 and finite; kv_residency='keep' has no limit"
@@ -280,36 +301,6 @@ class DistCAConfig(Settings):
         """Returns the settings that ranks must share, by name."""
         values = values_of(self, DistCAConfig)
         return {name: value for name, value in values.items() if name not in SETTINGS_OF_ONE_RANK}
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads the mapping in a YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read as a YAML mapping.
-    """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
-    return content
-
-
-def check_settings(values: object, where: str) -> dict[str, object]:
-    """Returns known settings with values of the right type, by name; those of a group with its name and a dot.
-
-    Raises:
-        UnknownSettingError: a key is no setting.
-        ConfigError: a value has the wrong type.
-    """
-    return check_mapping(DistCAConfig, values, where)
-
-
-def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
-    return {variable_of(name): str(value) for name, value in settings.items()}
 
 
 def config_of(settings: Mapping[str, object]) -> DistCAConfig:
@@ -332,7 +323,7 @@ def unknown_environment_settings() -> dict[str, str | None]:
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
-    unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values())
+    unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values()) - {CARVED}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
 
@@ -390,6 +381,47 @@ def launched_store() -> tuple[str, int, int]:
 def launched_ranks_per_node() -> int:
     """Returns the number of processes that the launcher started on this node (0 without a launcher)."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+
+
+def launched_node() -> int:
+    """Returns the number that the launcher gave to this node (0 without a launcher)."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def launched_nodes() -> int:
+    """Returns the number of nodes of the launcher (1 without a launcher)."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def carved_servers() -> tuple[int, ...]:
+    """Returns how many processes of each node were made attention servers; () if none."""
+    return read_servers(os.environ[CARVED]) if CARVED in os.environ else ()
+
+
+def launched_process() -> LaunchedProcess:
+    """Returns the numbers that the launcher gave to this process, to take its role by.
+
+    Raises:
+        ConfigError: no launcher with a store started it, or roles were taken before.
+    """
+    if not is_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigError(
+            "trainers and attention servers meet in the launcher's store, and this process has none: start it with "
+            "torchrun or accelerate launch, several processes, without TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+        )
+    if CARVED in os.environ:
+        raise ConfigError(
+            f"{CARVED}={os.environ[CARVED]}: this process has its role already. Where its script starts another "
+            f"training, remove {CARVED} from the environment of that one"
+        )
+    return LaunchedProcess(
+        rank=launched_rank(),
+        local_rank=launched_local_rank(),
+        world_size=launched_world_size(),
+        local_world_size=launched_ranks_per_node(),
+        node=launched_node(),
+        num_nodes=launched_nodes(),
+    )
 
 
 def is_launched() -> bool:

@@ -20,9 +20,14 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from distca_hf.config import as_environment, check_settings, read_yaml
+import yaml
+
+from distca_hf.config import DistCAConfig, launched_process, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.roles import Role, read_servers
+from distca_hf.settings import check_mapping
 
 
 PACKAGE = Path(__file__).parent
@@ -107,7 +112,7 @@ class Recipe:
             ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
         """
         sections = read_yaml(path)
-        unknown = sorted(set(sections) - set(SECTIONS))
+        unknown = sorted(set(sections) - set(SECTIONS), key=str)
         if "num_processes" in unknown:
             raise ConfigError(
                 f"{path} is a configuration of Accelerate, no recipe: give that to accelerate launch --config_file, "
@@ -124,7 +129,7 @@ class Recipe:
         for name in ("launch", "environment", "script"):
             _check_values(sections.get(name) or {}, f"{path}: {name}")
         environment = {name: _text(value) for name, value in (sections.get("environment") or {}).items()}
-        plugin = check_settings(sections.get("plugin") or {}, str(path))
+        plugin = check_mapping(DistCAConfig, sections.get("plugin") or {}, str(path))
         return cls(
             _launch(sections.get("launch") or {}, path), environment, plugin, _arguments(sections.get("script") or {})
         )
@@ -135,17 +140,54 @@ class Recipe:
             environment.setdefault(name, value)
         environment.update(as_environment(self.plugin))
 
+    def role(self) -> Role | None:
+        """Returns the role of this process; None if there are no attention servers, and all processes train.
 
-def run_script(recipe: Recipe, script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script as `python script arguments` would, with the recipe's arguments before the given ones.
+        Raises:
+            ConfigError: there are servers, and the launched processes cannot be divided so.
+        """
+        environment = dict(os.environ)
+        self.prepare(environment)
+        servers = environment.get(variable_of("attention_servers"), "0")
+        return launched_process().role(servers) if any(read_servers(servers)) else None
+
+
+def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
+    """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
+    return {variable_of(name): str(value) for name, value in settings.items()}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Reads the mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read as a YAML mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
+    return content
+
+
+def prepare_process(recipe: Recipe, role: Role | None) -> None:
+    """Sets the environment of this process from a recipe, and numbers it by its role. Nothing may have read it yet."""
+    recipe.prepare(os.environ)
+    if role is not None:
+        os.environ.update(role.environment())
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script as `python script arguments` would.
 
     Raises:
         ConfigError: there is no such script.
     """
     if not script.is_file():
         raise ConfigError(f"no script at {script}")
-    recipe.prepare(os.environ)
-    sys.argv = [str(script), *recipe.script, *arguments]
+    sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
@@ -160,9 +202,11 @@ def _launch(section: Mapping[str, object], path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in section.items()}
 
 
-def _check_values(section: Mapping[str, object], where: str) -> None:
-    """Refuses names without a value."""
+def _check_values(section: Mapping[object, object], where: str) -> None:
+    """Refuses names that are no texts, and names without a value."""
     for name, value in section.items():
+        if not isinstance(name, str):  # YAML reads on, yes and numbers
+            raise ConfigError(f"{where}: name {name} is {type(name).__name__}, no text; write it in quotes")
         if value is None:
             raise ConfigError(f"{where} {name!r} has no value; remove it, or write the value")
 
@@ -178,4 +222,4 @@ def _arguments(section: Mapping[str, object]) -> list[str]:
 
 def _text(value: object) -> str:
     """Returns a value of YAML as an argument."""
-    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return json.dumps(value, default=str) if isinstance(value, Mapping) else str(value)

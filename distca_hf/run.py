@@ -2,8 +2,9 @@
 
 Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`; `distca train` starts both.
 RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them). SCRIPT is a file or the name of a
-shipped example (`distca examples`). Without it the recipe's own script runs. `--recipe` may also come after the
-script; all other arguments are the script's.
+shipped example (`distca examples`). Without it the recipe's own script runs. `--attention-servers N` makes the last N
+processes of each node attention servers, which run no script; it wins over the recipe. Both options may also come
+after the script; all other arguments are the script's.
 
 `distca train RECIPE [ARGUMENTS]` is one `accelerate launch` of this. In a process that a launcher has started already
 (`torchrun --no-python distca train ...`) the script runs at once.
@@ -14,16 +15,20 @@ Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k tr
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
-from distca_hf.config import launched_local_rank, read_yaml
+from distca_hf.config import launched_local_rank
 from distca_hf.errors import ConfigError
-from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, run_script
+from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
+from distca_hf.roles import Role
 from distca_hf.telemetry import leave_for_launcher
 
 
-USAGE = "usage: python -m distca_hf.run --recipe RECIPE [SCRIPT] [ARGUMENTS]"
+USAGE = "usage: python -m distca_hf.run --recipe RECIPE [--attention-servers N] [SCRIPT] [ARGUMENTS]"
 OPTION = "--recipe"
+SERVERS_OPTION = "--attention-servers"
 # Words of the line that `distca train` starts: before the configuration of Accelerate, and before the recipe.
 LAUNCHER = ("accelerate", "launch")
 MODULE = ("-m", "distca_hf.run")
@@ -35,15 +40,29 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.write(f"{__doc__}\n{USAGE}\n")
         return
     try:
-        name, script, rest = _parse(arguments)
+        servers, others = _take(arguments, SERVERS_OPTION)
+        name, script, rest = _parse(others)
         recipe = Recipe.read(RECIPES.find(name))
+        if servers is not None:
+            recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
         path = find_script(recipe, script, name)
+        role = recipe.role()
     except ConfigError as error:
         leave_for_launcher(f"distca_hf.run: {error}")
         if launched_local_rank() == 0:  # all processes of a node have the same arguments and files
             sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
         sys.exit(2)
-    run_script(recipe, path, rest)
+    prepare_process(recipe, role)
+    if role is not None and role.is_server:
+        sys.exit(_serve(role))
+    run_script(path, [*recipe.script, *rest])
+
+
+def _serve(role: Role) -> int:
+    """Serves trainers until they end, and returns the exit status."""
+    server = import_module("distca_hf.runtime.server")  # imports torch, which must find the environment prepared
+    status: int = server.serve_job(role.number, role.num_trainers, role.num_servers)
+    return status
 
 
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
@@ -65,19 +84,33 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
 
 def _parse(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
     """Returns the recipe, the script if one is given, and the script's arguments."""
-    rest = list(arguments)
-    recipes = []
-    for at in reversed(range(len(rest))):
-        if rest[at] == OPTION and at + 1 < len(rest):
-            recipes.append(rest[at + 1])
-            del rest[at : at + 2]
-        elif rest[at].startswith(f"{OPTION}="):
-            recipes.append(rest.pop(at).removeprefix(f"{OPTION}="))
-    if len(recipes) != 1:
-        raise ConfigError(f"expected one {OPTION}, got {len(recipes)}")
+    recipe, rest = _take(arguments, OPTION)
+    if recipe is None:
+        raise ConfigError(f"expected one {OPTION}, got 0")
     if not rest or rest[0].startswith("-"):
-        return recipes[0], None, rest
-    return recipes[0], rest[0], rest[1:]
+        return recipe, None, rest
+    return recipe, rest[0], rest[1:]
+
+
+def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]:
+    """Returns the value of an option if it is given, and the other arguments.
+
+    Raises:
+        ConfigError: it is given twice, or without a value.
+    """
+    rest = list(arguments)
+    values = []
+    for at in reversed(range(len(rest))):
+        if rest[at] == option:
+            if at + 1 == len(rest):
+                raise ConfigError(f"expected a value behind {option}, got none")
+            values.append(rest[at + 1])
+            del rest[at : at + 2]
+        elif rest[at].startswith(f"{option}="):
+            values.append(rest.pop(at).removeprefix(f"{option}="))
+    if len(values) > 1:
+        raise ConfigError(f"expected one {option}, got {len(values)}")
+    return (values[0] if values else None), rest
 
 
 def launch_line(

@@ -1,8 +1,8 @@
 """Settings: dataclasses whose values are given by name, checked, fixed, and described for `help()`.
 
 A field has metadata: `help`, a description; `default`; `formerly`, names that it had before; `at_least`, its smallest
-value, and whether it is `positive`. A field of another class of settings is a group. Settings in it are named with a
-dot: `debug.check_finite`.
+value, and whether it is `positive`; `or_number`, whether a whole number may stand for its text. A field of another
+class of settings is a group. Settings in it are named with a dot: `debug.check_finite`.
 
 Defaults come from a factory, because the environment may change them. Python would show such a default as `<factory>`,
 and descriptions nowhere.
@@ -71,8 +71,8 @@ class Settings:
         for name in names_of(settings):
             value = getattr(self, name)
             check_value(settings, name, value)
-            if _types(settings)[name] is float:
-                vars(self)[name] = float(value)
+            if (kind := _types(settings)[name]) in (float, str):
+                vars(self)[name] = kind(value)
 
 
 def names_of(settings: type) -> list[str]:
@@ -155,6 +155,8 @@ def check_value(settings: type, name: str, value: object) -> None:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}{hint}")
         return
     accepted: type | types.UnionType = float | int if kind is float else kind
+    if kind is str and fields_of(settings)[name].metadata["or_number"]:
+        accepted = str | int
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         how = f": {name}=distca_hf.{kind.__name__}(...)" if issubclass(kind, Settings) else ""
         raise ConfigError(f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}{how}")

@@ -22,7 +22,7 @@ STEPS, ACCUMULATION = 5, 3
 
 
 def random_documents(count: int) -> Dataset:
-    """Documents of 2 to 1,500 tokens, most of them short."""
+    """Returns documents of 2 to 1,500 tokens, most of them short."""
     rng = random.Random(0)
     lengths = [min(1500, max(2, int(rng.lognormvariate(4.0, 1.5)))) for _ in range(count)]
     return Dataset.from_dict({"input_ids": [[rng.randrange(256) for _ in range(length)] for length in lengths]})

@@ -25,7 +25,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 def read_sources() -> list[str]:
-    """All source files of the standard library, in a fixed order."""
+    """Reads all source files of the standard library, in a fixed order."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts))
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
@@ -33,12 +33,12 @@ def read_sources() -> list[str]:
 
 
 def functions_of(text: str) -> list[str]:
-    """The parts of a module that begin with a function or class of its own."""
+    """Returns the parts of a module that begin with a function or class of its own."""
     return re.split(r"^(?=(?:async )?def |class )", text, flags=re.MULTILINE)[1:]
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer with one special token, which ends every document."""
+    """Trains a byte-level BPE tokenizer with one special token, which ends every document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def choose_documents(texts: list[str]) -> list[str]:
-    """Modules, and about as much text in functions, taken evenly from all modules."""
+    """Returns modules, and about as much text in functions, taken evenly from all modules."""
     modules = [text for text in texts if len(text) in MODULE_CHARACTERS]
     functions = [part for text in texts for part in functions_of(text) if len(part) <= FUNCTION_CHARACTERS]
     every = sum(map(len, functions)) // max(1, sum(map(len, modules)))
@@ -61,7 +61,7 @@ def choose_documents(texts: list[str]) -> list[str]:
 
 
 def load(cache: Path) -> Dataset:
-    """The tokenised dataset; made once, then read from `cache`."""
+    """Returns the tokenised dataset; it is made once, then read from `cache`."""
     if (cache / "dataset").is_dir():
         return Dataset.load_from_disk(str(cache / "dataset"))
     texts = read_sources()
@@ -77,5 +77,5 @@ def load(cache: Path) -> Dataset:
 
 
 def load_tokenizer(cache: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of the dataset in `cache`, as Transformers has tokenizers."""
+    """Returns the tokenizer of the dataset in `cache`, as Transformers has tokenizers."""
     return PreTrainedTokenizerFast(tokenizer_file=str(cache / "tokenizer.json"), eos_token=END_OF_FILE)

@@ -86,7 +86,7 @@ def new_model(implementation: str) -> torch.nn.Module:
 def train_with_distca(
     arguments: Arguments, dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, bar: TrainingBar
 ) -> tuple[Trainer, StepRecord]:
-    """An ordinary Trainer, and `attach`."""
+    """Trains with an ordinary Trainer and `attach`; returns it, and the bytes of each step."""
     args = TrainingArguments(
         output_dir=str(arguments.output / "model"),
         max_steps=arguments.steps,
@@ -115,9 +115,10 @@ def train_with_distca(
 def train_with_sdpa(
     arguments: Arguments, loader: distca_hf.PlacedLoader, bar: TrainingBar
 ) -> tuple[list[float], list[float]]:
-    """The same steps by hand: documents of each batch divided among ranks, each attended alone; gradients summed.
+    """Makes the same steps by hand: documents are divided among ranks, each attends alone, gradients are summed.
 
-    Returns the loss and the gradient norm of each step.
+    Returns:
+        The loss and the gradient norm of each step.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     model = new_model("sdpa").train()

@@ -19,7 +19,7 @@ from distca_hf.planning.facts import PlanFacts
 
 
 class TrainingBar:
-    """How far a training is: a bar in a terminal, elsewhere a line for every quarter. One rank shows it."""
+    """Progress of a training: a bar in a terminal, elsewhere a line for every quarter. One rank shows it."""
 
     def __init__(self, title: str, steps: int, shown: bool) -> None:
         self._title, self._steps, self._shown = title, steps, shown
@@ -74,7 +74,7 @@ class Step:
 
     @property
     def norm_difference(self) -> float:
-        """As a part of the norm."""
+        """Difference of both norms, as a part of the norm."""
         return abs(self.gradient_norms[0] / self.gradient_norms[1] - 1)
 
 

@@ -22,7 +22,7 @@ GPU = torch.cuda.is_available()
 
 
 def generated_texts(count: int) -> Dataset:
-    """Texts of 5 to 500 words, most of them short."""
+    """Returns texts of 5 to 500 words, most of them short."""
     rng = random.Random(0)
     lengths = [min(500, max(5, int(rng.lognormvariate(4.0, 1.2)))) for _ in range(count)]
     return Dataset.from_dict({"text": [" ".join(rng.choices(WORDS[2:], k=length)) for length in lengths]})

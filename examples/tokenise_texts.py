@@ -17,7 +17,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 
 def load_documents(name: str) -> Dataset:
-    """The dataset of this name: a folder that `Dataset.save_to_disk` wrote, a file of texts, a dataset of the Hub."""
+    """Loads a folder that `Dataset.save_to_disk` wrote, a file of texts, or a dataset of the Hub."""
     path = Path(name)
     if path.is_dir():
         return Dataset.load_from_disk(name)
@@ -29,7 +29,7 @@ def load_documents(name: str) -> Dataset:
 
 
 def tokenise(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The column `text` as `input_ids`. Few tokenizers add the end by themselves."""
+    """Returns the column `text` as `input_ids`. Few tokenizers add the end by themselves."""
     end = tokenizer.eos_token_id
     if "text" not in texts.column_names:
         raise SystemExit(f"expected a column 'text', found {texts.column_names}")

@@ -43,7 +43,7 @@ class ScriptArguments:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none, which is enough for a tokenised dataset."""
+    """Loads the model's tokenizer; None if it has none, which is enough for a tokenised dataset."""
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def main() -> None:
     )
     distca_hf.DistCAPlugin().attach(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if trainer.is_fsdp_enabled:  # checkpoints may be sharded, the model is wanted whole
+    if trainer.is_fsdp_enabled:  # checkpoints may be sharded; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     if script.test_size:

@@ -23,6 +23,7 @@ BASE = {
     "import_hooks",
     "layout",
     "recipe",
+    "roles",
     "settings",
     "telemetry",
     "torch_private",

@@ -88,11 +88,8 @@ class Reading:
         """
         totals, seconds = self.totals, self.seconds
         before, after = totals.imbalance_before / totals.micro_batches, totals.imbalance / totals.micro_batches
-        slow = (
-            ""
-            if self.slowest_rank is None or self.waited_seconds < LITTLE_WAITING * seconds
-            else (f", mostly for rank {self.slowest_rank}")
-        )
+        waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds
+        slow = f", mostly for rank {self.slowest_rank}" if waited_much else ""
         return (
             f"{done}: {totals.tokens:,} tokens in {duration(seconds)}, {totals.tokens / seconds:,.0f} per second; "
             f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean; waited "

@@ -174,6 +174,7 @@ def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int]:
         if name.startswith("cu_seq_lens"):
             filled[name] = values.new_tensor([0, 1])
         elif 0 in values.shape[:2]:
-            number = -100 if name.endswith("labels") else int(name == "attention_mask")  # a mean over no token is NaN
+            is_mask = name == "attention_mask"  # 1: a mean over no token is NaN
+            number = IGNORED_LABEL if name.endswith("labels") else int(is_mask)
             filled[name] = values.new_full((1, 1, *values.shape[2:]), number)
     return filled

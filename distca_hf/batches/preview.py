@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of, imbalance
@@ -26,11 +26,12 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 
 
+log = get_logger(__name__)
+
 # Micro-batches whose work is counted, and how many of them are also placed. Placing one takes up to a twentieth of a
 # second, and all come out alike.
 COUNTED = 128
 PLACED = 8
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ class PlacedData:
     def _spread(self, most: int) -> Iterator[int]:
         """Yields numbers of about `most` micro-batches all over the epoch, whole optimizer steps together."""
         left = self.micro_batches.num_micro_batches - self.first
-        steps = -(-left // self.micro_steps)
+        steps = ceil_div(left, self.micro_steps)
         wanted = min(steps, max(1, most // self.micro_steps))
         for step in range(wanted):
             begin = self.micro_steps * (step * steps // wanted)
@@ -164,7 +165,7 @@ class RunReport:
         data = plan.data
         lengths = data.document_tokens
         if self._steps_per_epoch is not None or data.micro_steps > 1:
-            steps = count(self._steps_per_epoch or -(-data.per_epoch // data.micro_steps), "step")
+            steps = count(self._steps_per_epoch or ceil_div(data.per_epoch, data.micro_steps), "step")
         else:
             steps = count(data.per_epoch, "micro-batch")
         return (

@@ -1,2 +1,2 @@
-"""Everything that touches a process group: groups, exchanges with deadlines, agreement, and who was lost when one
-fails."""
+"""Everything that touches a process group: groups, exchanges with deadlines, agreement, and the roll call that names
+lost ranks."""

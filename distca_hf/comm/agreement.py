@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distca_hf.arrays import ceil_div
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -126,7 +127,7 @@ class Agreement:
             raise PeerLostError(f"{self._where}: rank {ranks} could not do its part; see the error there")
         doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
         if len(set(doing)) > 1:
-            raise self._mismatch([f"what they do is {by_value(doing)}"])
+            raise self._mismatch([f"their next step is {by_value(doing)}"])
         if len({row[3] for row in rows}) > 1:
             raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)))
         return {name: [row[HEADER + at] for row in rows] for at, name in enumerate(self.numbers)}
@@ -171,7 +172,7 @@ def _named(ranks: list[str]) -> str:
 
 def integers_of(text: bytes, most_bytes: int) -> list[int]:
     """Encodes at most `most_bytes` bytes of a text; equally many integers for every text."""
-    count = -(-most_bytes // BYTES_PER_INTEGER)
+    count = ceil_div(most_bytes, BYTES_PER_INTEGER)
     padded = text[:most_bytes].ljust(count * BYTES_PER_INTEGER)
     return [int.from_bytes(padded[at : at + BYTES_PER_INTEGER]) for at in range(0, len(padded), BYTES_PER_INTEGER)]
 

@@ -79,7 +79,7 @@ class RollCall:
         try:
             self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
         except RuntimeError as error:
-            log.warning("rank %d cannot tell the others why it leaves: %s", self._rank, error, extra=OF_THIS_RANK)
+            log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
 
     def missing(self, waited_seconds: float = 0.0) -> dict[int, str]:
         """Returns the ranks of the group that left, do not answer or came late, and all that is known about each.

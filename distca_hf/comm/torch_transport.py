@@ -42,7 +42,7 @@ class TorchTransport:
     Args:
         data_group: group for rows.
         control_group: gloo group for integers; None if none are sent.
-        rollcall: finds out who was lost when one of the groups fails.
+        rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
         world_size: ranks that agree on each pass; the group for rows may have more.
     """
@@ -146,12 +146,12 @@ class TorchTransport:
             self._all_to_all = self._control_group = None
 
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
-        """Returns the error to raise for a failed group operation: who is gone, as far as can be found out."""
-        missing = self._rollcall.missing_in_words(0.0 if began is None else time.monotonic() - began)
+        """Returns the error to raise for a failed group operation: it names lost ranks, as far as they are known."""
+        in_words = self._rollcall.missing_in_words(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
-        told = "; ".join(missing) or "all ranks still answer"
+        missing = "; ".join(in_words) or "all ranks still answer"
         cause = str(error).partition("\n")[0][:300] or type(error).__name__
-        message = f"rank {self.rank}, {where}: {told}. Last exchanges: {recent}. Cause: {cause}"
+        message = f"rank {self.rank}, {where}: {missing}. Last exchanges: {recent}. Cause: {cause}"
         if "timed out" in str(error).lower():
             return StepTimeoutError(
                 f"{message}. Deadlines are timeouts.exchange_seconds and timeouts.agreement_seconds."

@@ -87,11 +87,7 @@ def find_documents(
     if cu_seq_lens_q is not None:
         return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch_size * queries, batch_size * keys, device)
     if goes_on is not None:
-        begins = torch.nn.functional.pad(~goes_on.expand(batch_size, queries - 1), (1, 0), value=True)
-        if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
-            check_beginnings(positions.expand(batch_size, queries)[begins])
-        offsets, longest = offsets_of(begins)
-        return Documents.of(Spans(offsets, offsets, longest, longest))
+        return _continued_documents(goes_on.expand(batch_size, queries - 1), positions)
     # 2. Positions: they restart where documents begin, but behind a cache all queries must go on with one.
     first = q_offset if cached is None else int(cached)
     tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
@@ -114,6 +110,23 @@ def find_documents(
     if tokens is None or query_tokens is None:
         return whole_rows(batch_size, queries, keys, device)
     return padded_rows(query_tokens, tokens)
+
+
+def _continued_documents(goes_on: torch.Tensor, positions: torch.Tensor | None) -> Documents:
+    """Returns documents that begin with every row, and at tokens that go on with no document.
+
+    Args:
+        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before.
+        positions: of the queries; they are checked if there is one for each.
+
+    Raises:
+        PackingError: a document does not begin at position 0.
+    """
+    begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
+    if positions is not None and positions.shape[-1] == begins.shape[-1] and positions.ndim == 2:
+        check_beginnings(positions.expand(begins.shape)[begins])
+    offsets, longest = offsets_of(begins)
+    return Documents.of(Spans(offsets, offsets, longest, longest))
 
 
 def _tokens(

@@ -178,17 +178,9 @@ def document_mask(
     if isinstance(attention_mask, RowMask):  # made by `generate`, and given to the model
         return attention_mask
     name = getattr(mask_function, "__name__", "causal_mask_function")
-    refusal = None
-    if "allow_is_bidirectional_skip" in kwargs:
-        refusal = "its mask lets tokens attend to later ones; distca computes causal attention only"
-    elif use_vmap or name not in CAUSAL_MASKS:
-        refusal = (
-            "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
-            "does not compute; load it with another attn_implementation"
-        )
-    elif attention_mask is not None and attention_mask.ndim != 2:
-        shape = tuple(attention_mask.shape)
-        refusal = f"got an attention_mask of shape {shape}; give zeros and ones of shape [batch, tokens]"
+    is_causal = "allow_is_bidirectional_skip" not in kwargs
+    refusal = _refusal(is_causal, is_combined=use_vmap or name not in CAUSAL_MASKS, attention_mask=attention_mask)
+    if attention_mask is not None and attention_mask.ndim != 2:
         attention_mask = None
     if isinstance(q_offset, torch.Tensor):  # a static cache counts on in it
         q_offset = q_offset.clone()
@@ -213,6 +205,26 @@ def document_mask(
         window_tokens=local_size,
         refusal=refusal,
     )
+
+
+def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | None) -> str | None:
+    """Returns why a mask is more than causal documents; None if it is not.
+
+    Args:
+        is_combined: whether the model lets tokens attend to more than its causal mask does.
+        attention_mask: as the model was given it.
+    """
+    if not is_causal:
+        return "its mask lets tokens attend to later ones; distca computes causal attention only"
+    if is_combined:
+        return (
+            "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
+            "does not compute; load it with another attn_implementation"
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape)
+        return f"got an attention_mask of shape {shape}; give zeros and ones of shape [batch, tokens]"
+    return None
 
 
 def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:

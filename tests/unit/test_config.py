@@ -18,17 +18,19 @@ from distca_hf.config import (
     Debug,
     DistCAConfig,
     Timeouts,
-    as_environment,
-    check_settings,
+    carved_servers,
+    launched_node,
+    launched_nodes,
+    launched_process,
     launched_world_size,
-    read_yaml,
     unknown_environment_settings,
     variable_of,
 )
 from distca_hf.errors import ConfigError, UnknownSettingError
 from distca_hf.plugin import DistCAPlugin
-from distca_hf.recipe import Recipe
-from distca_hf.settings import fields_of, renamed, values_of
+from distca_hf.recipe import Recipe, as_environment, read_yaml
+from distca_hf.roles import LaunchedProcess
+from distca_hf.settings import check_mapping, fields_of, renamed, values_of
 
 
 NAMES = list(fields_of(DistCAConfig))
@@ -45,6 +47,9 @@ DEFAULTS = {
     "sort_packs": False,
     "regroup_steps": True,
     "ranks_per_node": 0,
+    "attention_servers": "0",
+    "trainers_attend": True,
+    "server_speed": 1.0,
     "kernel_times": "",
     "deterministic": False,
     "save_on_signal": True,
@@ -70,6 +75,9 @@ OTHERS = {
     "sort_packs": True,
     "regroup_steps": False,
     "ranks_per_node": 4,
+    "attention_servers": "0,8",
+    "trainers_attend": False,
+    "server_speed": 0.25,
     "kernel_times": "times.json",
     "deterministic": True,
     "save_on_signal": False,
@@ -558,7 +566,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_checked_settings_are_a_copy() -> None:
     given = {"prefetch": 3}
-    checked = check_settings(given, "here")
+    checked = check_mapping(DistCAConfig, given, "here")
     checked["prefetch"] = 4
 
     assert given == {"prefetch": 3}
@@ -614,6 +622,85 @@ def test_unknown_environment_settings_are_listed(monkeypatch: pytest.MonkeyPatch
         "DISTCA_KERNAL": "DISTCA_KERNEL",
         "DISTCA_prefetch": "DISTCA_PREFETCH",
     }
+
+
+@pytest.mark.parametrize(("given", "kept"), [(1, "1"), ("1", "1"), (0, "0"), ("0, 8", "0,8"), ("01", "1")])
+def test_servers_are_a_number_or_one_for_each_node(given: int | str, kept: str, tmp_path: Path) -> None:
+    """Equal settings are equal texts, however they are written."""
+    config = DistCAConfig(attention_servers=given)  # type: ignore[arg-type]
+
+    assert config.attention_servers == kept
+    assert dataclasses.replace(config, prefetch=3).attention_servers == kept
+    recipe = Recipe.read(written(tmp_path, yaml.safe_dump({"plugin": {"attention_servers": given}})))
+    environment: dict[str, str] = {}
+    recipe.prepare(environment)
+    assert environment == {"DISTCA_ATTENTION_SERVERS": str(given)}
+
+
+@pytest.mark.parametrize("wrong", ["-1", "", "one", "1;2", -1])
+def test_servers_that_are_no_numbers_are_refused(wrong: int | str) -> None:
+    assert "must be the number of servers of every node" in refusal(attention_servers=wrong)
+
+
+@pytest.mark.parametrize("wrong", [True, None, 1.0, (0, 8)])
+def test_servers_of_another_type_are_refused(wrong: object) -> None:
+    assert f"attention_servers={wrong!r} must be of type str" in refusal(attention_servers=wrong)
+
+
+def test_other_texts_take_no_numbers() -> None:
+    assert "kernel_times=1 must be of type str, not int" in refusal(kernel_times=1)
+
+
+@pytest.mark.parametrize("wrong", [0, -0.5, float("nan"), float("inf")])
+def test_speed_of_servers_is_positive_and_finite(wrong: float) -> None:
+    assert f"server_speed={wrong} must be" in refusal(server_speed=wrong)
+    assert DistCAConfig(server_speed=2).server_speed == 2.0
+
+
+def test_carved_servers_are_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert carved_servers() == ()
+    monkeypatch.setenv("DISTCA_CARVED", "0,8")
+
+    assert carved_servers() == (0, 8)
+    assert unknown_environment_settings() == {}
+
+
+LAUNCHED = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_process_has_the_numbers_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+
+    assert launched_process() == LaunchedProcess(5, 1, 8, 4, 1, 2)
+    assert (launched_node(), launched_nodes()) == (1, 2)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"])
+def test_servers_need_the_store_of_a_launcher(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(ConfigError, match="meet in the launcher's store, and this process has none: start it with"):
+        launched_process()
+    monkeypatch.setenv(missing, "False")
+    with pytest.raises(ConfigError if missing.startswith("TORCH") else ValueError):
+        launched_process()
+
+
+def test_roles_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (LAUNCHED | {"DISTCA_CARVED": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="DISTCA_CARVED=1: this process has its role already"):
+        launched_process()
 
 
 def test_world_size_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:

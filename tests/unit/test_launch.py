@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,9 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "null key of launch": ("launch: {script: }", ["'script' has no value"]),
     "null argument": ("script: {steps: }", ["'steps' has no value"]),
     "null variable": ("environment: {CUDA_VISIBLE_DEVICES: }", ["'CUDA_VISIBLE_DEVICES' has no value"]),
+    "argument that YAML reads as yes": ("script: {on: 5}", ["script: name True is bool, no text", "in quotes"]),
+    "variable that is a number": ("environment: {5: a}", ["environment: name 5 is int, no text"]),
+    "sections that are no texts": ("{5: {}, plugins: {}}", ["unknown section 5"]),
     "section that is a list": ("script: [--steps, 5]", ["section 'script' must map names to values, not list"]),
     "section that is a text": ("environment: A=1", ["section 'environment' must map names to values, not str"]),
     "list instead of a mapping": ("- plugin", ["must hold a mapping", "not list"]),
@@ -140,6 +144,7 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         (["a", 1, True], ["a", "1", "True"]),
         ({"use_reentrant": False, "depth": None}, ['{"use_reentrant": false, "depth": null}']),
         ([{"a": 1}, {"b": 2}], ['{"a": 1}', '{"b": 2}']),
+        ({"until": date(2026, 1, 31)}, ['{"until": "2026-01-31"}']),
     ],
 )
 def test_script_argument_is_written_as_a_command_line_has_it(write: Write, value: Any, expected: list[str]) -> None:
@@ -253,7 +258,7 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
     seen = []
     monkeypatch.setattr(run, "RECIPES", SimpleNamespace(find=seen.append))
     monkeypatch.setattr(run.Recipe, "read", lambda path: Recipe())
-    monkeypatch.setattr(run, "run_script", lambda recipe, script, rest: seen.extend([script, rest]))
+    monkeypatch.setattr(run, "run_script", lambda script, rest: seen.extend([script, rest]))
     monkeypatch.setattr(run, "EXAMPLES", SimpleNamespace(find=Path))
     run.main(arguments)
 
@@ -265,7 +270,7 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
     [
         ([], "expected one --recipe, got 0"),
         (["script.py"], "expected one --recipe, got 0"),
-        (["script.py", "--recipe"], "expected one --recipe, got 0"),
+        (["script.py", "--recipe"], "expected a value behind --recipe, got none"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
         (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
         (["--recipe", "quickstart", "quickstar"], "'quickstar' is no file and no shipped example. Did you mean"),
@@ -281,7 +286,7 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
-    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [SCRIPT]")
+    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [--attention-servers N] [SCRIPT]")
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0)])

@@ -61,13 +61,14 @@ def test_launcher_is_the_one_of_this_python(launched: list[list[str]]) -> None:
 
 def test_launched_process_runs_the_script(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(run, "run_script", lambda recipe, script, rest: seen.extend([script, rest]))
+    monkeypatch.setattr(run, "prepare_process", lambda recipe, role: seen.append(role))
+    monkeypatch.setattr(run, "run_script", lambda script, rest: seen.extend([script, rest[-2:]]))
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     ran = train("quickstart", "--steps", "3")
 
     assert ran.exit_code == 0, ran.output
-    assert (seen, launched) == ([EXAMPLES.find("quickstart"), ["--steps", "3"]], [])
+    assert (seen, launched) == ([None, EXAMPLES.find("quickstart"), ["--steps", "3"]], [])
     assert line_of("quickstart")[:2] == ["accelerate", "launch"], "a dry run trains nowhere"
 
 

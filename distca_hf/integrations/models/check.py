@@ -38,6 +38,13 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+# Name of the attention implementation in Transformers' registers.
+IMPLEMENTATION = "distca"
+REMEDY = "Else train it without distca_hf"
+# Layer types of configurations whose tokens attend to tokens before them. Windows are compared with documents later.
+CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+# Layers of these kinds carry state from token to token.
+RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
 # Names of modules that look positions up in a table.
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 
@@ -117,15 +124,6 @@ class PositionLimits:
             )
 
 
-# Name of the attention implementation in Transformers' registers.
-IMPLEMENTATION = "distca"
-REMEDY = "Else train it without distca_hf"
-# Layer types of configurations whose tokens attend to tokens before them. Windows are compared with documents later.
-CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-# Layers of these kinds carry state from token to token.
-RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
-
-
 def check_model(
     model: nn.Module,
     longest_document_tokens: int,
@@ -202,8 +200,8 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 def _positions(model: PreTrainedModel) -> Iterator[str]:
-    """Embeddings that count positions their own way: the positions inside documents that a batch holds would be others
-    than the model was trained with."""
+    """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
+    others than the model was trained with."""
     for name, module in model.named_modules():
         if "create_position_ids_from_input_ids" in source_of(getattr(type(module), "forward", None)):
             yield (
@@ -273,7 +271,7 @@ def _short_window(module: nn.Module, config: PreTrainedConfig, longest_document_
 
 
 def _window_of_config(module: nn.Module, config: PreTrainedConfig) -> object:
-    """Returns window of a layer that does not hold one itself; none in a layer of full attention."""
+    """Returns the window of a layer that does not hold one itself; None in a layer of full attention."""
     kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
     full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
     return None if full else getattr(config, "sliding_window", None)

@@ -300,7 +300,7 @@ def _check_placed(batch: Batch, plan: LivePlan) -> None:
 
 def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a window without labels has loss 0, not 0 / 0."""
+    counted. Never 0: a step without labels has loss 0, not 0 / 0."""
     count, labels = batch.get("num_items_in_batch"), batch.get("labels")
     if count is not None:
         return {"num_items_in_batch": count + (count == 0)}

@@ -209,7 +209,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         context.transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        # A window's micro-batches are taken one right after the other: have all of the next one ready.
+        # A step's micro-batches are taken one right after the other: have all of the next step ready.
         prefetch=max(config.prefetch, args.gradient_accumulation_steps + 1),
         head_groups=head_groups,
         micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,

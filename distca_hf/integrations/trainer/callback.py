@@ -21,6 +21,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
+from distca_hf.arrays import ceil_div
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, PlanSource, Reading
 from distca_hf.batches.preview import count
@@ -233,7 +234,7 @@ def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | No
     """Returns the optimizer steps of an epoch; None if its batches are not counted."""
     if not has_length(train_dataloader):
         return None
-    return -(-len(train_dataloader) // args.gradient_accumulation_steps)
+    return ceil_div(len(train_dataloader), args.gradient_accumulation_steps)
 
 
 def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:

@@ -27,6 +27,8 @@ from distca_hf.integrations.models.parts import calls_super, takes_shift_labels
 from distca_hf.telemetry import get_logger
 
 
+log = get_logger(__name__)
+
 # Trainers whose losses are the model's own.
 TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
 # Arguments that configure a torch DataLoader.
@@ -41,8 +43,6 @@ KEEP_LABELS = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2
 OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
 # Columns that collators of Transformers take for labels under these names.
 OTHER_LABELS = ("label", "label_ids")
-log = get_logger(__name__)
-
 # Rows among which a short and a long one are looked for.
 ROWS_LOOKED_AT = 256
 

@@ -52,7 +52,7 @@ def test_ranks_at_different_places_meet_in_an_error() -> None:
         return str(caught.value)
 
     for message in run_ranks(2, body):
-        assert "what they do is take micro-batch 0 on rank 0, attend micro-batch 1 on rank 1" in message
+        assert "their next step is take micro-batch 0 on rank 0, attend micro-batch 1 on rank 1" in message
 
 
 def test_a_rank_that_is_unable_is_named() -> None:
