@@ -49,6 +49,28 @@ def chained(starts: IntArray, lengths: IntArray) -> IntArray:
     return starts - exclusive_cumsum(lengths)
 
 
+def first_outside(numbers: IntArray, count: int) -> int | None:
+    """Finds the first number that is not in [0, count); returns its index."""
+    outside = np.flatnonzero((numbers < 0) | (numbers >= count))
+    return int(outside[0]) if len(outside) else None
+
+
+def first_gap(starts: IntArray, stops: IntArray, opens: BoolArray) -> tuple[int, int] | None:
+    """Finds the first range that is empty, or does not begin where the one before it ends.
+
+    Args:
+        starts, stops: `[n]` ranges in order.
+        opens: `[n]` ranges that have to begin at 0 instead, see `run_starts`.
+
+    Returns:
+        Index of the range, and the start that it has to have.
+    """
+    expected = np.concatenate([[0], stops[:-1]])[: len(stops)]
+    expected[opens] = 0
+    wrong = np.flatnonzero((starts != expected) | (stops <= starts))
+    return (int(wrong[0]), int(expected[wrong[0]])) if len(wrong) else None
+
+
 def exclusive_cumsum(values: IntArray) -> IntArray:
     """Sums the values before each entry: `[n]`, the first is 0."""
     sums: IntArray = np.cumsum(values) - values

@@ -292,10 +292,9 @@ class DistCAConfig(Settings):
         """Returns which ranks share a node: all of them, unless a setting says how many do."""
         return Topology(num_ranks, self.ranks_per_node or num_ranks)
 
-    def num_chunks(self, num_ranks: int) -> int:
-        """Returns the chunks of every exchange, at most."""
-        topology = self.topology(num_ranks)
-        return self.exchange_chunks or (1 if topology.ranks_per_node >= num_ranks else CHUNKS_BETWEEN_NODES)
+    def num_chunks(self, topology: Topology) -> int:
+        """Returns the chunks of every exchange between these ranks, at most."""
+        return self.exchange_chunks or (1 if topology.num_nodes == 1 else CHUNKS_BETWEEN_NODES)
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""

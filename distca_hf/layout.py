@@ -19,7 +19,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distca_hf.arrays import IntArray, ceil_div, chained, offsets, run_starts, run_stops
+from distca_hf.arrays import (
+    IntArray,
+    ceil_div,
+    chained,
+    first_gap,
+    first_outside,
+    offsets,
+    run_starts,
+    run_stops,
+)
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import ConfigError, PackingError, and_more
 
@@ -316,7 +325,7 @@ class Layout:
         Raises:
             PackingError: names the first document or rank that is wrong.
         """
-        # 1. Every rank has a slice of the segments, and every segment a document.
+        # 1. Every rank has a slice of the segments, and every segment a document, whose positions fit a sort key.
         borders, num_segments = self.rank_segments, len(self.segment_document)
         if (
             len(borders) != self.num_ranks + 1
@@ -327,22 +336,27 @@ class Layout:
             raise PackingError(
                 f"rank_segments {borders.tolist()} do not divide {num_segments} segments among {self.num_ranks} ranks"
             )
-        outside = np.flatnonzero((self.segment_document < 0) | (self.segment_document >= self.num_documents))
-        if len(outside):
-            number = self.segment_document[outside[0]]
-            raise PackingError(f"segment {outside[0]} belongs to document {number}; there are {self.num_documents}")
+        unknown = first_outside(self.segment_document, self.num_documents)
+        if unknown is not None:
+            number = self.segment_document[unknown]
+            raise PackingError(f"segment {unknown} belongs to document {number}; there are {self.num_documents}")
+        too_long = np.flatnonzero(self.document_tokens > MAX_DOCUMENT_TOKENS)
+        if len(too_long):
+            at = too_long[0]
+            raise PackingError(
+                f"document {at} has {self.document_tokens[at]} tokens{and_more(len(too_long) - 1)}; a document has at "
+                f"most {MAX_DOCUMENT_TOKENS}"
+            )
 
         # 2. Each segment begins where the one before it ends, and the last ends with its document.
         order = np.lexsort((self.segment_start, self.segment_document))
         document, start, stop = self.segment_document[order], self.segment_start[order], self.segment_stop[order]
-        expected_start = np.concatenate([[0], stop[:-1]])[: len(stop)]
-        expected_start[run_starts(document)] = 0
-        wrong = np.flatnonzero((start != expected_start) | (stop <= start))
-        if len(wrong):
-            at = wrong[0]
+        gap = first_gap(start, stop, run_starts(document))
+        if gap is not None:
+            at, expected = gap
             raise PackingError(
-                f"document {document[at]}: segment [{start[at]}, {stop[at]}) where [{expected_start[at]}, ...) is "
-                "next; segments must cover a document without gap or overlap"
+                f"document {document[at]}: segment [{start[at]}, {stop[at]}) where [{expected}, ...) is next; "
+                "segments must cover a document without gap or overlap"
             )
         covered = np.zeros(self.num_documents, dtype=np.int64)
         np.maximum.at(covered, document, stop)

@@ -4,11 +4,11 @@
 |---|---|---|
 | command | the arguments of the command line | text, picture or JSON |
 | lengths | a file or a dataset | document lengths |
-| find_model, models | the name of a model, or its config.json | heads, bytes and numbers of weights |
-| request | ranks, tokens and the model | plans of micro-steps, as training makes them |
+| find_model | the name of a model, or its config.json | heads, bytes and numbers of weights |
+| request | ranks, tokens and the model, with a table of public ones | plans of micro-steps, as training makes them |
 | first_step | the first optimizer step | its plan, a lower bound of its bytes, and baselines |
 | epoch | document lengths and the seed | the micro-batches of training; their balance, as packed and as planned |
-| estimates, memory | balance and model | speed and memory |
+| estimates | balance and model | speed and memory |
 | answer | all of these | one answer, with other numbers of tokens per rank |
 | print_answer, pictures | the answer | terminal and picture |
 | environment | the machine | the report of `distca env` |

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline, sorted_packs
+from distca_hf.analysis.baselines.baseline import sorted_packs
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum
 from distca_hf.cost import causal_pairs_of
@@ -20,6 +20,7 @@ from distca_hf.data.accumulation import group_documents
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch, EpochPacker
 from distca_hf.errors import PackingError, and_more
+from distca_hf.planning.transfers import bytes_between
 
 
 # Maximum of ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
@@ -167,7 +168,8 @@ class InOrder:
     @property
     def imbalance(self) -> np.ndarray:
         """`[micro_batches]` float64 max/mean work over ranks; training logs its mean as `distca/imbalance_before`."""
-        return self.work.max(axis=1) * self.work.shape[1] / self.work.sum(axis=1)
+        ranks = self.work.shape[1]
+        return _ratios(self.work.max(axis=1) * ranks, self.work.sum(axis=1))
 
     def rank_tokens(self, micro_batches: IntArray | slice) -> IntArray:
         """Returns `[micro_batches]` tokens of the fullest rank."""
@@ -197,7 +199,12 @@ class EpochPlans:
     @property
     def imbalance(self) -> np.ndarray:
         """`[planned]` float64 max/mean work over ranks; training logs its mean as `distca/imbalance`."""
-        return np.asarray(self.work.max(axis=1) / self.work.mean(axis=1))
+        return _ratios(self.work.max(axis=1), self.work.mean(axis=1))
+
+
+def _ratios(largest: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Divides `[micro_batches]` largest work by the mean; 1.0 for micro-batches without documents, as in `cost`."""
+    return np.divide(largest, mean, out=np.ones(len(mean)), where=mean > 0)
 
 
 def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> InOrder:
@@ -247,8 +254,7 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
         batches = [document_tokens[epoch.micro_batch(number)] for number in numbers]
         for plan in plan_micro_steps(request, batches):
             work.append(plan.work / plan.tasks.head_groups)
-            sent = Baseline.of_plan("", plan, request.model.token_bytes).bytes_between
-            received.append(int(sent.sum(axis=0).max()))
+            received.append(int(bytes_between(plan, request.model.token_bytes).sum(axis=0).max()))
         packs += sorted_packs(np.concatenate(batches), request.num_ranks, micro_steps)
     return EpochPlans(
         in_order=pack_in_order(document_tokens, epoch, request.num_ranks),

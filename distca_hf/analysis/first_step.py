@@ -29,6 +29,7 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PlanError
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import bytes_between
 
 
 # Tolerances of the published planner, as shares of the mean work: of its code, of its paper's figures, and none.
@@ -69,7 +70,8 @@ class StepReport:
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
         planned: the plan of distca.
         baselines: other planners and kinds of parallelism, by name.
-        work_before, work: `[ranks]` work of all micro-steps together.
+        work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
+            model.
     """
 
     request: PlanRequest
@@ -165,7 +167,7 @@ def make_report(
         ),
         baselines=baselines,
         work_before=np.sum(in_order, axis=0),
-        work=np.sum([plan.work for plan in plans], axis=0),
+        work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
     )
 
 
@@ -189,8 +191,8 @@ def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
     while ranks > 1:
         ranks //= 2
         world = replace(request, num_ranks=ranks, tokens_per_rank=ceil_div(most_tokens, ranks), bytes_limit=None)
-        planned = [Baseline.of_plan("", plan, request.model.token_bytes) for plan in plan_micro_steps(world, batches)]
-        largest = max(int(step.bytes_between.sum(axis=axis).max()) for step in planned for axis in (0, 1))
+        moved = [bytes_between(plan, request.model.token_bytes) for plan in plan_micro_steps(world, batches)]
+        largest = max(int(sent.sum(axis=axis).max()) for sent in moved for axis in (0, 1))
         if largest <= (request.bytes_limit or 0):
             break
     return f"or train these documents on {ranks} ranks of {ceil_div(most_tokens, ranks)} tokens, where it is met"

@@ -19,10 +19,12 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, as_int_array
+from distca_hf.layout import Layout, Topology, as_int_array
 from distca_hf.planning.facts import PlanFacts, PlanTotals
+from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
+from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
@@ -34,9 +36,13 @@ log = get_logger(__name__)
 class PackPlanner:
     """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
+    Args:
+        servers: attention servers behind the ranks, for micro-batches that are trained on; None if there are none.
+
     Attributes:
         history: facts of the latest micro-batches.
         totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
+        served_plan: plan of the latest micro-batch, to hand to attention servers; None if it uses none.
     """
 
     def __init__(
@@ -45,15 +51,18 @@ class PackPlanner:
         transport: Transport,
         head_groups: int = 1,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+        servers: Servers | None = None,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
+        self.served_plan: Plan | None = None
         self._config = config
         self._transport = transport
         self._topology = config.topology(transport.world_size)
         self._head_groups = head_groups
         self._token_bytes = token_bytes
+        self._servers = servers
         self._warned_of_padding = False
         self._next_number = 0
 
@@ -79,8 +88,10 @@ class PackPlanner:
         layout = Layout.from_packs(lengths_of_ranks)
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
-        plan = plan_by_moving(layout, self._head_groups, topology=self._topology, token_bytes=self._token_bytes)
-        mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(self._transport.world_size))
+        servers = self._servers if trains else None  # evaluation uses none
+        plan, topology = self._plan(layout, servers)
+        self.served_plan = None if servers is None else plan
+        mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(topology), layout.rank_work)
         routing = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
         self.history.append(mine.facts)
         if trains:
@@ -95,6 +106,14 @@ class PackPlanner:
             config=self._config,
             fingerprint=plan.fingerprint,
         )
+
+    def _plan(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
+        """Returns the plan of all packs, and the nodes of the ranks that it is of."""
+        groups, trainers, token_bytes = self._head_groups, self._topology, self._token_bytes
+        if servers is None:
+            return plan_by_moving(layout, groups, topology=trainers, token_bytes=token_bytes), trainers
+        plan = plan_served(layout, servers, groups, topology=trainers, token_bytes=token_bytes)
+        return plan, servers.topology(trainers)
 
     def _lengths(self, batch: Batch, number: int) -> IntArray | None:
         """Returns document lengths of this rank; None if its batch is padded. Announces a failure to others."""

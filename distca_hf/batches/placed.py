@@ -9,12 +9,14 @@ from pathlib import Path
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.epochs import Epoch
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
+from distca_hf.planning.served import Servers, plan_served
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,26 @@ class PlacedPlanner:
         config: settings.
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
+        servers: attention servers behind these ranks; None if there are none.
+        token_bytes: bytes of one token in one layer; read where there are servers.
     """
 
     config: DistCAConfig
     num_ranks: int
     head_groups: int = 1
+    servers: Servers | None = None
+    token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
 
     @property
     def capacity_tokens(self) -> int:
         """Most tokens of a micro-batch."""
         return self.num_ranks * self.config.tokens_per_rank
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of every exchange, at most."""
+        trainers = self.config.topology(self.num_ranks)
+        return self.config.num_chunks(trainers if self.servers is None else self.servers.topology(trainers))
 
     @cached_property
     def kernel_times(self) -> KernelTimes | None:
@@ -74,7 +86,15 @@ class PlacedPlanner:
         """
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
         padded = layout.padded(self.config.pad_to_multiple_of, self.config.tokens_per_rank)
-        return plan_in_place(padded, self.head_groups)
+        if self.servers is None:
+            return plan_in_place(padded, self.head_groups)
+        return plan_served(
+            padded,
+            self.servers,
+            self.head_groups,
+            topology=self.config.topology(self.num_ranks),
+            token_bytes=self.token_bytes,
+        )
 
     def _place(self, document_tokens: IntArray) -> Layout:
         """Places documents: equal work for all ranks, or equal seconds."""

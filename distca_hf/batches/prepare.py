@@ -21,6 +21,7 @@ from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.facts import PlanFacts
+from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.telemetry import LoaderTimes
@@ -57,6 +58,7 @@ class Prepared:
         documents_checksum: of the documents that form the micro-batch.
         routings: rank plans for each mask that layers attend with.
         cuts: cuts of documents beside this rank's segments.
+        plan: the plan of all ranks, to hand to attention servers; None if there are none.
     """
 
     cursor: Cursor
@@ -68,6 +70,7 @@ class Prepared:
     documents_checksum: int
     cuts: list[Cut]
     plan_seconds: float
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,9 @@ class Preparer:
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
-        num_ranks = self.planner.num_ranks
         plan = self.planner.plan(document_tokens, epoch.layout(cursor.micro_batch))
-        work_before = work_in_order(document_tokens, num_ranks)
-        mine = rank_plan(plan, self.rank, self.planner.config.num_chunks(num_ranks), work_before)
+        work_before = work_in_order(document_tokens, self.planner.num_ranks)
+        mine = rank_plan(plan, self.rank, self.planner.num_chunks, work_before)
         pin = self.device.type == "cuda"
         rows = collate(plan.layout, self.rank, documents, self.source)
         return Prepared(
@@ -107,6 +109,7 @@ class Preparer:
             documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),
             cuts=cuts_of(plan.layout, self.rank, documents, self.source),
             plan_seconds=time.perf_counter() - began,
+            plan=None if self.planner.servers is None else plan,
         )
 
 

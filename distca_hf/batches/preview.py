@@ -41,20 +41,25 @@ class Preview:
     Attributes:
         tokens, pairs: `[micro-batches]` of all ranks; a pair of a query and a key counts once for all heads.
         imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
-            came, and as they are computed.
+            came, and as they are computed. With servers the latter is the longest time over that of an even split.
+        speeds: relative speeds of all ranks, of which attention servers are the last; empty without servers.
     """
 
     tokens: IntArray
     pairs: IntArray
     imbalance_before: NDArray[np.float64]
     imbalance: NDArray[np.float64]
+    speeds: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, facts: PlanFacts) -> Self:
         """Returns the preview of one micro-batch, which is planned already."""
-        pairs = sum(facts.work) // facts.rows_per_token
         return cls(
-            *(np.array([number]) for number in (facts.num_tokens, pairs, facts.imbalance_before, facts.imbalance))
+            tokens=np.array([facts.num_tokens]),
+            pairs=np.array([sum(facts.work) // facts.rows_per_token]),
+            imbalance_before=np.array([facts.imbalance_before]),
+            imbalance=np.array([facts.imbalance]),
+            speeds=facts.speeds,
         )
 
 
@@ -91,7 +96,10 @@ class PlacedData:
             before.append(imbalance(work_in_order(lengths, self.planner.num_ranks)))
             if index in placed:
                 after.append(self.planner.plan(lengths, self.micro_batches.layout(index)).imbalance)
-        return Preview(np.array(tokens), np.array(pairs), np.array(before), np.full(len(counted), np.mean(after)))
+        servers, num_ranks = self.planner.servers, self.planner.num_ranks
+        speeds = () if servers is None else servers.rank_speeds(num_ranks)
+        after_all = np.full(len(counted), np.mean(after))
+        return Preview(np.array(tokens), np.array(pairs), np.array(before), after_all, speeds)
 
     def _spread(self, most: int) -> Iterator[int]:
         """Yields numbers of about `most` micro-batches all over the epoch, whole optimizer steps together."""
@@ -152,7 +160,9 @@ class RunReport:
         """Returns the words of the first line."""
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
-        nodes = f"on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
+        servers = len(plan.facts.speeds) - num_ranks
+        beside = f"and {count(servers, 'attention server')} " if servers > 0 else ""
+        nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
         ranks = count(num_ranks, "rank")
         if not isinstance(plan, PlacedPlan):
             facts = plan.facts
@@ -181,19 +191,25 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     Args:
         preview: micro-batches of the training.
         cost: of a token and a pair; None if it is not known.
+        num_ranks: ranks that train.
         seen: which micro-batches these are.
     """
     words = []
-    if num_ranks == 1:
+    # Attention of an even split takes this much of the time without servers.
+    left = num_ranks / sum(preview.speeds) if preview.speeds else 1.0
+    imbalance_after = preview.imbalance * left
+    before, after = preview.imbalance_before.mean(), imbalance_after.mean()
+    if preview.speeds:
+        words.append(f"attention time of the busiest rank {before:.2f} -> {after:.2f} times the mean of the trainers")
+    elif num_ranks == 1:
         words.append("one rank: there is nothing to balance")
     else:
-        before, after = preview.imbalance_before.mean(), preview.imbalance.mean()
         words.append(f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean")
     if cost is not None:
         share = cost.attention_share(preview.tokens.sum(), preview.pairs.sum())
         words.append(f"attention is about {share:.0%} of a step")
-        if num_ranks > 1:
-            speed_up = cost.speed_up(preview.tokens, preview.pairs, preview.imbalance_before, preview.imbalance)
+        if num_ranks > 1 or preview.speeds:
+            speed_up = cost.speed_up(preview.tokens, preview.pairs, preview.imbalance_before, imbalance_after)
             words.append(f"steps should be {speed_up:.2f} times as fast as in the order of the data")
     return f"{'; '.join(words)} ({seen})"
 

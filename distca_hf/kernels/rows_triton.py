@@ -80,7 +80,7 @@ def copy_rows_on_gpu(
     launch, blocks = _copy_launch(targets[0].device, *kinds, any_rows, any_places)
     index = places if rows is None else rows
     assert index is not None
-    indices = index if rows is None else rows, index if places is None else places
+    indices = index, index if places is None else places  # of two equal ones the kernel reads one
     if count:
         launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], index=indices)
 
@@ -177,23 +177,23 @@ def _add_launch(
     return Launch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)
 
 
-@triton.jit(do_not_specialize=["far_head_stride", "start"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["other_head_stride", "start"])  # type: ignore[untyped-decorator]
 def _merge_block(  # type: ignore[no-untyped-def]
     out,
     lse,
-    far_out,
-    far_lse,
-    far_head_stride,
+    other_out,
+    other_lse,
+    other_head_stride,
     start,
     OUT_STRIDE: tl.constexpr,
     LSE_STRIDE: tl.constexpr,
-    FAR_OUT_STRIDE: tl.constexpr,
+    OTHER_OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HEADS_OF_BLOCK: tl.constexpr,
     DIM_OF_BLOCK: tl.constexpr,
 ):
-    # Program (row, block of heads). lse = log(exp(near) + exp(far)), each out weighted with its share of that sum.
+    # Program (row, block of heads). lse = log(exp(one) + exp(other)), each out weighted with its share of that sum.
     # The larger one is subtracted before exp, which would overflow.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
@@ -201,30 +201,30 @@ def _merge_block(  # type: ignore[no-untyped-def]
     is_head = head < HEADS
     out += (start + row) * OUT_STRIDE
     lse += (start + row) * LSE_STRIDE
-    near = tl.load(lse + head, mask=is_head, other=0.0)
-    far = tl.load(far_lse + head * far_head_stride + row, mask=is_head, other=0.0)
-    largest = tl.maximum(near, far)
-    near_part, far_part = tl.exp(near - largest), tl.exp(far - largest)
-    both = near_part + far_part
+    one = tl.load(lse + head, mask=is_head, other=0.0)
+    other = tl.load(other_lse + head * other_head_stride + row, mask=is_head, other=0.0)
+    largest = tl.maximum(one, other)
+    one_part, other_part = tl.exp(one - largest), tl.exp(other - largest)
+    both = one_part + other_part
     places = head[:, None] * DIM + column[None, :]
     inside = is_head[:, None] & (column < DIM)[None, :]
-    near_values = tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
-    far_values = tl.load(far_out + row * FAR_OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
-    merged = near_values * (near_part / both)[:, None] + far_values * (far_part / both)[:, None]
+    one_values = tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
+    other_values = tl.load(other_out + row * OTHER_OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
+    merged = one_values * (one_part / both)[:, None] + other_values * (other_part / both)[:, None]
     tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + head, largest + tl.log(both), mask=is_head)
 
 
 def merge_on_gpu(
-    out_TNV: torch.Tensor, lse_TN: torch.Tensor, far_out_RNV: torch.Tensor, far_lse_NR: torch.Tensor, start: int
+    out_TNV: torch.Tensor, lse_TN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_NR: torch.Tensor, start: int
 ) -> None:
     """Does `merge`; log-sum-exps are in fp32."""
-    rows, heads, dim = far_out_RNV.shape
+    rows, heads, dim = other_out_RNV.shape
     if not rows:
         return
-    strides = out_TNV.stride(0), lse_TN.stride(0), far_out_RNV.stride(0)
+    strides = out_TNV.stride(0), lse_TN.stride(0), other_out_RNV.stride(0)
     launch, blocks = _merge_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
-    launch(rows, blocks, out_TNV, lse_TN, far_out_RNV, far_lse_NR, numbers=(far_lse_NR.stride(0), start))
+    launch(rows, blocks, out_TNV, lse_TN, other_out_RNV, other_lse_NR, numbers=(other_lse_NR.stride(0), start))
 
 
 @lru_cache

@@ -103,10 +103,11 @@ class CpuKernel:
             q = _batch(q_TNH[rows])
             out, lse = attend(q, _batch(k_SGH[square]), _batch(v_SGV[square]), 0.0, spec.causal, scale=scale)
             if prefix.stop > prefix.start:
-                far_out, far_lse = attend(q, _batch(k_SGH[prefix]), _batch(v_SGV[prefix]), 0.0, False, scale=scale)
-                total = torch.logaddexp(lse, far_lse)
-                share, far_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse, far_lse))
-                out, lse = share * out + far_share * far_out, total
+                k, v = _batch(k_SGH[prefix]), _batch(v_SGV[prefix])
+                prefix_out, prefix_lse = attend(q, k, v, 0.0, False, scale=scale)
+                total = torch.logaddexp(lse, prefix_lse)
+                share, prefix_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse, prefix_lse))
+                out, lse = share * out + prefix_share * prefix_out, total
             out_TNV[rows] = out[0].transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse[0]
         return out_TNV, lse_NT

@@ -21,7 +21,7 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement.piece_pool import Segment
 from distca_hf.placement.place import place
-from distca_hf.placement.token_swaps import even_out
+from distca_hf.placement.token_swaps import even_out, find_striped
 
 
 FloatArray = NDArray[np.float64]
@@ -151,15 +151,8 @@ class TimedCost:
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
     """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe's equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
-    in_stripe = np.zeros(len(seconds), dtype=bool)
-    total = _stripe_seconds(layout, times)
-    for stripe in layout.stripes:
-        in_stripe |= (
-            (layout.segment_document == stripe.document)
-            & (layout.segment_start >= stripe.start)
-            & (layout.segment_stop <= stripe.stop)
-        )
-    np.add.at(total, layout.segment_rank[~in_stripe], seconds[~in_stripe])
+    total, alone = _stripe_seconds(layout, times), ~find_striped(layout)
+    np.add.at(total, layout.segment_rank[alone], seconds[alone])
     return total
 
 

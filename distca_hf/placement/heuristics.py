@@ -40,7 +40,7 @@ ALIKE_GROUPS = 0.5
 # Work of the front that is cut off a heavy document beforehand, as a fraction of a rank's work. Of a document of one
 # rank's work it is the first 22 % of the tokens. The cut costs few bytes, and leaves the accordion light tokens in
 # every group, beside which parts can be large.
-HEAD = 0.05
+FRONT_SHARE = 0.05
 
 
 def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], off: float) -> list[list[Piece]] | None:
@@ -90,16 +90,16 @@ def _dealt(
         if len(of_group) == 1:
             shares.append([piece, *others])
             continue
-        pool = PiecePool([*_parted(piece, work, HEAD * of_group[0].load), *others], work)
+        pool = PiecePool([*_parted(piece, work, FRONT_SHARE * of_group[0].load), *others], work)
         in_proportion = [replace(goal, work=goal.work + more * goal.load) for goal in of_group]
         shares += deal(pool, in_proportion, off=off - abs(more))
     return shares
 
 
-def _parted(piece: Piece, work: Work, head_work: float) -> list[Piece]:
+def _parted(piece: Piece, work: Work, front_work: float) -> list[Piece]:
     """Cuts a piece in two, so that the front has at most this much work."""
     _, document, start, stop, _ = piece
-    cut = start + largest(stop - start, lambda tokens: work(document, start, start + tokens) <= head_work)
+    cut = start + largest(stop - start, lambda tokens: work(document, start, start + tokens) <= front_work)
     return [piece_of(document, *part, work(document, *part)) for part in pairwise(sorted({start, cut, stop}))]
 
 

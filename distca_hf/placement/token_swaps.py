@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from distca_hf.arrays import BoolArray
 from distca_hf.layout import TILE_TOKENS, Layout, join_neighbours
 from distca_hf.placement.piece_pool import Segment
 
@@ -79,14 +80,26 @@ def even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: NDArray[np.floa
     return Layout.from_segments(layout.document_tokens, held, stripes=layout.stripes)
 
 
+def find_striped(layout: Layout) -> BoolArray:
+    """Marks segments that are parts of stripes: `[segments]`."""
+    in_stripe = np.zeros(len(layout.segment_document), dtype=bool)
+    for stripe in layout.stripes:
+        in_stripe |= (
+            (layout.segment_document == stripe.document)
+            & (layout.segment_start >= stripe.start)
+            & (layout.segment_stop <= stripe.stop)
+        )
+    return in_stripe
+
+
 def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
     """Parts the segments of each rank: segments of stripes, and all others."""
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
+    in_stripe = find_striped(layout)
     for rank in range(layout.num_ranks):
-        for document, start, stop in layout.held_by(rank):
-            in_stripe = any(s.document == document and s.start <= start and stop <= s.stop for s in layout.stripes)
-            (of_stripes if in_stripe else free)[rank].append((document, start, stop))
+        for segment, of_stripe in zip(layout.held_by(rank), in_stripe[layout.segments_of(rank)], strict=True):
+            (of_stripes if of_stripe else free)[rank].append(segment)
     return of_stripes, free
 
 

@@ -18,12 +18,13 @@ class PlanFacts:
     Attributes:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
         work: attended pairs x head groups of each rank, as planned.
-        work_before: the same for documents packed in order.
+        work_before: the same for documents packed in order; of the ranks that hold tokens, without servers.
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
         key_rows_received: rows of keys and values that each rank receives.
         remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
         rows_per_token: 1, or the groups that the plan divides heads into.
+        speeds: relative speed of each rank, where they differ (see `Plan`).
     """
 
     num_documents: int
@@ -36,6 +37,7 @@ class PlanFacts:
     remote_query_rows: tuple[int, ...] = ()
     rows_per_token: int = 1
     num_tokens: int = 0
+    speeds: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, transfers: KeyTransfers, work_before: IntArray) -> "PlanFacts":
@@ -44,7 +46,7 @@ class PlanFacts:
         Args:
             plan: the plan.
             transfers: its key transfers.
-            work_before: `[ranks]` attended pairs to compare the plan with.
+            work_before: `[ranks with tokens]` attended pairs to compare the plan with.
         """
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
         num_ranks, keys = layout.num_ranks, transfers.rows_between(layout.num_ranks)
@@ -64,12 +66,13 @@ class PlanFacts:
             remote_query_rows=tuple(remote_query_rows.tolist()),
             rows_per_token=plan.tasks.head_groups,
             num_tokens=int(layout.document_tokens.sum()),
+            speeds=plan.speeds,
         )
 
     @property
     def imbalance(self) -> float:
-        """Max over mean of `work`."""
-        return imbalance(self.work)
+        """Max over mean of `work`; with speeds, the longest time over the time of an even split."""
+        return imbalance(self.work, self.speeds)
 
     @property
     def imbalance_before(self) -> float:

@@ -23,7 +23,15 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import IndexRanges, IntArray, exclusive_cumsum, ranges, run_starts
+from distca_hf.arrays import (
+    IndexRanges,
+    IntArray,
+    exclusive_cumsum,
+    first_gap,
+    first_outside,
+    ranges,
+    run_starts,
+)
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
@@ -108,10 +116,10 @@ class Tasks:
             raise PlanError(
                 f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}"
             )
-        outside = np.flatnonzero((self.document < 0) | (self.document >= layout.num_documents))
-        if len(outside):
-            name = self.document[outside[0]]
-            raise PlanError(f"task {outside[0]} is of document {name}; there are {layout.num_documents}")
+        unknown = first_outside(self.document, layout.num_documents)
+        if unknown is not None:
+            number = self.document[unknown]
+            raise PlanError(f"task {unknown} is of document {number}; there are {layout.num_documents}")
         if np.any((self.head < ALL_HEADS) | (self.head >= self.head_groups)):
             raise PlanError(
                 f"tasks of head groups {self.head.min()} to {self.head.max()}; there are {self.head_groups}"
@@ -127,12 +135,10 @@ class Tasks:
         # 3. Each task begins where the one before it ends.
         order = np.lexsort((self.start, self.head, self.document))
         document, start, stop = self.document[order], self.start[order], self.stop[order]
-        expected = np.concatenate([[0], stop[:-1]])[: len(stop)]
-        expected[run_starts(document, self.head[order])] = 0
-        wrong = np.flatnonzero((start != expected) | (stop <= start))
-        if len(wrong):
-            at = wrong[0]
-            raise PlanError(f"document {document[at]}: task [{start[at]}, {stop[at]}) where {expected[at]} is next")
+        gap = first_gap(start, stop, run_starts(document, self.head[order]))
+        if gap is not None:
+            at, expected = gap
+            raise PlanError(f"document {document[at]}: task [{start[at]}, {stop[at]}) where {expected} is next")
 
         # 4. The last task of each group ends with the document.
         covered = np.zeros((layout.num_documents, self.head_groups), dtype=np.int64)

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
@@ -59,6 +60,14 @@ class Plan:
     def work(self) -> IntArray:
         """`[ranks]` attended pairs x groups of heads computed by each rank."""
         return self.tasks.work_of(self.layout.num_ranks)
+
+    @cached_property
+    def time(self) -> NDArray[np.float64]:
+        """`[ranks]` work over speed; the work itself where all ranks are equally fast."""
+        if not self.speeds:
+            return self.work.astype(np.float64)
+        speeds = np.array(self.speeds, dtype=np.float64)
+        return np.divide(self.work, speeds, out=np.zeros_like(speeds), where=speeds > 0)
 
     @property
     def imbalance(self) -> float:

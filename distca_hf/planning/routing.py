@@ -275,10 +275,12 @@ def _held(layout: Layout, rank: int) -> IntArray:
 
 
 def _late_share(plan: Plan, rank: int) -> float:
-    """Returns the fraction of a rank's local work to defer.
+    """Returns the fraction of a rank's local work to defer, so that all ranks send results at the same time.
 
-    The deferred work is equal on all ranks: `LATE_SHARE` of the mean work, capped by the rank with the least local
-    work.
+    Without speeds the deferred work is equal on all ranks: `LATE_SHARE` of the mean work, capped by the rank with the
+    least local work. With speeds all times but the deferred ones are equal. Results leave once every rank has done its
+    remote queries, and each but `LATE_SHARE` of the mean time. Then servers without local work defer nothing, and
+    trainers defer as much as they compute longer.
     """
     # A task's square, its queries against the keys beside them, is local work, unless other ranks hold its queries.
     tasks = plan.tasks
@@ -288,6 +290,10 @@ def _late_share(plan: Plan, rank: int) -> float:
     working = plan.work > 0
     if not local[rank] or not working.any():
         return 0.0
+    if plan.speeds:
+        local_time = local / np.maximum(plan.work, 1) * plan.time
+        leaves = max((plan.time - local_time).max(), plan.time.max() - LATE_SHARE * plan.time[working].mean())
+        return float(np.clip(plan.time[rank] - leaves, 0, local_time[rank]) / local_time[rank])
     return float(min(LATE_SHARE * plan.work[working].mean(), local[working].min()) / local[rank])
 
 
@@ -362,8 +368,8 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
         plan: the plan, the same on all ranks.
         rank: the rank.
         num_chunks: chunks of the exchange in forward.
-        work_before: `[ranks]` attended pairs to compare the plan with, in facts; by default the work of the
-            queries that each rank holds.
+        work_before: `[ranks with tokens]` attended pairs to compare the plan with, in facts; by default the work of
+            the queries that each rank holds, servers included.
     """
     transfers = key_transfers(plan)
     facts = PlanFacts.of(

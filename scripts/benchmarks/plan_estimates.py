@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline, whole_documents
+from distca_hf.analysis.baselines.baseline import whole_documents
 from distca_hf.analysis.estimates import TrainingSetup, estimate_memory, step_cost
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.flops import H200, H200_LIGER
 from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
 from lib.tables import head
@@ -44,7 +45,7 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
     tokens_per_rank = -(-int(lengths.sum()) // num_ranks)
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank), num_ranks, HEADS.groups)
     plan = planner.plan(lengths)
-    received = Baseline.of_plan("placed", plan, TOKEN_BYTES).bytes_between.sum(axis=0).max()
+    received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()
     return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
 
 

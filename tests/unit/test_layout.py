@@ -191,6 +191,7 @@ def test_wrong_cu_seqlens_are_refused_by_position_and_values(
         ([5], [[(0, 0, 5)]], [5.0], ["rank_rows", "integers", "float64"]),
         ([5.0], [[(0, 0, 5)]], None, ["document_tokens", "integers", "float64"]),
         ([[5]], [[(0, 0, 5)]], None, ["document_tokens", "shape (1, 1)"]),
+        ([2**32], [[(0, 0, 2**31)], [(0, 2**31, 2**32)]], None, ["document 0", str(2**32), str(2**31 - 1)]),
     ],
     ids=[
         "gap",
@@ -211,6 +212,7 @@ def test_wrong_cu_seqlens_are_refused_by_position_and_values(
         "float rows",
         "float document",
         "nested documents",
+        "document beyond 31 bits",
     ],
 )
 def test_wrong_layout_is_refused_with_document_or_rank_and_both_numbers(
@@ -337,6 +339,22 @@ def test_causal_pairs_are_exact(start: int, stop: int) -> None:
 def test_imbalance_is_max_over_mean(work: list[int], expected: float) -> None:
     assert imbalance(work) == expected
     assert imbalance(np.array(work, dtype=np.int64)) == expected
+
+
+@pytest.mark.parametrize(
+    ("work", "speeds", "expected"),
+    [
+        ([4, 4, 2], [1.0, 1.0, 0.5], 1.0),
+        ([4, 4, 2], [1.0, 1.0, 0.25], 1.8),
+        ([0, 0, 6], [0.0, 0.0, 1.0], 1.0),
+        ([0, 0, 0], [1.0, 1.0, 0.5], 1.0),
+        ([6, 2], [1.0, 1.0], 1.5),
+    ],
+)
+def test_with_speeds_it_is_the_longest_time_over_that_of_all_ranks_together(
+    work: list[int], speeds: list[float], expected: float
+) -> None:
+    assert imbalance(work, speeds) == pytest.approx(expected)
 
 
 def test_imbalance_of_the_longest_documents_does_not_overflow() -> None:

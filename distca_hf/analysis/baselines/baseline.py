@@ -27,6 +27,7 @@ attention work and assigned micro-step by micro-step.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +36,7 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Topology, check_document_tokens
+from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
 
@@ -45,15 +47,17 @@ class Baseline:
 
     Attributes:
         name: its short name, a key of the JSON output.
-        work: `[ranks]` attended pairs each rank computes (times heads, where heads are divided).
+        work: `[ranks]` attended pairs each rank computes, times `head_parts`.
         tokens: `[ranks]` tokens each rank holds.
         bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; nothing to oneself.
+        head_parts: parts that heads are divided into, of which a rank may compute some; 1 if it computes all heads.
     """
 
     name: str
     work: IntArray
     tokens: IntArray
     bytes_between: IntArray
+    head_parts: int = 1
 
     @classmethod
     def of_plan(cls, name: str, plan: Plan, token_bytes: TokenBytes) -> "Baseline":
@@ -61,7 +65,8 @@ class Baseline:
 
         Queries and outputs of tasks that move are sent once. Keys and values are sent once per document and server.
         """
-        return cls(name, plan.work, plan.layout.rank_tokens, bytes_between(plan, token_bytes))
+        sent = bytes_between(plan, token_bytes)
+        return cls(name, plan.work, plan.layout.rank_tokens, sent, plan.tasks.head_groups)
 
     @cached_property
     def imbalance(self) -> float:
@@ -97,13 +102,14 @@ class Figures:
 
 def figures_of(micro_steps: Sequence[Baseline], topology: Topology) -> Figures:
     """Returns the figures of the micro-steps of one optimizer step."""
-    total_work = sum(int(step.work.sum()) for step in micro_steps)
-    heaviest_work = sum(int(step.work.max()) for step in micro_steps)
+    # In pairs, exactly: micro-steps of one plan may divide heads into other numbers of parts.
+    total_pairs = sum(Fraction(int(step.work.sum()), step.head_parts) for step in micro_steps)
+    heaviest_pairs = sum(Fraction(int(step.work.max()), step.head_parts) for step in micro_steps)
     crosses = topology.node_of[:, None] != topology.node_of[None, :]
     return Figures(
         tokens_min=min(int(step.tokens.min()) for step in micro_steps),
         tokens_max=max(int(step.tokens.max()) for step in micro_steps),
-        imbalance=heaviest_work * topology.num_ranks / total_work if total_work else 1.0,
+        imbalance=float(heaviest_pairs * topology.num_ranks / total_pairs) if total_pairs else 1.0,
         bytes_total=sum(int(step.bytes_between.sum()) for step in micro_steps),
         bytes_max_rank=sum(_busiest(step.bytes_between) for step in micro_steps),
         bytes_internode_max=sum(_busiest(step.bytes_between * crosses) for step in micro_steps),
@@ -124,14 +130,8 @@ def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
-    lengths = check_document_tokens(document_tokens)
-    ends = np.cumsum(lengths)
-    total_tokens = int(ends[-1]) if len(ends) else 0
-    borders = np.array([total_tokens * group // num_groups for group in range(num_groups + 1)], dtype=np.int64)
-    cuts = np.union1d(borders, ends)  # a piece of a document lies between each two of them
-    pieces = np.diff(cuts)
-    first = np.searchsorted(cuts, borders)
-    return [pieces[first[group] : first[group + 1]] for group in range(num_groups)]
+    layout = fill_in_order(document_tokens, num_groups)
+    return np.split(layout.segment_tokens, layout.rank_segments[1:-1])
 
 
 def groups_of_ranks(document_tokens: IntArray, num_ranks: int, group_ranks: int) -> Iterator[tuple[slice, IntArray]]:
@@ -230,7 +230,7 @@ def ulysses(
         back = of_query * token_bytes.output // heads
         sent[ranks, ranks] = np.outer(tokens[ranks], there) + np.outer(back, tokens[ranks])
     np.fill_diagonal(sent, 0)
-    return Baseline("ulysses" if group == num_ranks else f"ulysses_{group}", work, tokens, sent)
+    return Baseline("ulysses" if group == num_ranks else f"ulysses_{group}", work, tokens, sent, head_parts=heads)
 
 
 def _key_value_heads(borders: IntArray, queries_per_key: int) -> IntArray:

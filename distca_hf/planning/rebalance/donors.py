@@ -107,8 +107,8 @@ class DocumentsByRank:
         np.subtract.at(self.whole_work, layout.segment_rank[cut], mask.pairs_of(start[cut], stop[cut]))
         segments: dict[int, list[tuple[int, int, int]]] = {}
         columns = (document[cut], start[cut], stop[cut], layout.segment_rank[cut])
-        for name, first, last, rank in zip(*(column.tolist() for column in columns), strict=True):
-            segments.setdefault(name, []).append((first, last, rank))
+        for number, first, last, rank in zip(*(column.tolist() for column in columns), strict=True):
+            segments.setdefault(number, []).append((first, last, rank))
         self.spanning = sorted(segments.items(), key=lambda item: (item[1], item[0]))
         kept = np.flatnonzero(whole)
         kept = kept[np.lexsort((document[kept], -tokens[kept], layout.segment_rank[kept]))]

@@ -54,7 +54,7 @@ def work_limits(total_work: int, num_ranks: int, capacities: Sequence[float] | N
     the work that all of them lack on the rank that gives.
 
     Raises:
-        ConfigError: not one capacity for each rank, or none above 0.
+        ConfigError: not one capacity for each rank, none above 0, or larger ones than a sum can have.
     """
     speeds = [1.0] * num_ranks if capacities is None else [float(capacity) for capacity in capacities]
     if len(speeds) != num_ranks:
@@ -62,9 +62,14 @@ def work_limits(total_work: int, num_ranks: int, capacities: Sequence[float] | N
     wrong = [rank for rank, speed in enumerate(speeds) if not 0 <= speed < float("inf")]
     if wrong:
         raise ConfigError(f"the capacity of rank {wrong[0]} is {speeds[wrong[0]]}; it must be a number of at least 0")
-    if sum(speeds) == 0:
+    total_speed = sum(speeds)
+    if total_speed == 0:
         raise ConfigError(f"the capacities of all {num_ranks} ranks are 0; one of them must compute")
-    share = (1 + tolerance) * total_work / sum(speeds)
+    if total_speed == float("inf"):
+        raise ConfigError(
+            f"the capacities of {num_ranks} ranks add up to {total_speed}; only their ratios count, so divide them all"
+        )
+    share = (1 + tolerance) * total_work / total_speed
     return [share * speed for speed in speeds]
 
 

@@ -330,9 +330,10 @@ def _within(candidates: Candidates, bytes_limit: int, least: Candidate) -> Candi
         elif tolerance > candidates.most_tolerance:
             break
     if fits is None:
-        least = min(least, stays, key=lambda one: one.moved.largest_rank)
-        if candidates.may_stay and stays.moved.largest_rank <= bytes_limit:
-            return stays
+        if candidates.may_stay:
+            least = min(least, stays, key=lambda one: one.moved.largest_rank)
+            if stays.moved.largest_rank <= bytes_limit:
+                return stays
         raise PlanError(_over_the_limit(least, bytes_limit))
 
     # 2. Bisection between it and the one before.

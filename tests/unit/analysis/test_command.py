@@ -17,7 +17,7 @@ from distca_hf.analysis import command
 from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.first_step import make_report, run_baselines
-from distca_hf.analysis.request import PRESETS, PlanRequest, preset
+from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, preset
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
@@ -360,7 +360,31 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_a_report_counts_a_window_of_its_micro_steps() -> None:
+def test_micro_steps_that_divide_heads_weigh_no_more_than_others() -> None:
+    """Work counts pairs x parts of heads; the second micro-step has no imbalance and as many pairs as the first."""
+    steps = [
+        Baseline("a", np.array([8 * 3, 8 * 1]), np.array([2, 2]), np.zeros((2, 2), dtype=np.int64), head_parts=8),
+        Baseline("a", np.array([2, 2]), np.array([2, 2]), np.zeros((2, 2), dtype=np.int64)),
+    ]
+    assert figures_of(steps, Topology(2, 2)).imbalance == (3 + 2) / (2 + 2)
+    request = world(2, 100, 2, layout="fixed")
+    batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
+    plans = plan_micro_steps(request, batches)
+    assert [plan.tasks.head_groups for plan in plans] == [8, 1]
+    assert make_report(request, OptimizerStep(batches)).work.tolist() == (plans[0].work + 8 * plans[1].work).tolist()
+
+
+@pytest.mark.parametrize("layout", ["placed", "fixed"])
+def test_a_batch_may_leave_micro_steps_empty(layout: str, tmp_path: Path) -> None:
+    """They are balanced, as all else that nobody waits for."""
+    lengths = write_lengths(tmp_path / "lengths.json", [500, 300])
+    options = ("--json", "--lengths-are-batch", "--micro-steps", 4, "--compare", "--layout", layout)
+    said = plan(lengths, *options, ranks=2, tokens_per_rank=1024)
+    assert said["whole_epoch"]["micro_batches"] == 4
+    assert 1.0 < said["whole_epoch"]["imbalance_before"]["mean"] < said["whole_epoch"]["imbalance_before"]["worst"] < 2
+
+
+def test_a_report_counts_all_of_its_micro_steps() -> None:
     request = world(2, 100, 2, layout="fixed")
     batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
     report = make_report(request, OptimizerStep(batches), compare=True)

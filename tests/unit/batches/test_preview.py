@@ -44,6 +44,25 @@ def test_one_rank_has_nothing_to_balance() -> None:
     assert second_line(TWO, None, 1, "seen") == "one rank: there is nothing to balance (seen)"
 
 
+SERVED = replace(TWO, speeds=(1.0, 1.0, 1.0, 0.5, 0.5))
+
+
+def test_servers_take_a_part_of_the_time_of_attention() -> None:
+    # Three trainers, and servers that are one trainer together: attention takes 2,800 x 3 / 4.
+    cost = StepCost(token_seconds=6.0, pair_seconds=0.7)
+
+    assert second_line(SERVED, cost, 3, "seen") == (
+        "attention time of the busiest rank 2.50 -> 0.75 times the mean of the trainers; attention is about 70% of a "
+        "step; steps should be 2.91 times as fast as in the order of the data (seen)"
+    )
+
+
+def test_one_trainer_has_servers_to_share_with() -> None:
+    assert second_line(replace(SERVED, speeds=(1.0, 1.0)), None, 1, "seen") == (
+        "attention time of the busiest rank 2.50 -> 0.50 times the mean of the trainers (seen)"
+    )
+
+
 WAITED = replace(
     READING,
     seconds=3900.0,
@@ -136,7 +155,10 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
     )
     preview = Preview.of(facts)
 
-    assert [values.tolist() for values in vars(preview).values()] == [[9], [24], [1.5], [1.0]]
+    *values, speeds = vars(preview).values()
+
+    assert [numbers.tolist() for numbers in values] == [[9], [24], [1.5], [1.0]]
+    assert speeds == ()
 
 
 # --- written once, by whoever trains

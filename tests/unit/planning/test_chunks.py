@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from distca_hf.config import DistCAConfig
-from distca_hf.layout import Layout, Stripe
+from distca_hf.layout import Layout, Stripe, Topology
 from distca_hf.planning.pieces import ALL_HEADS, Tasks, line_keys
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import route
+from distca_hf.planning.served import Servers
 from distca_hf.planning.transfers import NEVER, ExchangeChunks, key_transfers
 from support.layouts import random_layout, random_plan
 
@@ -151,4 +152,12 @@ def test_chunks_by_setting_and_topology(
     """One where links are fast, four between nodes, unless somebody says otherwise."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
-    assert DistCAConfig(**settings).num_chunks(num_ranks) == num_chunks
+    config = DistCAConfig(**settings)
+    assert config.num_chunks(config.topology(num_ranks)) == num_chunks
+
+
+@pytest.mark.parametrize(("nodes", "num_chunks"), [((), 1), ((0, 0), 1), ((0, 1), 4)])
+def test_servers_on_another_node_are_behind_slow_links(nodes: tuple[int, ...], num_chunks: int) -> None:
+    servers = Servers((1.0, 1.0), nodes=nodes)
+
+    assert DistCAConfig().num_chunks(servers.topology(Topology(2, 2))) == num_chunks

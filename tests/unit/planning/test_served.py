@@ -12,8 +12,10 @@ from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
-from distca_hf.planning.plan import plan_in_place
+from distca_hf.planning.facts import PlanTotals
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance.greedy import WorkGaps
+from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
 from distca_hf.planning.served import Servers, plan_served
 from distca_hf.planning.transfers import bytes_between
 from support.layouts import packed_layout, random_layout, striped_layout
@@ -197,6 +199,20 @@ def test_the_fingerprint_of_a_plan_without_servers_is_the_one_it_always_was() ->
     assert plan_in_place(layout).fingerprint == 4258263881478547765
 
 
+def test_facts_compare_the_time_of_all_ranks_with_the_work_of_trainers() -> None:
+    layout = Layout.from_packs(PACKS)
+    plan = plan_served(layout, Servers((0.5,)), 8)
+    facts = [rank_plan(plan, rank, work_before=layout.rank_work).facts for rank in range(3)]
+
+    assert facts[0] == facts[1] == facts[2]
+    assert facts[0].imbalance == plan.imbalance
+    assert facts[0].imbalance_before == plan_in_place(layout).imbalance
+    assert (len(facts[0].work), len(facts[0].work_before)) == (3, 2)
+    totals = PlanTotals().plus(facts[0])
+    assert totals.pairs == layout.rank_work.sum()
+    assert totals.imbalance == plan.imbalance
+
+
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [((1.0,), "1 speeds for 2 ranks"), ((1.0, -1.0), "rank 1 of speed -1.0"), ((0.0, 1.0), "rank 0 of speed 0.0")],
@@ -205,3 +221,47 @@ def test_wrong_speeds_are_refused(speeds: tuple[float, ...], words: str) -> None
     plan = replace(plan_in_place(place(LENGTHS, 2)), speeds=speeds)
     with pytest.raises(PlanError, match=words):
         plan.validate()
+
+
+# --- local calls beside results on their way
+
+
+def times_before_results_leave(plan: Plan) -> list[float]:
+    """Time of each rank less that of its deferred calls."""
+    late = []
+    for rank in range(plan.layout.num_ranks):
+        routing = route(plan, rank)
+        speed = plan.speeds[rank] if plan.speeds else 1.0
+        square = sum(call.pairs for call in routing.local)
+        late.append(routing.late_share * square / speed if square else 0.0)
+    return (plan.time - np.array(late)).tolist()
+
+
+@pytest.mark.parametrize("speeds", [(1.0,), (0.5, 0.2)])
+def test_trainers_defer_as_much_as_they_compute_longer_than_servers(speeds: tuple[float, ...]) -> None:
+    """Servers have no local calls to defer, and their results leave when those of trainers do."""
+    plan = plan_served(place(LENGTHS, 2), Servers(speeds), 8)
+    plan = replace(plan, speeds=(*plan.speeds[:2], *(speed * 1.25 for speed in speeds)))  # faster than expected
+    leave = times_before_results_leave(plan)
+    longest, mean = plan.time.max(), plan.time.mean()
+
+    assert longest - mean * LATE_SHARE <= max(leave) < longest
+    assert [route(plan, 2 + server).late_share for server in range(len(speeds))] == [0.0] * len(speeds)
+    assert min(route(plan, rank).late_share for rank in range(2)) > 0
+    for rank in range(2):
+        assert leave[rank] == pytest.approx(max(leave))
+
+
+def test_equal_speeds_defer_what_no_speeds_do() -> None:
+    """Where all ranks have equal work, and enough of it is local."""
+    plan = plan_in_place(place([4000] * 8, 4))
+
+    for rank in range(4):
+        with_speeds = route(replace(plan, speeds=(1.0,) * 4), rank).late_share
+        assert route(plan, rank).late_share == pytest.approx(with_speeds) == pytest.approx(LATE_SHARE)
+
+
+def test_trainers_that_do_not_attend_defer_nothing() -> None:
+    plan = plan_served(place(LENGTHS, 2), Servers((1.0,), trainers_attend=False), 8)
+
+    assert [route(plan, rank).late_share for rank in range(3)] == [0.0] * 3
