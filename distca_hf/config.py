@@ -6,6 +6,7 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -61,8 +61,8 @@ class ParallelContext:
         if not sum(per_node):
             return None
         # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
-        nodes = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
-        nodes = tuple(nodes.index(node) for node, count in enumerate(per_node) for _ in range(count))
+        in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
+        nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
         speeds = (self.config.server_speed,) * len(nodes)
         return Servers(speeds, self.config.trainers_attend, nodes)
 

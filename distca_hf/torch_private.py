@@ -6,7 +6,7 @@ Public ways are slower, or refuse more. A torch without one of these names gives
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -179,11 +179,17 @@ def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
 AllToAllFunction = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], dist.Work]
 
 
-# A process group, or one backend of its own, which torch has in no list.
-AnyGroup = dist.ProcessGroup | dist.distributed_c10d.Backend
+class RowGroup(Protocol):
+    """A process group, or a backend by itself (`ProcessGroupGloo`, `ProcessGroupNCCL`), which torch has in no list."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def name(self) -> str: ...
 
 
-def all_to_all_of(group: AnyGroup, device: torch.device) -> AllToAllFunction:
+def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     """Returns a function that starts all-to-alls of rows.
 
     It is all that `dist.all_to_all_single` comes to in the end, for half of its host time: without c10d's operator,

@@ -17,8 +17,8 @@ from distca_hf.config import launched_store
 from distca_hf.errors import PeerLostError
 
 
-# Seconds between two looks into an empty queue: at first, and at most. They grow, because orders of one pass follow each
-# other, and between two passes there is time. The store's own waiting writes a warning at every deadline.
+# Seconds between two looks into an empty queue: at first, and at most. They grow, because orders of one pass follow
+# each other, and between two passes there is time. The store's own waiting writes a warning at every deadline.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 2e-3
 PAUSE_GROWS = 1.2
 # Seconds that a server waits for an order before it looks whether its trainers are still there.

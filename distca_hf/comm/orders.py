@@ -83,8 +83,8 @@ class PlanOrder(NamedTuple):
     @classmethod
     def of(cls, numbers: IntArray) -> "PlanOrder":
         """Returns the order with these numbers."""
-        scalars = len(cls._fields) - 1
-        return cls(*numbers[:scalars].tolist(), integers=numbers[scalars:])
+        plan, oldest, micro_batch, num_chunks, fingerprint = numbers[:5].tolist()
+        return cls(plan, oldest, micro_batch, num_chunks, fingerprint, numbers[5:])
 
 
 class CallOrder(NamedTuple):
@@ -115,8 +115,9 @@ class CallOrder(NamedTuple):
     @classmethod
     def of(cls, numbers: IntArray) -> "CallOrder":
         """Returns the order with these numbers."""
-        scalars = len(cls._fields) - 1
-        return cls(*numbers[:scalars].tolist(), spec=tuple(numbers[scalars:].view(np.float64).tolist()))
+        plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype = numbers[:7].tolist()
+        spec = tuple(numbers[7:].view(np.float64).tolist())
+        return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, spec)
 
 
 def encode(order: Order, sequence: int) -> bytes:

@@ -67,12 +67,8 @@ class RollCall:
         self._rank = rank
         self._ranks = ranks
         self._patience_seconds = patience_seconds
-<<<<<<< HEAD
         self._names = names or {}
-        self._hooks: tuple[ExceptHook, ExceptHook] | None = None
-=======
         self._hook: Announcement | None = None
->>>>>>> rooms
 
     def leave(self, words: str) -> None:
         """Leaves a message for the others; if the store is gone they cannot read it."""

@@ -28,7 +28,7 @@ from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.errors import ConfigError, PeerLostError
-from distca_hf.torch_private import AnyGroup
+from distca_hf.torch_private import RowGroup
 from distca_hf.version import __version__
 
 
@@ -66,7 +66,7 @@ class ServedTransport(TorchTransport):
     def __init__(
         self,
         among_trainers: Transport,
-        group: AnyGroup,
+        group: RowGroup,
         rollcall: RollCall,
         device: torch.device,
         outbox: Outbox,
@@ -108,8 +108,8 @@ class ServedTransport(TorchTransport):
 
 
 class PlanOrders:
-    """Orders for one plan: its number, and the calls that are made with it. The plan can be dropped on the servers when
-    this object is gone on the trainers."""
+    """Orders for one plan: its number, and the calls that are made with it. Servers may drop the plan when this object
+    is gone on the trainers."""
 
     def __init__(self, transport: ServedTransport, number: int) -> None:
         self._transport, self._number = transport, number
@@ -240,13 +240,13 @@ def _meet(
     device: torch.device,
     timeout_seconds: float,
     names: Mapping[int, str],
-) -> tuple[AnyGroup, RollCall]:
+) -> tuple[RowGroup, RollCall]:
     """Opens the group of all trainers and servers, which torch has in no list: trainers' frameworks see themselves
     alone."""
     timeout = timedelta(seconds=timeout_seconds)
     rollcall = RollCall(store, rank, range(size.ranks), names=names)
     met = PrefixStore("group", store)
-    group: AnyGroup
+    group: RowGroup
     try:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `comm.groups`

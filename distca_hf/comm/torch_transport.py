@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
-from distca_hf.torch_private import AllToAllFunction, AnyGroup, all_to_all_of
+from distca_hf.torch_private import AllToAllFunction, RowGroup, all_to_all_of
 
 
 # The name that torch gives threads of gloo, in Linux's words.
@@ -49,7 +49,7 @@ class TorchTransport:
 
     def __init__(
         self,
-        data_group: AnyGroup,
+        data_group: RowGroup,
         control_group: dist.ProcessGroup | None,
         rollcall: RollCall,
         device: torch.device,
@@ -61,7 +61,7 @@ class TorchTransport:
         self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
         self._control_group: dist.ProcessGroup | None = control_group
         self._rollcall = rollcall
-        self._groups: list[AnyGroup] = [data_group, *([] if control_group is None else [control_group])]
+        self._groups: list[RowGroup] = [data_group, *([] if control_group is None else [control_group])]
         self._under_way: set[dist.Work] = set()
         self._job_group = dist.group.WORLD  # held, not used: see above
         atexit.register(self.at_exit)
@@ -136,7 +136,7 @@ class TorchTransport:
     def _is_at_rest(self) -> bool:
         return all(work.is_completed() for work in self._under_way)
 
-    def _end(self, groups: Sequence[AnyGroup]) -> None:
+    def _end(self, groups: Sequence[RowGroup]) -> None:
         """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""
         for group in groups:
             with suppress(ValueError):  # torch has no such group in its list, or all groups were ended before

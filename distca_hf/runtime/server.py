@@ -6,8 +6,8 @@
     call       attend(...), or attend_backward(...), on tensors of no rows: the same exchanges in the same order
     close      ends the group
 
-The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these, and
-results leave with them. Between two calls a server keeps nothing but plans.
+The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these,
+and results leave with them. Between two calls a server keeps nothing but plans.
 """
 
 import os
@@ -234,8 +234,8 @@ class Server:
         try:
             if invitation.version != __version__:
                 raise ConfigError(
-                    f"trainers run distca_hf {invitation.version}, attention server {self._number} runs {__version__}; "
-                    "install one version on all nodes"
+                    f"trainers run distca_hf {invitation.version}, attention server {self._number} runs "
+                    f"{__version__}; install one version on all nodes"
                 )
             config, device = config_of(invitation.settings), self._device(invitation.device_type)
         except ConfigError as error:
@@ -257,8 +257,8 @@ class Server:
         local_rank, gpus = launched_local_rank(), torch.cuda.device_count()
         if local_rank >= gpus:
             raise ConfigError(
-                f"attention server {self._number} needs GPU {local_rank} of its node, which has {gpus}: launch at most "
-                "one process for each GPU"
+                f"attention server {self._number} needs GPU {local_rank} of its node, which has {gpus}: launch at "
+                "most one process for each GPU"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)

@@ -214,8 +214,8 @@ class ForwardWatch:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
         if self.packs is None:
-            transport = self.context.transport(tokens_of(batch).device)
-            self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes)
+            transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
+            self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes, servers)
         return self.packs.plan(batch, trains=module.training)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:

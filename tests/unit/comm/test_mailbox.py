@@ -82,5 +82,5 @@ def test_no_launcher_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_that_cannot_be_reached_is_named(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
 
-    with pytest.raises(PeerLostError, match="the launcher's store at 127.0.0.1:1 cannot be reached"):
+    with pytest.raises(PeerLostError, match=r"the launcher's store at 127.0.0.1:1 cannot be reached"):
         open_store(0.1)

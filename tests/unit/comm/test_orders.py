@@ -43,7 +43,7 @@ def test_damaged_orders_are_refused(data: st.DataObject) -> None:
     message = bytearray(encode(_order(), 0))
     message[data.draw(st.integers(0, len(message) - 1))] ^= data.draw(st.integers(1, 255))
 
-    with pytest.raises(PlanMismatchError, match="server 1: an order of .* bytes is damaged"):
+    with pytest.raises(PlanMismatchError, match=r"server 1: an order of .* bytes is damaged"):
         Sequences().decode(bytes(message), "server 1")
 
 
