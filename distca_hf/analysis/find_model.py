@@ -74,7 +74,7 @@ def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
         ConfigError: a value is missing or wrong, or there is no causal language model with this configuration.
     """
     config = whole.get_text_config()
-    others = {name: getattr(config, name) for name in config.attribute_map}  # GPT-2 writes n_head
+    others = {key: getattr(config, key) for key in config.attribute_map}  # GPT-2 writes n_head
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     dtype = str(values.get("dtype") or "bfloat16").removeprefix("torch.")
     return replace(shape_of_config({**values, "dtype": dtype}, name, where), size=_count(config, name))

@@ -125,10 +125,11 @@ class RollCall:
         self._hook = sys.excepthook = Announcement(self, sys.excepthook)
 
     def be_silent(self) -> None:
-        """Announces exceptions no more, unless another hook was put before this one."""
-        if self._hook is not None and sys.excepthook is self._hook:
-            sys.excepthook = self._hook.earlier
-        self._hook = None
+        """Announces exceptions no more. Hooks are taken back, as far as no other one was put before them."""
+        if self._hook is not None:
+            self._hook.is_silent = True
+        while isinstance(sys.excepthook, Announcement) and sys.excepthook.is_silent:
+            sys.excepthook = sys.excepthook.earlier
 
 
 class Announcement:
@@ -137,19 +138,27 @@ class Announcement:
     Args:
         call: the roll call at which they are left.
         earlier: the hook that gets the error then.
+
+    Attributes:
+        is_silent: whether errors are only passed on.
     """
 
     def __init__(self, call: RollCall, earlier: ExceptHook) -> None:
         self._call = call
         self.earlier = earlier
+        self.is_silent = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Leaves a message, and passes the error on."""
+        """Leaves a message, unless the roll call is over, and passes the error on."""
+        if not self.is_silent:
+            self._leave(kind, error)
+        self.earlier(kind, error, trace)
+
+    def _leave(self, kind: type[BaseException], error: BaseException) -> None:
         if tells_of_a_lost_peer(error) and not isinstance(error, DistCAError):
             for words in self._call.missing_in_words():
                 error.add_note(f"distca_hf: {words}")
         self._call.leave(f"{kind.__name__}: {error}")
-        self.earlier(kind, error, trace)
 
 
 def show_errors_once() -> None:

@@ -173,7 +173,7 @@ def add_rows_on_gpu(
 def _add_launch(
     device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[int, int, int], width: int
 ) -> Launch:
-    """Returns the kernel for such tensors."""
+    """Returns the kernel for such tensors: other dtypes have another launch, because its first call compiles it."""
     return Launch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)
 
 

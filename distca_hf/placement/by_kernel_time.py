@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Topology
+from distca_hf.layout import Layout, Topology, as_int_array
 from distca_hf.placement.piece_pool import Segment
 from distca_hf.placement.place import place
 from distca_hf.placement.token_swaps import even_out, find_striped
@@ -61,12 +61,12 @@ class KernelTimes:
         for name, tokens in (("query_tokens", self.query_tokens), ("key_tokens", self.key_tokens)):
             if len(tokens) == 0 or tokens[0] < 1 or np.any(np.diff(tokens) <= 0):
                 raise PackingError(f"{name} of kernel times must rise from 1 or more, not {tokens.tolist()}")
-        wrong = np.argwhere(self._is_causal & ~(self.seconds > 0))
+        wrong = np.argwhere(self._is_causal & ~((self.seconds > 0) & (self.seconds < np.inf)))
         if len(wrong):
             query, key = wrong[0]
             raise PackingError(
                 f"kernel times: {self.query_tokens[query]} queries and {self.key_tokens[key]} keys took "
-                f"{self.seconds[query, key]} s; every time with no more queries than keys must be above 0"
+                f"{self.seconds[query, key]} s; every time with no more queries than keys must be finite and above 0"
             )
         if not self._is_causal.any(axis=1).all():
             raise PackingError("kernel times: every query length needs a key length that is no shorter")
@@ -82,8 +82,8 @@ class KernelTimes:
         try:
             table = json.loads(path.read_text())
             return cls(
-                np.array(table["query_tokens"], dtype=np.int64),
-                np.array(table["key_tokens"], dtype=np.int64),
+                as_int_array(table["query_tokens"], f"{path}: query_tokens"),
+                as_int_array(table["key_tokens"], f"{path}: key_tokens"),
                 np.array(table["seconds"], dtype=np.float64),
             )
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -112,8 +112,8 @@ def run_ranks(
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(run, rank) for rank in range(world_size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, PeerLostError)):
-        raise error
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, PeerLostError))  # the first of equals
     return [future.result() for future in futures]
 
 

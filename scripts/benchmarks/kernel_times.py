@@ -3,9 +3,9 @@
     python scripts/benchmarks/kernel_times.py --heads 32 --kv-heads 8 --head-dim 128 --out kernel_times.json
 
 Every entry is the seconds of one task, forward and backward: the last query tokens of a document of so many key
-tokens, computed as in training, where a rank holds these keys of its own and the others come from elsewhere: a causal
-call over as many keys as queries, and a call without a mask over those before, whose output is merged. Short tasks
-are measured many in one call, as they come in training, too.
+tokens. It is computed as in training, where a rank holds the keys beside its queries and receives the prefix: in a
+causal call over as many keys as queries (the square), and in a call without a mask over the prefix, whose output is
+merged. Short tasks are measured many in one call, as they come in training, too.
 """
 
 import argparse
@@ -66,18 +66,18 @@ def seconds_of_a_task(kernel: Kernel, queries: int, keys: int, options: argparse
     """Returns the median over some calls, forward and backward together."""
     tasks = max(1, min(CALL_TOKENS // queries, MOST_KEY_TOKENS // keys))
     q, dout = (_random(tasks * queries, options.heads, options) for _ in range(2))
-    own = Call.random(tasks, queries, queries, True, options)
-    far = [Call.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
+    square = Call.random(tasks, queries, queries, True, options)
+    prefix = [Call.random(tasks, queries, keys - queries, False, options)] if keys > queries else []
 
     def task() -> None:
-        kernel.forward(Inputs(q, own.k, own.v), own.spans, own.spec, Room(own.out, own.lse.T))
-        for call in far:
-            merge(own.out, own.lse, *kernel.forward(Inputs(q, call.k, call.v), call.spans, call.spec))
-        for call in (own, *far):
-            saved, gradients = Saved(q, call.k, call.v, own.out, own.lse.T), Gradients(call.dq, call.dk, call.dv)
+        kernel.forward(Inputs(q, square.k, square.v), square.spans, square.spec, Room(square.out, square.lse.T))
+        for call in prefix:
+            merge(square.out, square.lse, *kernel.forward(Inputs(q, call.k, call.v), call.spans, call.spec))
+        for call in (square, *prefix):
+            saved, gradients = Saved(q, call.k, call.v, square.out, square.lse.T), Gradients(call.dq, call.dk, call.dv)
             kernel.backward(dout, saved, gradients, call.spans, call.spec)
-        for call in far:
-            own.dq.add_(call.dq)
+        for call in prefix:
+            square.dq.add_(call.dq)
 
     times = []
     for repeat in range(REPEATS + 2):

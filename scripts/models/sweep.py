@@ -56,7 +56,7 @@ that *works* trained for a step on documents placed on 1, 2 and 3 ranks; its los
 those of the same documents, each alone with sdpa, and a difference of up to {LARGEST_DIFFERENCE:.0e} is rounding. One
 that is *refused* is refused by name, before the first step; with other settings (no softcap, attention in all layers)
 it may work. One that is *not built* could not be built here without distca either. Compared as in evaluation, because
-they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section tells how
+they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
 [Transformers' own tests](#transformers-own-tests) end with distca.
 """
 TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or reason |", "|---|---|---|---|")
@@ -64,12 +64,12 @@ TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one class; `told` is the largest relative difference, or the reason."""
+    """The outcome of one class; `detail` is the largest relative difference, or the reason."""
 
     model_class: str
     model_type: str
     verdict: str
-    told: str
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def config_classes(only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
 
 def examine(config_class: type[PreTrainedConfig]) -> Outcome:
     """Builds, checks and compares one class."""
-    verdict, told = _verdict(config_class)
+    verdict, detail = _verdict(config_class)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
-    told = told.removeprefix(f"{model_class} cannot run on distca: ").removeprefix(f"{model_class}: ")
-    told = told.removesuffix(f". {REMEDY}")
-    told = textwrap.shorten(told.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
-    return Outcome(model_class, config_class.model_type, verdict, told)
+    detail = detail.removeprefix(f"{model_class} cannot run on distca: ").removeprefix(f"{model_class}: ")
+    detail = detail.removesuffix(f". {REMEDY}")
+    detail = textwrap.shorten(detail.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
+    return Outcome(model_class, config_class.model_type, verdict, detail)
 
 
 def _verdict(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
@@ -226,7 +226,7 @@ def page(outcomes: list[Outcome]) -> str:
     counts = Counter(outcome.verdict for outcome in outcomes)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     ordered = sorted(outcomes, key=lambda x: (VERDICTS.index(x.verdict), x.model_class.lower(), x.model_type))
-    rows = [f"| {x.model_class} | {x.model_type} | {x.verdict} | {x.told} |" for x in ordered]
+    rows = [f"| {x.model_class} | {x.model_type} | {x.verdict} | {x.detail} |" for x in ordered]
     return "\n".join([INTRODUCTION, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
 
 
@@ -247,7 +247,7 @@ def main() -> None:
     for config_class in config_classes(options.only):
         began = time.perf_counter()
         outcomes.append(examine(config_class))
-        print(f"{outcomes[-1].model_type}: {outcomes[-1].verdict}: {outcomes[-1].told}", end="")
+        print(f"{outcomes[-1].model_type}: {outcomes[-1].verdict}: {outcomes[-1].detail}", end="")
         print(f" ({time.perf_counter() - began:.1f} s)", flush=True)
     out = options.out or (None if options.only else PAGE)
     if out is not None:

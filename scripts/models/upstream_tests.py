@@ -111,7 +111,7 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
     installed = importlib.util.find_spec("transformers")
     assert installed is not None
     (workplace / "src" / "transformers").symlink_to(Path(str(installed.origin)).parent)
-    told = []
+    copied = []
     for tree in trees:
         files = [path for part in PARTS_OF_A_TREE for path in (tree / part).rglob("*") if path.is_file()]
         lacked = [path for path in files if not (workplace / path.relative_to(tree)).exists()]
@@ -120,8 +120,10 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         names = [str(path.relative_to(tree)) for path in lacked]
-        told.append(f"{', '.join(names) if len(names) <= FEW_FILES else f'{len(names)} files'} of {version_of(tree)}")
-    return told
+        copied.append(
+            f"{', '.join(names) if len(names) <= FEW_FILES else f'{len(names)} files'} of {version_of(tree)}"
+        )
+    return copied
 
 
 def version_of(tree: Path) -> str:
@@ -159,8 +161,8 @@ def run_suite(workplace: Path, family: str, suite: str, implementation: str) -> 
     outcomes = {line.pop("test"): Outcome(**line) for line in ended}
     if not tests or tests != list(outcomes):
         unfinished = next((test for test in tests if test not in outcomes), "collecting tests")
-        told = f"{family}, {suite}, {implementation}: pytest ended with {process.returncode} in {unfinished}"
-        raise SystemExit(f"{told}\n{process.stdout[-6000:]}")
+        fault = f"{family}, {suite}, {implementation}: pytest ended with {process.returncode} in {unfinished}"
+        raise SystemExit(f"{fault}\n{process.stdout[-6000:]}")
     counts = Counter(outcome.result for outcome in outcomes.values())
     seconds = f"{time.perf_counter() - began:.0f} s"
     print(f"{family}, {suite}, {implementation}: {dict(counts)} ({seconds})", flush=True)
@@ -183,8 +185,8 @@ def print_changes(earlier: Run, now: Run) -> int:
             print(f"{name} was {before} in the earlier run and is {after} now")
     changed = no_longer_passing(earlier, now)
     for test, outcome in sorted(changed.items()):
-        told = "did not run" if outcome is None else f"{outcome.result} {outcome.error}"
-        print(f"PASSED EARLIER {test}: now {told}")
+        ended = "did not run" if outcome is None else f"{outcome.result} {outcome.error}"
+        print(f"PASSED EARLIER {test}: now {ended}")
     return sum(outcome is not None and outcome.result == FAILED for outcome in changed.values())
 
 

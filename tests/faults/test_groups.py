@@ -154,14 +154,31 @@ def test_group_that_ends_before_its_model_hangs_nowhere(tmp_path: Path, closes: 
     assert run_ranks(2, _drop_ddp_behind_its_group, tmp_path, tmp_path, closes) == [True, True]
 
 
-def test_hooks_for_uncaught_errors_are_taken_back() -> None:
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_hooks_for_uncaught_errors_are_taken_back(order: tuple[int, int]) -> None:
     usual = sys.excepthook
     calls = [RollCall(HashStore(), 0, range(2)) for _ in range(2)]
     for call in calls:
         call.announce_uncaught_errors()
-    for call in reversed(calls):
-        call.be_silent()
+    for number in order:
+        calls[number].be_silent()
     assert sys.excepthook is usual
+
+
+def test_closed_plugin_leaves_no_words_behind_a_hook_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    call = RollCall(store, 0, range(2))
+    call.announce_uncaught_errors()
+    ours = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *given: ours(*given))
+    call.be_silent()
+    error = ValueError("later")
+    sys.excepthook(ValueError, error, None)
+
+    assert seen == [error]
+    assert not store.check(["distca_hf/rollcall/left/0"])
 
 
 # --- the end of a process

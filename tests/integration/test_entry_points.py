@@ -152,6 +152,7 @@ def test_quickstart_compares_two_trainings_and_writes_picture_and_model(
 
 PROCESSES = {
     "cpu_2proc": (2, 1, DistributedType.MULTI_GPU),
+    "cpu_3proc": (3, 1, DistributedType.MULTI_GPU),
     "gpu_1": (1, 1, DistributedType.NO),
     "fsdp2_4gpu": (4, 1, DistributedType.FSDP),
     "fsdp2_8gpu": (8, 1, DistributedType.FSDP),
@@ -189,6 +190,25 @@ def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
     HfArgumentParser(kinds).parse_args_into_dataclasses([*recipe.script, *rest])
 
     assert recipe.plugin["tokens_per_rank"] > 0
+
+
+@pytest.mark.parametrize(("name", "trainers", "servers"), [("servers_cpu", 2, 1), ("servers_8gpu", 7, 1)])
+def test_recipe_with_servers_divides_the_processes_of_its_configuration(
+    name: str, trainers: int, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = launch_command_of(REPOSITORY / "recipes" / "train" / f"{name}.yaml")
+    processes = load_config_from_file(command.config_file).num_processes
+    recipe = Recipe.read(Path(run._parse(command.training_script_args)[0]))
+    numbers = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "TORCHELASTIC_USE_AGENT_STORE": True}
+    found = []
+    for rank in range(processes):
+        for variable, number in (numbers | {"RANK": rank, "LOCAL_RANK": rank}).items():
+            monkeypatch.setenv(variable, str(number))
+        role = recipe.role()
+        assert role is not None
+        found.append((role.is_server, role.number, role.num_trainers, role.num_servers))
+
+    assert found == [(False, number, trainers, servers) for number in range(trainers)] + [(True, 0, trainers, servers)]
 
 
 def launch_line(path: Path) -> str:

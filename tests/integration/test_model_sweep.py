@@ -92,7 +92,7 @@ def test_error_that_is_no_refusal_is_noticed(name: str, sweep: ModuleType, monke
     (llama,) = sweep.config_classes(["llama"])
     outcome = sweep.examine(llama)
 
-    assert (outcome.verdict, outcome.told) == ("CRASH", "RuntimeError: something else")
+    assert (outcome.verdict, outcome.detail) == ("CRASH", "RuntimeError: something else")
 
 
 def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

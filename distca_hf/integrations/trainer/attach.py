@@ -228,6 +228,11 @@ def _report_loss_only(
     **kwargs: object,
 ) -> object:
     """Runs Trainer's evaluation without its predictions, of which every rank has other parts."""
+    if description == "Prediction" and not prediction_loss_only:  # Trainer.predict, which is called for them
+        log.warning(
+            "evaluate='distca': predict returns the loss and no predictions, because documents are cut between ranks; "
+            "attach a plugin with evaluate='local' for them"
+        )
     return evaluate(dataloader, description, True, *args, **kwargs)
 
 

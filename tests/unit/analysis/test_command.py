@@ -158,7 +158,7 @@ def test_long_documents_of_an_optimizer_step_train_together() -> None:
     assert together.imbalance < 1.01
 
 
-def test_a_window_that_cannot_be_regrouped_stays_as_it_came() -> None:
+def test_a_step_that_cannot_be_regrouped_stays_as_it_came() -> None:
     batches = [np.array([50, 25, 25]), np.array([40, 30, 30])]  # 50 + 40 leaves no way to fill up with the others
     report = make_report(world(1, 100, 2), OptimizerStep(batches))
     assert report.tokens == 200

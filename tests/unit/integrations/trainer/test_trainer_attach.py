@@ -325,6 +325,18 @@ def test_counting_labels_over_all_ranks_is_switched_on_with_a_warning(
     assert "average_tokens_across_devices is switched on" in caplog.text
 
 
+def test_predictions_are_not_left_out_without_a_word(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(trainer={"eval_dataset": random_dataset(4)})
+    attach(trainer, evaluate="distca")
+    trainer.evaluate()
+    assert "no predictions" not in caplog.text
+
+    assert trainer.predict(random_dataset(4)).predictions is None
+    assert "predict returns the loss and no predictions" in caplog.text
+
+
 def test_batch_size_without_effect_is_told(make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
     attach(make())
     assert "per_device_train_batch_size" not in caplog.text

@@ -1,0 +1,96 @@
+"""Attention servers under real launchers: Accelerate and FSDP2 see the trainers alone, and a server runs no script."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.commands import REPOSITORY, SCRIPTS, run_command
+
+
+# Imported by Python at its start: a server that only notes its numbers.
+SERVER = """
+import json, os, sys, types
+
+def serve_job(number, num_trainers, num_servers):
+    seen = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "DISTCA_CARVED")]
+    with open(os.path.join(os.environ["SEEN"], f"server{number}.json"), "w") as file:
+        json.dump([num_trainers, num_servers, *seen], file)
+    return 0
+
+module = sys.modules["distca_hf.runtime.server"] = types.ModuleType("distca_hf.runtime.server")
+module.serve_job = serve_job
+"""
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "DISTCA_CARVED")
+NOTE = f"""
+import json, os, sys
+def note(*more):
+    seen = [os.environ[name] for name in {NUMBERS}]
+    with open(os.path.join(os.environ["SEEN"], f"trainer{{seen[0]}}.json"), "w") as file:
+        json.dump([*seen, *more], file)
+"""
+UNDER_TORCHRUN = f"""{NOTE}
+note(sys.argv[1:])
+"""
+UNDER_FSDP2 = f"""{NOTE}
+sys.path.insert(0, os.environ["TESTS"])
+from support.training import let_accelerate_shard_on_cpu
+let_accelerate_shard_on_cpu()
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+layer = torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
+model = torch.nn.Sequential(layer)
+model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+total = accelerator.gather(torch.ones(1)).sum().item()
+mesh = next(model.parameters()).device_mesh
+note(accelerator.distributed_type.name, accelerator.num_processes, accelerator.process_index, mesh.size(), total)
+accelerator.end_training()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SERVER)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"plugin": {"attention_servers": 1}}))
+    return tmp_path
+
+
+def seen_in(folder: Path, launcher: list[str | Path], script: str, *arguments: str) -> dict[str, list[object]]:
+    """What every process noted."""
+    (folder / "script.py").write_text(script)
+    line = [*launcher, "-m", "distca_hf.run", "--recipe", folder / "recipe.yaml", folder / "script.py", *arguments]
+    variables = {"SEEN": str(folder / "seen"), "PYTHONPATH": str(folder / "site"), "TESTS": str(REPOSITORY / "tests")}
+    (folder / "seen").mkdir()
+    run_command([SCRIPTS / line[0], *line[1:]], OMP_NUM_THREADS="1", **variables)
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "seen").iterdir()}
+
+
+def test_torchrun_starts_trainers_and_a_server(folder: Path) -> None:
+    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "3"]
+
+    assert seen_in(folder, launcher, UNDER_TORCHRUN, "--steps", "3") == {
+        "trainer0": ["0", "2", "0", "2", "0", "2", "1", ["--steps", "3"]],
+        "trainer1": ["1", "2", "1", "2", "1", "2", "1", ["--steps", "3"]],
+        "server0": [2, 1, "2", "2", "1"],
+    }
+
+
+def test_fsdp2_of_accelerate_shards_over_the_trainers(folder: Path) -> None:
+    config = yaml.safe_load((REPOSITORY / "recipes" / "accelerate" / "fsdp2_4gpu.yaml").read_text())
+    config["fsdp_config"] |= {
+        "fsdp_transformer_layer_cls_to_wrap": "TransformerEncoderLayer",
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
+    (folder / "accelerate.yaml").write_text(
+        yaml.safe_dump(config | {"num_processes": 3, "mixed_precision": "no", "use_cpu": True})
+    )
+    launcher: list[str | Path] = ["accelerate", "launch", "--config_file", folder / "accelerate.yaml"]
+
+    assert seen_in(folder, launcher, UNDER_FSDP2) == {
+        "trainer0": ["0", "2", "0", "2", "0", "2", "1", "FSDP", 2, 0, 2, 2.0],
+        "trainer1": ["1", "2", "1", "2", "1", "2", "1", "FSDP", 2, 1, 2, 2.0],
+        "server0": [2, 1, "2", "2", "1"],
+    }
