@@ -17,8 +17,9 @@ from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.groups import Members, default_device, open_transport, process_group_of
 from distca_hf.comm.rosters import ServedTransport, open_served_transport
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig, carved_servers, launched_ranks_per_node
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
+from distca_hf.launched import carved_servers, launched_ranks_per_node
 from distca_hf.planning.served import Servers
 from distca_hf.roles import check_carved
 from distca_hf.settings import values_of

@@ -20,8 +20,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from distca_hf.config import launched_local_rank
 from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.launched import launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
 from distca_hf.roles import Role
 from distca_hf.telemetry import leave_for_launcher

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError, PeerLostError
+from distca_hf.launched import launched_world_size
 from distca_hf.torch_private import default_store, num_groups
 
 

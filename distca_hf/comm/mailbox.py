@@ -13,8 +13,8 @@ from datetime import timedelta
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.comm.orders import Order, Sequences
-from distca_hf.config import launched_store
 from distca_hf.errors import PeerLostError
+from distca_hf.launched import launched_store
 
 
 # Seconds between two looks into an empty queue: at first, and at most. They grow, because orders of one pass follow

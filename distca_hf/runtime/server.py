@@ -22,9 +22,10 @@ from distca_hf.comm.mailbox import Inbox, has_ended, open_store
 from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder
 from distca_hf.comm.rosters import DTYPES, Invitation, RosterSize
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig, config_of, launched_local_rank
+from distca_hf.config import DistCAConfig, config_of
 from distca_hf.errors import ConfigError, DistCAError, PlanError, PlanMismatchError
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
+from distca_hf.launched import launched_local_rank
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.wire import plan_from_integers
 from distca_hf.runtime.attention import Attended, attend, attend_backward

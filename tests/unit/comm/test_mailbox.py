@@ -75,7 +75,7 @@ def test_mappings_are_read_as_they_were_written(launcher: dist.TCPStore) -> None
 def test_no_launcher_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
-    with pytest.raises(ConfigError, match="launch with torchrun or accelerate launch"):
+    with pytest.raises(ConfigError, match="start it with torchrun or accelerate launch"):
         open_store(1)
 
 
