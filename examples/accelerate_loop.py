@@ -2,8 +2,8 @@
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples accelerate_loop)"
 
-Self-contained: random documents, a tiny Llama, a few steps. Every label of a step counts once,
-whichever rank and micro-batch holds it.
+Self-contained: random documents, a tiny Llama, a few steps. Every label of a step counts once, whichever rank and
+micro-batch holds it.
 """
 
 import random

@@ -27,6 +27,7 @@ BASE = {
     "roles",
     "settings",
     "telemetry",
+    "topology",
     "torch_private",
     "version",
 }

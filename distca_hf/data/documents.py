@@ -185,8 +185,8 @@ class DocumentSource:
     """Documents of a map-style `datasets.Dataset` with `input_ids`.
 
     Uses, where present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
-    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in
-    which there must be no padding. Other columns are left alone.
+    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in which there
+    must be no padding. Other columns are left alone.
 
     Args:
         dataset: the tokenised dataset.

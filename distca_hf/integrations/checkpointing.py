@@ -2,8 +2,7 @@
 
 Recomputing attention costs an exchange and the largest part of a long document's time. Its output and log-sum-exp
 cost `N * V` elements and `N` fp32 numbers per token and layer. That is 8.1 KB for an 8B Llama in bf16, as much as the
-layer's input, which is saved anyway. They may wait for backward in host
-memory.
+layer's input, which is saved anyway. They may wait for backward in host memory.
 
     forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
                             └──▶ host, beside the next layers                 └──▶ fetch the layer before, meanwhile

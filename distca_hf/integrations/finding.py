@@ -4,6 +4,8 @@ Numbers of documents and of tokens are in the tensors themselves. In a compiled 
 the graph neither breaks nor depends on them.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from distca_hf.batches.batch_documents import (
@@ -25,50 +27,13 @@ from distca_hf.runtime.local_attention import Documents
 
 # In a mask that was made as long as its cache: places behind the given ones.
 NOT_GIVEN = -1
-# Arguments of `find_documents` behind the device.
-Given = tuple[
-    int,
-    int,
-    int,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    int,
-    int,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    bool,
-]
 
 
-def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns a mask of one length for all passes with a static cache: int8 `[B, places]`, `NOT_GIVEN` at its end."""
-    given = padding.bool().to(torch.int8)
-    return torch.nn.functional.pad(given, (0, max(0, places - given.shape[1])), value=NOT_GIVEN)
+class Given(NamedTuple):
+    """All that a batch says about its documents. An operator takes it field by field.
 
-
-def find_documents(
-    device: torch.device,
-    batch_size: int,
-    queries: int,
-    keys: int,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    cached: torch.Tensor | None = None,
-    padding: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    goes_on: torch.Tensor | None = None,
-    unseen: bool = False,
-) -> Documents:
-    """Returns the documents of `queries` and `keys` per row.
-
-    Args:
-        device: of the documents.
+    Attributes:
+        batch_size, queries, keys: rows of the batch; queries and keys of each.
         cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
         cached: `q_offset` of a static cache, which counts on its device.
@@ -78,22 +43,49 @@ def find_documents(
         goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before. It counts
             more than positions.
         unseen: whether the batch may have positions that are not given here.
+    """
+
+    batch_size: int
+    queries: int
+    keys: int
+    cu_seq_lens_q: torch.Tensor | None
+    cu_seq_lens_k: torch.Tensor | None
+    q_offset: int
+    kv_offset: int
+    cached: torch.Tensor | None
+    padding: torch.Tensor | None
+    numbers: torch.Tensor | None
+    positions: torch.Tensor | None
+    goes_on: torch.Tensor | None
+    unseen: bool
+
+
+def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
+    """Returns a mask of one length for all passes with a static cache: int8 `[B, places]`, `NOT_GIVEN` at its end."""
+    given = padding.bool().to(torch.int8)
+    return torch.nn.functional.pad(given, (0, max(0, places - given.shape[1])), value=NOT_GIVEN)
+
+
+def find_documents(device: torch.device, given: Given) -> Documents:
+    """Returns the documents that a batch holds, on a device.
 
     Raises:
         PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
         UnsupportedAttentionError: nothing says whether rows hold several documents.
     """
+    batch_size, queries, keys, positions = given.batch_size, given.queries, given.keys, given.positions
     # 1. Sources that say all: offsets, and the function that Transformers made of packed positions.
-    if cu_seq_lens_q is not None:
-        return given_documents(cu_seq_lens_q, cu_seq_lens_k, batch_size * queries, batch_size * keys, device)
-    if goes_on is not None:
-        return _continued_documents(goes_on.expand(batch_size, queries - 1), positions)
+    if given.cu_seq_lens_q is not None:
+        rows = batch_size * queries, batch_size * keys
+        return given_documents(given.cu_seq_lens_q, given.cu_seq_lens_k, *rows, device)
+    if given.goes_on is not None:
+        return _continued_documents(given.goes_on.expand(batch_size, queries - 1), positions)
     # 2. Positions: they restart where documents begin, but behind a cache all queries must go on with one.
-    first = q_offset if cached is None else int(cached)
-    tokens = _tokens(batch_size, first + queries, kv_offset, kv_offset + keys, padding, device)
-    query_tokens = None if tokens is None else tokens[:, first - kv_offset :][:, :queries]
+    first = given.q_offset if given.cached is None else int(given.cached)
+    tokens = _tokens(given, first + queries, device)
+    query_tokens = None if tokens is None else tokens[:, first - given.kv_offset :][:, :queries]
     if queries > 1 and first == 0:
-        check_mask_numbers({"attention_mask": numbers, "position_ids": positions})
+        check_mask_numbers({"attention_mask": given.numbers, "position_ids": positions})
     if queries > 1 and positions is not None and positions.ndim == 2:
         if positions.shape[-1] != queries:
             raise PackingError(f"position_ids has {positions.shape[-1]} positions for {queries} tokens")
@@ -101,7 +93,7 @@ def find_documents(
         if first == 0:
             return documents_at(positions, tokens)
         check_goes_on(positions, query_tokens)
-    elif queries > 1 and unseen and first == 0:
+    elif queries > 1 and given.unseen and first == 0:
         raise UnsupportedAttentionError(
             "layers were given no position_ids, and a compiled pass with a cache or a mask cannot find them: rows may "
             "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
@@ -129,23 +121,16 @@ def _continued_documents(goes_on: torch.Tensor, positions: torch.Tensor | None) 
     return Documents.of(Spans(offsets, offsets, longest, longest))
 
 
-def _tokens(
-    batch_size: int,
-    filled: int,
-    begin: int,
-    end: int,
-    padding: torch.Tensor | None,
-    device: torch.device,
-) -> torch.Tensor | None:
+def _tokens(given: Given, filled: int, device: torch.device) -> torch.Tensor | None:
     """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
 
     Args:
         filled: places of a row that have been filled, this pass included.
-        begin, end: places of the keys.
     """
+    padding, begin, end = given.padding, given.kv_offset, given.kv_offset + given.keys
     if padding is None and filled >= end:
         return None
-    tokens = (torch.arange(begin, end, device=device) < filled).expand(batch_size, end - begin)
+    tokens = (torch.arange(begin, end, device=device) < filled).expand(given.batch_size, given.keys)
     if padding is not None:
         if padding.dtype == torch.int8:
             places = int((padding[0] != NOT_GIVEN).sum())
@@ -181,11 +166,13 @@ def _find_documents(
 
     Args:
         there: on the device of the documents.
+        batch_size: the first field of `Given`; the others follow.
     """
-    found = find_documents(
-        there.device, batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding,
-        numbers, positions, goes_on, unseen,
+    given = Given(
+        batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding, numbers,
+        positions, goes_on, unseen,
     )  # fmt: skip
+    found = find_documents(there.device, given)
     check_window(window_tokens, found.longest_keys)
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
     offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]

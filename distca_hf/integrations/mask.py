@@ -120,24 +120,24 @@ class RowMask:
         given = position_ids, cu_seq_lens_q, cu_seq_lens_k
         if not torch.compiler.is_compiling():
             if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
-                self._documents, self._given = find_documents(self._device, *self._arguments(*given)), given
+                self._documents, self._given = find_documents(self._device, self._all_given(*given)), given
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
         there = torch.empty(0, device=self._device)
-        found = Documents(*find_in_graph(there, *self._arguments(*given), window_tokens))
+        found = Documents(*find_in_graph(there, *self._all_given(*given), window_tokens))
         _, _, queries, keys = self.shape
         all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
         if cu_seq_lens_q is not None or (self._padding is None and all_tokens):
             return found._replace(query_rows=None, key_rows=None)
         return found
 
-    def _arguments(
+    def _all_given(
         self,
         position_ids: torch.Tensor | None,
         cu_seq_lens_q: torch.Tensor | None,
         cu_seq_lens_k: torch.Tensor | None,
     ) -> Given:
-        """Returns the arguments of `find_documents` behind the device."""
+        """Returns all that the mask and a layer were given."""
         batch_size, _, queries, keys = self.shape
         first, goes_on = self._q_offset, None
         positions = position_ids if self._positions is None else self._positions
@@ -146,9 +146,20 @@ class RowMask:
             token = torch.arange(1, queries, device=self._device)
             goes_on = self._packed(row, 0, token, token - 1)
         offset, cached = (0, first) if isinstance(first, torch.Tensor) else (first, None)
-        return (
-            *(batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, offset, self._kv_offset, cached),
-            *(self._padding, self._numbers, positions, goes_on, self._compiled),
+        return Given(
+            batch_size=batch_size,
+            queries=queries,
+            keys=keys,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+            q_offset=offset,
+            kv_offset=self._kv_offset,
+            cached=cached,
+            padding=self._padding,
+            numbers=self._numbers,
+            positions=positions,
+            goes_on=goes_on,
+            unseen=self._compiled,
         )
 
 

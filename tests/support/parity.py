@@ -12,6 +12,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
+from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
@@ -27,7 +28,8 @@ HEADS = ((4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 8, 8), (4, 2, 8, 4), (6, 3, 4, 4))
 
 @dataclass(frozen=True)
 class Case:
-    """One random case, the same on every rank that draws it with the same seed."""
+    """One random case, the same on every rank that draws it with the same seed. The last ranks are attention
+    servers."""
 
     layout: Layout
     heads: tuple[int, int, int, int]
@@ -36,6 +38,7 @@ class Case:
     seed: int
     plan: Plan
     num_chunks: int = 1
+    num_servers: int = 0
 
     @classmethod
     def draw(cls, seed: int, layout: Layout, plan: Plan | None = None) -> "Case":
@@ -101,6 +104,23 @@ def live_plan(
     return LivePlan(micro_batch=0, routings=routings, facts=mine.facts, transport=transport, config=config)
 
 
+def by_operator(
+    live: LivePlan, q_k_v: list[torch.Tensor], dout: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Output and gradients as a model gets them."""
+    out, *_ = flash_attn(*q_k_v, SPEC, live.handle)
+    return out, torch.autograd.grad(out, q_k_v, dout)
+
+
+def without_autograd(
+    live: LivePlan, q_k_v: list[torch.Tensor], dout: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Output and gradients as an attention server computes them: both calls on their own."""
+    with torch.no_grad():
+        out, lse, kept = attend(*q_k_v, SPEC, live)
+        return out, attend_backward(dout, Attended(*q_k_v, out, lse), kept, SPEC, live)
+
+
 def compare(case: Case, transport: Transport) -> Difference:
     """Runs one layer forward and backward on this rank and compares its rows with exact attention."""
     q, k, v, dout = case.tensors()
@@ -121,8 +141,8 @@ def compare(case: Case, transport: Transport) -> Difference:
     kernel = CountingKernel(live.kernel(*local, SPEC))
     live.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
-    out, *_ = flash_attn(*local, SPEC, live.handle)
-    gradients = torch.autograd.grad(out, local, held(dout, 1e9))
+    serves = rank >= layout.num_ranks - case.num_servers
+    out, gradients = (without_autograd if serves else by_operator)(live, local, held(dout, 1e9))
 
     assert not out[len(rows) :].any(), "padding rows must be zero"
     assert not any(gradient[len(rows) :].any() for gradient in gradients), "padding rows must have no gradient"

@@ -3,8 +3,8 @@
 Trainer keeps the number of steps and works its place in the data out of it, with one number of steps for all epochs.
 With other ranks, tokens or accumulation steps than before, that is another place. And the epoch that it goes on in has
 another number of steps than later epochs. So Trainer is given two numbers: the epoch of the saved position, and the
-steps that are left in it. The loader begins at the position. There is no public seam for
-it. Methods are replaced on the instance; the class and every other Trainer are left alone.
+steps that are left in it. The loader begins at the position. There is no public seam for it. Methods are replaced on
+the instance; the class and every other Trainer are left alone.
 
 Trainer writes its state last. A full disk, or a process that was killed while it saved, leaves a checkpoint without
 it, and `resume_from_checkpoint=True` takes the newest one. So a checkpoint must be whole.

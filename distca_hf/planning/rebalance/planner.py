@@ -12,12 +12,13 @@ from functools import cached_property
 
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.layout import TILE_TOKENS, Layout, Topology
+from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance.byte_costs import MovedBytes, Prices, Segments
 from distca_hf.planning.rebalance.donors import MANY_DOCUMENTS, STRATEGIES, DocumentsByRank, Donors, Effort, Strategy
 from distca_hf.planning.rebalance.greedy import GreedyMoves, WorkGaps, busiest_bytes, work_limits
 from distca_hf.planning.rebalance.head_stacks import Stack, tasks_of
+from distca_hf.topology import Topology
 
 
 # Maximum work of a rank above its share, as a fraction of the share. The last two percent cost bytes and no longer
@@ -229,6 +230,7 @@ def plan_by_moving(
     capacities: Sequence[float] | None = None,
     bytes_limit: int | None = None,
     mask: Mask = CAUSAL_MASK,
+    tolerance: float = TOLERANCE,
 ) -> Plan:
     """Plans a layout so that no rank computes more than 1.025 times its share, plus a tile of the longest document.
 
@@ -244,6 +246,7 @@ def plan_by_moving(
         bytes_limit: most bytes that a rank may send, and most that it may receive, in one layer forward. Under a tight
             limit, work is balanced as well as it permits.
         mask: keys that queries attend.
+        tolerance: most work of a rank above its share, as a fraction of the share.
 
     Raises:
         ConfigError: head groups below 1, capacities that are no speeds, a topology of other ranks.
@@ -254,9 +257,9 @@ def plan_by_moving(
     if topology is not None and topology.num_ranks != layout.num_ranks:
         raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks}")
     candidates = Candidates(layout, head_groups, topology, token_bytes, capacities, mask)
-    best = _best(candidates, layout.num_ranks, topology, TOLERANCE)
+    best = _best(candidates, layout.num_ranks, topology, tolerance)
     if bytes_limit is not None and best.moved.largest_rank > bytes_limit:
-        best = _within(candidates, bytes_limit, best)
+        best = _within(candidates, bytes_limit, best, tolerance)
     return candidates.plan(best) if best.moves else plan_in_place(layout, mask=mask)
 
 
@@ -306,8 +309,8 @@ def _suffices(candidate: Candidate, effort: Effort) -> bool:
     return candidate.overload == 0 and candidate.moved.largest_rank <= effort.good_enough * candidate.busy_bytes
 
 
-def _within(candidates: Candidates, bytes_limit: int, least: Candidate) -> Candidate:
-    """Finds the candidate with the smallest tolerance whose bytes stay within the limit.
+def _within(candidates: Candidates, bytes_limit: int, least: Candidate, tolerance: float) -> Candidate:
+    """Finds the candidate with the smallest tolerance, above this one, whose bytes stay within the limit.
 
     Raises:
         PlanError: no tolerance has one.
@@ -318,7 +321,7 @@ def _within(candidates: Candidates, bytes_limit: int, least: Candidate) -> Candi
         return min(found, key=lambda one: one.moved.largest_rank)
 
     # 1. Growing tolerances, until the bytes of one fit.
-    too_tight, tolerance = TOLERANCE, TOLERANCE
+    too_tight = tolerance
     fits: Candidate | None = None
     stays = candidates.stay(tolerance)
     while fits is None:

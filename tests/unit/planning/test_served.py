@@ -10,7 +10,7 @@ import pytest
 
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.layout import Layout, Topology
+from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.facts import PlanTotals
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -18,6 +18,7 @@ from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
 from distca_hf.planning.served import Servers, plan_served
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
 from support.layouts import packed_layout, random_layout, striped_layout
 
 
@@ -126,9 +127,9 @@ def test_all_ranks_compute_for_the_same_time(layout: Layout, head_groups: int, s
 
     assert plan.speeds == (1.0, 1.0, *speeds)
     assert plan.imbalance == pytest.approx(times.max() * sum(plan.speeds) / plan.work.sum())
-    assert plan.imbalance <= 1.03
-    # Every trainer keeps up to 2.3 % more than its share, and servers lack it.
-    assert plan.work[2:].sum() > (sum(speeds) - 2 * 0.025) * even
+    assert plan.imbalance <= 1.01
+    # Trainers may keep a little more than their share, and servers lack it.
+    assert plan.work[2:].sum() > (sum(speeds) - 2 * 0.01) * even
 
 
 @pytest.mark.parametrize("layout", [place(LENGTHS, 2), Layout.from_packs(PACKS)], ids=["placed", "packs"])
@@ -138,7 +139,15 @@ def test_trainers_may_leave_all_attention_to_servers(layout: Layout) -> None:
 
     assert plan.speeds == (0.0, 0.0, 1.0, 0.5)
     assert plan.work[:2].sum() == 0
-    assert plan.imbalance <= 1.03
+    assert plan.imbalance <= 1.01
+
+
+def test_a_slow_server_beside_many_trainers_gets_its_share() -> None:
+    rng = random.Random(0)
+    lengths = [min(60_000, int(rng.lognormvariate(8.3, 1.6)) + 16) for _ in range(40)]
+    plan = plan_served(place(lengths, 8, head_groups=8), Servers((0.2,)), 8)
+
+    assert plan.work[8] / plan.work.sum() == pytest.approx(0.2 / 8.2, rel=0.25)
 
 
 def test_a_striped_layout_moves_no_more_bytes_than_without_servers() -> None:
@@ -148,7 +157,7 @@ def test_a_striped_layout_moves_no_more_bytes_than_without_servers() -> None:
     plan.validate()
 
     assert layout.stripes
-    assert plan.imbalance <= 1.03
+    assert plan.imbalance <= 1.01
     assert (
         bytes_between(plan, TokenBytes()).sum(axis=1).max() < bytes_between(in_place, TokenBytes()).sum(axis=1).max()
     )
