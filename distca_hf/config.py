@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
-from distca_hf.layout import Topology
 from distca_hf.roles import CARVED, LaunchedProcess, read_servers
 from distca_hf.settings import (
     Settings,
@@ -20,6 +19,7 @@ from distca_hf.settings import (
     renamed,
     values_of,
 )
+from distca_hf.topology import Topology
 
 
 # Variables of the environment that set a field begin with it.

@@ -26,6 +26,7 @@ BASE = {
     "roles",
     "settings",
     "telemetry",
+    "topology",
     "torch_private",
     "version",
 }

@@ -19,7 +19,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Topology, as_int_array
+from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.facts import PlanFacts, PlanTotals
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
@@ -28,6 +28,7 @@ from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
+from distca_hf.topology import Topology
 
 
 log = get_logger(__name__)

@@ -23,8 +23,9 @@ import numpy as np
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Topology, check_document_tokens
+from distca_hf.layout import Layout, check_document_tokens
 from distca_hf.placement.place import QUERY_AND_OUTPUT_PARTS, place
+from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

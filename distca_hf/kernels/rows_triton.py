@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from distca_hf.arrays import ceil_div
 from distca_hf.kernels.host_cost import KindOfRows, Launch, kinds_of_rows, widths_of_parts
 
 
@@ -106,7 +107,7 @@ def _copy_launch(
     block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(width, other_width)))
     columns = (width if len(sources) < len(targets) else 0, width if len(targets) < len(sources) else 0)
     constants = *strides, *columns, width, other_width, any_rows, any_places, block
-    return Launch(_copy_row, constants, device), -(-width // block) - (-other_width // block)
+    return Launch(_copy_row, constants, device), ceil_div(width, block) + ceil_div(other_width, block)
 
 
 def _follow_each_other(row: torch.Size, strides: Sequence[int]) -> bool:
@@ -234,4 +235,4 @@ def _merge_launch(
     """Returns the kernel for such tensors, and its blocks of heads."""
     block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
     constants = *strides, heads, dim, block, triton.next_power_of_2(dim)
-    return Launch(_merge_block, constants, device), -(-heads // block)
+    return Launch(_merge_block, constants, device), ceil_div(heads, block)

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Topology, as_int_array
+from distca_hf.layout import Layout, as_int_array
 from distca_hf.placement.piece_pool import Segment
 from distca_hf.placement.place import place
 from distca_hf.placement.token_swaps import even_out, find_striped
+from distca_hf.topology import Topology
 
 
 FloatArray = NDArray[np.float64]

@@ -31,11 +31,12 @@ import numpy as np
 from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import CAUSAL, DocumentCost, Work
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Stripe, Topology, check_document_tokens, join_neighbours
+from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal
 from distca_hf.placement.heuristics import deal_with_best, heuristics_to_try
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
+from distca_hf.topology import Topology
 
 
 # Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama). A stripe moves

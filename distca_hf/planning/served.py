@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError
-from distca_hf.layout import Layout, Topology
+from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.topology import Topology
 
 
 # Maximum work of a rank above its share, as a fraction of the share. With the tolerance of plans without servers eight

@@ -13,7 +13,7 @@ import numpy as np
 
 from distca_hf.analysis.baselines.baseline import whole_documents
 from distca_hf.analysis.estimates import TrainingSetup, estimate_memory, step_cost
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.flops import H200, H200_LIGER
@@ -42,7 +42,7 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
     if way == "whole":
         packs = whole_documents(lengths, num_ranks, TOKEN_BYTES)
         return packs.tokens, packs.work, 0
-    tokens_per_rank = -(-int(lengths.sum()) // num_ranks)
+    tokens_per_rank = ceil_div(int(lengths.sum()), num_ranks)
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank), num_ranks, HEADS.groups)
     plan = planner.plan(lengths)
     received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()

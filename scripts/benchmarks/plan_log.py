@@ -23,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 import distca_hf
 from distca_hf.analysis.lengths import read_lengths
+from distca_hf.arrays import ceil_div
 from lib.model import small_llama
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--shorter", type=int, default=64, help="divide all lengths by it")
     parser.add_argument("--tokens-per-rank", type=int, default=2048)
     options = parser.parse_args()
-    lengths = -(-read_lengths(options.lengths).tokens // options.shorter)
+    lengths = ceil_div(read_lengths(options.lengths).tokens, options.shorter)
     logged = train(lengths, options.tokens_per_rank)
     if dist.get_rank() == 0:
         said = plan(lengths, dist.get_world_size(), options.tokens_per_rank)["whole_epoch"]

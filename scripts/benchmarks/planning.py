@@ -20,8 +20,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from distca_hf.layout import Topology
 from distca_hf.planning.routing import route
+from distca_hf.topology import Topology
 from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
 from lib.planning.mixes import batch

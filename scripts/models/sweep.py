@@ -170,7 +170,7 @@ def build_plain(config_class: type[PreTrainedConfig]) -> PreTrainedModel:
 
 
 def documents_dataset() -> Dataset:
-    """Documents of random tokens, with uneven labels."""
+    """Returns documents of random tokens, with uneven labels."""
     rng = random.Random(0)
     documents = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in DOCUMENT_TOKENS]
     masks = [[int(at % 7 > row % 5) for at in range(len(ids))] for row, ids in enumerate(documents)]

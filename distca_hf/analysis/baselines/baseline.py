@@ -35,10 +35,11 @@ import numpy as np
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import ConfigError
-from distca_hf.layout import Topology, check_document_tokens
+from distca_hf.layout import check_document_tokens
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +112,12 @@ def figures_of(micro_steps: Sequence[Baseline], topology: Topology) -> Figures:
         tokens_max=max(int(step.tokens.max()) for step in micro_steps),
         imbalance=float(heaviest_pairs * topology.num_ranks / total_pairs) if total_pairs else 1.0,
         bytes_total=sum(int(step.bytes_between.sum()) for step in micro_steps),
-        bytes_max_rank=sum(_busiest(step.bytes_between) for step in micro_steps),
-        bytes_internode_max=sum(_busiest(step.bytes_between * crosses) for step in micro_steps),
+        bytes_max_rank=sum(largest_rank_bytes(step.bytes_between) for step in micro_steps),
+        bytes_internode_max=sum(largest_rank_bytes(step.bytes_between * crosses) for step in micro_steps),
     )
 
 
-def _busiest(bytes_between: np.ndarray) -> int:
+def largest_rank_bytes(bytes_between: np.ndarray) -> int:
     """Returns the most bytes that any rank sends or receives."""
     return int(max(bytes_between.sum(axis=1).max(), bytes_between.sum(axis=0).max()))
 

@@ -23,7 +23,7 @@ Holding = list[list[Segment]]
 
 
 def parse_documents(text: str) -> list[int]:
-    """Lengths from a preset's name or "131072,96x4096"."""
+    """Returns lengths from a preset's name or "131072,96x4096"."""
     lengths: list[int] = []
     for part in PRESETS.get(text, text).split(","):
         count, _, tokens = part.rpartition("x")
@@ -49,13 +49,13 @@ def smaller_lengths(lengths: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def random_tokens(lengths: Sequence[int], micro_steps: int, vocabulary: int) -> list[list[IntArray]]:
-    """Documents of every micro-step, the same on all ranks."""
+    """Returns documents of every micro-step, the same on all ranks."""
     random = np.random.RandomState(0)
     return [[random.randint(0, vocabulary, tokens).astype(np.int64) for tokens in lengths] for _ in range(micro_steps)]
 
 
 def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
-    """Documents whose tokens are numbered, one document after the other: rows can be told apart."""
+    """Returns documents whose tokens are numbered, one document after the other, so that no two rows are equal."""
     firsts = [0, *accumulate(lengths)]
     return [np.arange(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=False)]
 

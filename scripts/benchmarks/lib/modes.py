@@ -250,7 +250,7 @@ def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
 
 
 def _lengths(step: StepTokens) -> list[int]:
-    """Documents of a micro-step; all of them have the same ones."""
+    """Returns the lengths of a micro-step's documents; all micro-steps have the same ones."""
     return [len(tokens) for tokens in step[0]]
 
 

@@ -60,7 +60,7 @@ class Wires:
         dist.destroy_process_group(self._group)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of all ranks, by rank."""
+        """Returns the rows of all ranks, by rank."""
         others = self.world_size - 1
         gathered = (self.world_size * len(rows), *rows.shape[1:])
         if self._is_silent(others * rows.nbytes, others * rows.nbytes, self.world_size * rows.nbytes):

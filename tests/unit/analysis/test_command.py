@@ -21,7 +21,7 @@ from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, p
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
-from distca_hf.layout import Topology
+from distca_hf.topology import Topology
 
 
 PRETRAIN = Path(__file__).parents[3] / "examples" / "lengths" / "pretrain.json.gz"

@@ -133,7 +133,7 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 @torch.library.custom_op("bench_step::gather_tokens", mutates_args=())
 def gather_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    """Rows of all ranks, by rank."""
+    """Returns the rows of all ranks, by rank."""
     return _works[work].wires.all_gather(x_TND)
 
 

@@ -96,18 +96,18 @@ def print_preparation(name: str, lengths: IntArray, num_ranks: int, tokens_per_r
     document_tokens = loader._source.document_tokens
     packed = EpochPacker(document_tokens, planner.capacity_tokens).epoch(0)
     epoch = planner.regroup(packed, document_tokens, micro_steps=1)
-    times, pads, documents = [], [], []
+    planning_seconds, all_seconds, documents = [], [], []
     for micro_batch in range(10):
         chosen = document_tokens[epoch.micro_batch(micro_batch)]
         began = time.perf_counter()
         plan = planner.plan(chosen)
         route(plan, 1, key_transfers(plan))
-        pads.append(time.perf_counter() - began)
+        planning_seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
         loader.preparer.prepare(epoch, Cursor(0, micro_batch))
-        times.append(time.perf_counter() - began)
+        all_seconds.append(time.perf_counter() - began)
         documents.append(len(chosen))
-    planning, total = 1e3 * statistics.median(pads), 1e3 * statistics.median(times)
+    planning, total = 1e3 * statistics.median(planning_seconds), 1e3 * statistics.median(all_seconds)
     documents_mean = statistics.mean(documents)
     print_row(
         name, num_ranks, f"{tokens_per_rank // 1024}K", f"{documents_mean:.0f}", f"{planning:.1f}", f"{total:.1f}"

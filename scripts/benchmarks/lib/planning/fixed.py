@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca_hf.analysis.baselines.baseline import largest_rank_bytes
 from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
 from distca_hf.analysis.bounds import bytes_bound
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
-from distca_hf.layout import Topology
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
 from lib.planning.mixes import batch
 from lib.planning.planners import (
     HEAD_GROUPS,
@@ -18,7 +19,6 @@ from lib.planning.planners import (
     RANKS_PER_NODE,
     K,
     gigabytes,
-    largest_rank,
     plan_fixed,
     print_row,
     table,
@@ -51,16 +51,16 @@ def measure(documents: IntArray, num_ranks: int) -> Measured:
     return Measured(
         before=imbalance(plan.layout.rank_work),
         imbalance=plan.imbalance,
-        largest_rank_bytes=largest_rank(sent),
+        largest_rank_bytes=largest_rank_bytes(sent),
         total_bytes=int(sent.sum()),
-        to_published=largest_rank(sent) / max(1, largest_rank(published)),
-        to_bound=largest_rank(sent) / max(1, bound.largest_rank),
+        to_published=largest_rank_bytes(sent) / max(1, largest_rank_bytes(published)),
+        to_bound=largest_rank_bytes(sent) / max(1, bound.largest_rank),
         total_to_bound=int(sent.sum()) / max(1, bound.total),
     )
 
 
 def print_fixed(ranks: list[int], seeds: int) -> None:
-    """Tokens stay where sequential fill puts them."""
+    """Prints every mix; tokens stay where documents in order fill the ranks."""
     table(
         "Fixed, 256K tokens per rank (limits: max/mean 1.025, 1.025, 1.03, 1.03; ÷ published pretrain .50, .40, .33, "
         ".28, ProLong .50, .50, .45, .50; ÷ bound 1.10, 1.20, 1.20, 1.30)",

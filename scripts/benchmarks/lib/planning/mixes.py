@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.recipe import LENGTHS
 
 
@@ -25,15 +25,15 @@ def file_lengths(name: str) -> IntArray:
 
 
 def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, seed: int) -> IntArray:
-    """Documents of exactly `num_ranks * tokens_per_rank` tokens."""
+    """Returns documents of exactly `num_ranks * tokens_per_rank` tokens."""
     rng = np.random.default_rng([seed, num_ranks, tokens_per_rank])
     total_tokens = num_ranks * tokens_per_rank
     if mix == "one":
         documents = np.concatenate([[longest_tokens], rng.integers(500, 4001, total_tokens // 500)])
     elif mix == "equal":
-        documents = np.full(-(-total_tokens // longest_tokens), longest_tokens)
+        documents = np.full(ceil_div(total_tokens, longest_tokens), longest_tokens)
     elif mix == "equal_3001":
-        documents = np.full(-(-total_tokens // 3001), 3001)
+        documents = np.full(ceil_div(total_tokens, 3001), 3001)
     elif mix == "lognormal":
         documents = np.exp(rng.normal(np.log(4096), 1.6, total_tokens // 1000 + 100)).astype(np.int64)
     elif mix in ("pretrain_256k", "prolong_256k"):
@@ -44,8 +44,8 @@ def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, s
 
 
 def _from_file(mix: str, rng: np.random.Generator, longest_tokens: int) -> IntArray:
-    """Documents of a file in random order, again and again; up-sampled: the long ones twice, half of them at the
-    limit."""
+    """Returns documents of a file in random order, again and again. Up-sampled mixes have the long ones twice, half of
+    them at the limit."""
     lengths = file_lengths(mix.removesuffix("_up"))
     long = lengths[lengths >= LONG_TOKENS]
     if mix == "pretrain_up":

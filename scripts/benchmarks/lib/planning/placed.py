@@ -11,10 +11,10 @@ from distca_hf.analysis.epoch import OptimizerStep, pack_first_step
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.cost import imbalance
-from distca_hf.layout import Topology
 from distca_hf.placement.place import place, work_in_order
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.topology import Topology
 from lib.planning.mixes import batch
 from lib.planning.planners import (
     LLAMA,

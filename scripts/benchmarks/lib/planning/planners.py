@@ -3,14 +3,16 @@
 import statistics
 from functools import cache
 
+from distca_hf.analysis.baselines.baseline import largest_rank_bytes
 from distca_hf.analysis.request import preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.topology import Topology
 from lib.tables import head, row
 
 
@@ -39,15 +41,10 @@ def plan_fixed(documents: IntArray, topology: Topology) -> Plan:
     )
 
 
-def largest_rank(sent: IntArray) -> int:
-    """Bytes that the busiest rank sends or receives."""
-    return int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
-
-
 def between_nodes(sent: IntArray, topology: Topology) -> int:
-    """Returns the same of bytes that leave or enter a node."""
+    """Returns the most bytes that a rank sends to other nodes, or receives from them."""
     crosses = topology.node_of[:, None] != topology.node_of[None, :]
-    return largest_rank(sent * crosses)
+    return largest_rank_bytes(sent * crosses)
 
 
 def gigabytes(number: float) -> str:
