@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from distca_hf.config import is_launched
 from distca_hf.errors import DistCAError
+from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
 

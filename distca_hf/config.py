@@ -6,11 +6,12 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
-from distca_hf.roles import CARVED, LaunchedProcess, read_servers
+from distca_hf.roles import CARVED, read_servers
 from distca_hf.settings import (
     Settings,
     described,
@@ -302,6 +303,21 @@ class DistCAConfig(Settings):
         return {name: value for name, value in values.items() if name not in SETTINGS_OF_ONE_RANK}
 
 
+def config_of(settings: Mapping[str, object]) -> DistCAConfig:
+    """Returns settings with these values, by the names of `fields_of`; others have their defaults.
+
+    Raises:
+        UnknownSettingError: a key is no setting.
+        ConfigError: a value is not one that the field allows.
+    """
+    groups: dict[str, dict[str, Any]] = {"timeouts": {}, "debug": {}}
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        group, _, inner = name.rpartition(".")
+        (groups[group] if group in groups else values)[inner] = value
+    return DistCAConfig(timeouts=Timeouts(**groups["timeouts"]), debug=Debug(**groups["debug"]), **values)
+
+
 def unknown_environment_settings() -> dict[str, str | None]:
     """Returns variables that begin with `DISTCA_` and set nothing, each with the one that is most likely meant."""
     variables = {
@@ -324,75 +340,3 @@ def _check_environment() -> None:
                 f"environment variable {variable_of(former)}: the setting {former!r} is now called {present!r}; set "
                 f"{variable_of(present)}"
             )
-
-
-def launched_rank() -> int:
-    """Returns the rank that the launcher gave to this process (0 without a launcher)."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def launched_local_rank() -> int:
-    """Returns the number of this process on its node (0 without a launcher)."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def launched_error_file() -> str | None:
-    """Returns the file in which torchrun and accelerate look for the error that ended this process."""
-    return os.environ.get("TORCHELASTIC_ERROR_FILE")
-
-
-def launched_world_size() -> int:
-    """Returns the number of processes the launcher started (1 without a launcher)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def launched_ranks_per_node() -> int:
-    """Returns the number of processes that the launcher started on this node (0 without a launcher)."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-
-
-def launched_node() -> int:
-    """Returns the number that the launcher gave to this node (0 without a launcher)."""
-    return int(os.environ.get("GROUP_RANK", "0"))
-
-
-def launched_nodes() -> int:
-    """Returns the number of nodes of the launcher (1 without a launcher)."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-
-def carved_servers() -> tuple[int, ...]:
-    """Returns how many processes of each node were made attention servers; () if none."""
-    return read_servers(os.environ[CARVED]) if CARVED in os.environ else ()
-
-
-def launched_process() -> LaunchedProcess:
-    """Returns the numbers that the launcher gave to this process, to take its role by.
-
-    Raises:
-        ConfigError: no launcher with a store started it, or roles were taken before.
-    """
-    if not is_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise ConfigError(
-            "trainers and attention servers meet in the launcher's store, and this process has none: start it with "
-            "torchrun or accelerate launch, several processes, without TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-        )
-    if CARVED in os.environ:
-        raise ConfigError(
-            f"{CARVED}={os.environ[CARVED]}: this process has its role already. Where its script starts another "
-            f"training, remove {CARVED} from the environment of that one"
-        )
-    return LaunchedProcess(
-        rank=launched_rank(),
-        local_rank=launched_local_rank(),
-        world_size=launched_world_size(),
-        local_world_size=launched_ranks_per_node(),
-        node=launched_node(),
-        num_nodes=launched_nodes(),
-    )
-
-
-def is_launched() -> bool:
-    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. Schedulers
-    of clusters number nodes by the first two names."""
-    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(os.environ)

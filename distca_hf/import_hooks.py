@@ -59,7 +59,6 @@ MOVED = {
         "shipped": "recipe",
         "spelling": "errors",
         "testing.reference": "testing.loopback",
-        "topology": "layout",
         "train": "run",
     }.items()
 }

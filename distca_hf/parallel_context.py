@@ -15,9 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.groups import Members, default_device, open_transport, process_group_of
+from distca_hf.comm.rosters import ServedTransport, open_served_transport
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig, launched_ranks_per_node
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
+from distca_hf.launched import carved_servers, launched_ranks_per_node
+from distca_hf.planning.served import Servers
+from distca_hf.roles import check_carved
+from distca_hf.settings import values_of
 from distca_hf.torch_private import wrapper_that_runs
 
 
@@ -37,6 +42,8 @@ class ParallelContext:
         per_node = config.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
         self._config = replace(config, ranks_per_node=per_node)
         self._transports: dict[torch.device, Transport] = {}
+        self._served: dict[torch.device, ServedTransport] = {}
+        self._check_servers()
 
     @property
     def config(self) -> DistCAConfig:
@@ -46,7 +53,19 @@ class ParallelContext:
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        return Members.of(self._group)
+        return Members.of(self._group, sum(carved_servers()))
+
+    @property
+    def servers(self) -> Servers | None:
+        """Attention servers that take part in training; None if there are none."""
+        per_node = carved_servers()
+        if not sum(per_node):
+            return None
+        # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
+        in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
+        nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
+        speeds = (self.config.server_speed,) * len(nodes)
+        return Servers(speeds, self.config.trainers_attend, nodes)
 
     @property
     def device(self) -> torch.device:
@@ -63,21 +82,37 @@ class ParallelContext:
             self._transports[device] = opened if not self.config.debug.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
+    def training_transport(self, device: torch.device) -> Transport:
+        """Returns the transport for batches that are trained on: with attention servers, where there are any (a
+        collective call when first made). Evaluation makes no use of servers."""
+        among_trainers, servers = self.transport(device), self.servers
+        if servers is None:
+            return among_trainers
+        device, timeouts = numbered(device), self.config.timeouts
+        served = self._served.get(device)
+        if served is None or served.among_trainers is not among_trainers:
+            settings = values_of(self.config, DistCAConfig)
+            deadlines = timeouts.exchange_seconds, timeouts.agreement_seconds
+            served = open_served_transport(device, *deadlines, among_trainers, servers.count, settings)
+            self._served[device] = served
+        return served
+
     def is_outgrown(self, transport: Transport) -> bool:
         """Returns whether a transport is that of a process alone, opened before there was a process group."""
         return transport.world_size == 1 and len(self.members.group) > 1
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
-        return {**vars(self), "_transports": {}}
+        return {**vars(self), "_transports": {}, "_served": {}}
 
     def close(self) -> None:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.
 
         Not needed in a script: groups are ended with the process. Of use in a program that goes on afterwards.
         """
-        for transport in self._transports.values():
+        for transport in (*self._served.values(), *self._transports.values()):
             transport.close()
+        self._served.clear()
         self._transports.clear()
 
     def check_gradients(self, model: nn.Module) -> None:
@@ -99,6 +134,26 @@ class ParallelContext:
                     f"plugin is {_named(members.layer_ranks)}: losses count the labels of the group alone. Give both "
                     "the same group, or leave it out of the plugin to share documents between all ranks"
                 )
+
+    def _check_servers(self) -> None:
+        """Refuses settings that attention servers cannot follow.
+
+        Raises:
+            ConfigError: servers were asked for and none were started, or others; or a setting does not work with them.
+        """
+        check_carved(self.config.attention_servers, self.config.trainers_attend, carved_servers())
+        if self.servers is None:
+            return
+        if self.config.debug.check_exchanges:
+            raise ConfigError(
+                "debug.check_exchanges compares exchanges of trainers alone, and attention servers take part in them; "
+                "leave one of the two out"
+            )
+        if not self.members.are_the_job:
+            raise ConfigError(
+                f"attention servers serve all ranks of a job, and the group of the plugin is "
+                f"{_named(self.members.layer_ranks)}; leave group out"
+            )
 
     def _check_accelerate(self) -> None:
         """Refuses to share documents between ranks that Accelerate does not train together.

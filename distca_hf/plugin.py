@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
+from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.parts import head_groups_of
+from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of
 from distca_hf.telemetry import get_logger
@@ -93,7 +94,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         return PlacedLoader(
             dataset,
             self.config,
-            self.transport(target),
+            self.training_transport(target),
             target,
             seed,
             shuffle,
@@ -101,6 +102,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             head_groups,
             micro_steps,
             unlearnt_token,
+            self.servers,
+            TokenBytes() if model is None else token_bytes_of(model),
         )
 
     def attach(self, trainer: "Trainer") -> None:

@@ -24,8 +24,9 @@ from typing import Any
 
 import yaml
 
-from distca_hf.config import DistCAConfig, launched_process, variable_of
+from distca_hf.config import DistCAConfig, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.launched import launched_process
 from distca_hf.roles import Role, read_servers
 from distca_hf.settings import check_mapping
 

@@ -15,12 +15,13 @@ Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k tr
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from distca_hf.config import launched_local_rank
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.launched import launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
 from distca_hf.roles import Role
 from distca_hf.telemetry import leave_for_launcher
@@ -55,7 +56,18 @@ def main(arguments: Sequence[str]) -> None:
     prepare_process(recipe, role)
     if role is not None and role.is_server:
         sys.exit(_serve(role))
-    run_script(path, [*recipe.script, *rest])
+    try:
+        run_script(path, [*recipe.script, *rest])
+    finally:
+        if role is not None:
+            _end_service(role)
+
+
+def _end_service(role: Role) -> None:
+    """Notes in the launcher's store that this trainer has ended, so that its servers end, too."""
+    mailbox = import_module("distca_hf.comm.mailbox")  # imports torch
+    with suppress(DistCAError):  # the launcher is gone, and has ended the servers
+        mailbox.note_end(role.number)
 
 
 def _serve(role: Role) -> int:

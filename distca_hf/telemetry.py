@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from distca_hf.config import launched_error_file, launched_rank
+from distca_hf.launched import launched_error_file, launched_rank
 
 
 NAME = "distca_hf"

@@ -6,7 +6,7 @@ Public ways are slower, or refuse more. A torch without one of these names gives
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -179,16 +179,27 @@ def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
 AllToAllFunction = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], dist.Work]
 
 
-def all_to_all_of(group: dist.ProcessGroup, device: torch.device) -> AllToAllFunction:
+class RowGroup(Protocol):
+    """A process group, or a backend by itself (`ProcessGroupGloo`, `ProcessGroupNCCL`), which torch has in no list."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def name(self) -> str: ...
+
+
+def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     """Returns a function that starts all-to-alls of rows.
 
     It is all that `dist.all_to_all_single` comes to in the end, for half of its host time: without c10d's operator,
     which is dispatched on autograd, too.
     """
     get_backend = getattr(group, "_get_backend", None)
-    if get_backend is None:
+    if get_backend is None and isinstance(group, dist.ProcessGroup):
         return partial(dist.all_to_all_single, group=group, async_op=True)
-    start: Any = get_backend(device).alltoall_base
+    backend: Any = group if get_backend is None else get_backend(device)
+    start: Any = backend.alltoall_base
     options = dist.AllToAllOptions()
     options.asyncOp = True
     return lambda *rows_and_counts: start(*rows_and_counts, options)

@@ -21,6 +21,7 @@ BASE = {
     "cost",
     "flops",
     "import_hooks",
+    "launched",
     "layout",
     "recipe",
     "roles",
@@ -132,7 +133,7 @@ def test_the_parallel_context_alone_knows_who_trains_together() -> None:
                 assert _part(path) in {"comm", "parallel_context"}, (path, name)
             if name == "distca_hf.telemetry.this_rank":  # of a line of the log
                 assert _part(path) == "comm", path
-            if name == "distca_hf.config.launched_ranks_per_node":
+            if name == "distca_hf.launched.launched_ranks_per_node":
                 assert _part(path) == "parallel_context", path
 
 
@@ -167,8 +168,8 @@ def test_files_are_small_and_free_of_bad_habits(path: Path) -> None:
     assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls), "use logging"
     assert not any(name.split(".")[0] == "pickle" for name in _imports(path)), "no pickle"
     assert not re.search(r"all_gather_object|broadcast_object_list|gather_object", text), "no object collectives"
-    if path.name not in ("config.py", "recipe.py"):
-        assert "os.environ" not in text, "the environment is read in config.py and prepared in recipe.py"
+    if path.name not in ("config.py", "launched.py", "recipe.py"):
+        assert "os.environ" not in text, "settings are read in config.py, a launcher's numbers in launched.py"
 
 
 def _private_names_of_torch(path: Path) -> Iterator[str]:

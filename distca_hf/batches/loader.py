@@ -20,16 +20,18 @@ from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts, shared_facts
+from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.planning.facts import PlanFacts, PlanTotals
+from distca_hf.planning.served import Servers
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -63,6 +65,8 @@ class PlacedLoader:
         head_groups: groups that plans may divide the heads of the model in.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together.
         unlearnt_token: a token that is never a label.
+        servers: attention servers that take part; then `transport` reaches them.
+        token_bytes: bytes of one token in one layer; read where there are servers.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
@@ -85,6 +89,8 @@ class PlacedLoader:
         head_groups: int = 1,
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
+        servers: Servers | None = None,
+        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
     ) -> None:
         self.dataset = dataset
         self.writes_epochs = True
@@ -98,7 +104,7 @@ class PlacedLoader:
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
-        self._planner = PlacedPlanner(config, transport.world_size, head_groups)
+        self._planner = PlacedPlanner(config, transport.world_size, head_groups, servers, token_bytes)
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
@@ -277,6 +283,7 @@ class PlacedLoader:
             config=self._config,
             fingerprint=prepared.fingerprint,
             agreement=agreement,
+            orders=order_plan(self._transport, prepared.plan, number, self._planner.num_chunks),
         )
         batch = {
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},

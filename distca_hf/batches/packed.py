@@ -12,8 +12,9 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
-from distca_hf.batches.taking import shared_facts
+from distca_hf.batches.taking import order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.rosters import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import TokenBytes
@@ -38,12 +39,12 @@ class PackPlanner:
     """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Args:
-        servers: attention servers behind the ranks, for micro-batches that are trained on; None if there are none.
+        servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
+            them. None if there are none.
 
     Attributes:
         history: facts of the latest micro-batches.
         totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
-        served_plan: plan of the latest micro-batch, to hand to attention servers; None if it uses none.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class PackPlanner:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
-        self.served_plan: Plan | None = None
         self._config = config
         self._transport = transport
+        self._alone = transport.among_trainers if isinstance(transport, ServedTransport) else transport
         self._topology = config.topology(transport.world_size)
         self._head_groups = head_groups
         self._token_bytes = token_bytes
@@ -91,8 +92,8 @@ class PackPlanner:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         servers = self._servers if trains else None  # evaluation uses none
         plan, topology = self._plan(layout, servers)
-        self.served_plan = None if servers is None else plan
-        mine = rank_plan(plan, self._transport.rank, self._config.num_chunks(topology), layout.rank_work)
+        num_chunks = self._config.num_chunks(topology)
+        mine = rank_plan(plan, self._transport.rank, num_chunks, layout.rank_work)
         routing = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
         self.history.append(mine.facts)
         if trains:
@@ -103,9 +104,10 @@ class PackPlanner:
             micro_batch=number,
             routings={mine.mask: routing.to(tokens.device)},
             facts=mine.facts,
-            transport=self._transport,
+            transport=self._transport if trains else self._alone,
             config=self._config,
             fingerprint=plan.fingerprint,
+            orders=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
         )
 
     def _plan(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:

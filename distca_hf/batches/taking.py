@@ -10,10 +10,13 @@ from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared
 from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.rosters import PlanOrders, ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.wire import plan_to_integers
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
@@ -50,6 +53,14 @@ def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: 
         "around_cuts": sum_of(prepared.cuts),
     }
     return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
+
+
+def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_chunks: int) -> PlanOrders | None:
+    """Posts the plan of a micro-batch to attention servers; None if it has none, and needs none."""
+    if plan is None:
+        return None
+    assert isinstance(transport, ServedTransport)  # whoever plans with servers trains with them
+    return transport.order_plan(micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
 
 
 def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: Mapping[str, Sequence[int]]) -> None:

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import launched_world_size
 from distca_hf.errors import ConfigError, PeerLostError
+from distca_hf.launched import launched_world_size
 from distca_hf.torch_private import default_store, num_groups
 
 
@@ -31,30 +31,33 @@ from distca_hf.torch_private import default_store, num_groups
 class Members:
     """Ranks of a training: by scope with their numbers in the job, by role with their numbers in the group.
 
-    Today all ranks of a group are in both scopes and have both roles.
+    All ranks of a group are in both scopes and hold tokens. Attention servers are no ranks of the group: they compute,
+    and have the numbers behind it.
 
     Attributes:
-        job: ranks that were launched together.
+        job: ranks that were launched together, attention servers left out.
         group: ranks of the group, in ascending order.
         rank: number of this process in the group.
+        num_servers: attention servers.
     """
 
     job: Sequence[int]
     group: Sequence[int]
     rank: int
+    num_servers: int = 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> "Members":
+    def of(cls, group: dist.ProcessGroup | None = None, num_servers: int = 0) -> "Members":
         """Returns the members of a group; without one, all ranks of the job."""
         if not is_initialized():
-            return cls(range(1), range(1), 0)
+            return cls(range(1), range(1), 0, num_servers)
         job = range(dist.get_world_size())
         if group is None:
-            return cls(job, job, dist.get_rank())
+            return cls(job, job, dist.get_rank(), num_servers)
         ranks = sorted(dist.get_process_group_ranks(group))
         if ranks == list(job):
-            return cls(job, job, dist.get_rank())
-        return cls(job, ranks, ranks.index(dist.get_rank()))
+            return cls(job, job, dist.get_rank(), num_servers)
+        return cls(job, ranks, ranks.index(dist.get_rank()), num_servers)
 
     @property
     def are_the_job(self) -> bool:
@@ -79,7 +82,7 @@ class Members:
     @property
     def compute_ranks(self) -> range:
         """Role: ranks that compute attention."""
-        return range(len(self.group))
+        return range(len(self.group) + self.num_servers)
 
     def ranks_per_node(self, launched_per_node: int) -> int:
         """Returns how many ranks of the group share a node; 0 if a launcher did not number nodes.
@@ -193,7 +196,7 @@ def open_transport(
         for alone in padding:
             dist.destroy_process_group(alone)
     rollcall.announce_uncaught_errors()
-    return TorchTransport(data_group, control_group, rollcall, device)
+    return TorchTransport(data_group, control_group, rollcall, device, len(members.row_ranks))
 
 
 def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, error: RuntimeError) -> PeerLostError:

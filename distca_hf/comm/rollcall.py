@@ -12,7 +12,7 @@ import hashlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -52,15 +52,22 @@ class RollCall:
         rank: of this process in the job.
         ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
+        names: of ranks that are no trainers, for messages.
     """
 
     def __init__(
-        self, store: Store, rank: int, ranks: Sequence[int], patience_seconds: float = PATIENCE_SECONDS
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        patience_seconds: float = PATIENCE_SECONDS,
+        names: Mapping[int, str] | None = None,
     ) -> None:
         self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank
         self._ranks = ranks
         self._patience_seconds = patience_seconds
+        self._names = names or {}
         self._hook: Announcement | None = None
 
     def leave(self, words: str) -> None:
@@ -109,7 +116,8 @@ class RollCall:
         for rank, words in self.missing(waited_seconds).items():
             number = in_group.get(rank)
             of_job = "" if number == rank else f" (rank {rank} of the job)"
-            yield f"rank {rank} of the job {words}" if number is None else f"rank {number}{of_job} {words}"
+            known = f"rank {rank} of the job" if number is None else f"rank {number}{of_job}"
+            yield f"{self._names.get(rank, known)} {words}"
 
     def announce_uncaught_errors(self) -> None:
         """Leaves a message, from now on, before an exception ends this process. An exception that another rank's end

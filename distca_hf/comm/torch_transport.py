@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
-from distca_hf.torch_private import AllToAllFunction, all_to_all_of
+from distca_hf.torch_private import AllToAllFunction, RowGroup, all_to_all_of
 
 
 # The name that torch gives threads of gloo, in Linux's words.
@@ -41,25 +41,27 @@ class TorchTransport:
 
     Args:
         data_group: group for rows.
-        control_group: gloo group for integers.
+        control_group: gloo group for integers; None if none are sent.
         rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
+        world_size: ranks that agree on each pass; the group for rows may have more.
     """
 
     def __init__(
         self,
-        data_group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
+        data_group: RowGroup,
+        control_group: dist.ProcessGroup | None,
         rollcall: RollCall,
         device: torch.device,
+        world_size: int,
     ) -> None:
-        self.rank = dist.get_rank(data_group)
-        self.world_size = dist.get_world_size(data_group)
+        self.rank = data_group.rank()
+        self.world_size = world_size
         self.traffic = Traffic()
         self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
         self._control_group: dist.ProcessGroup | None = control_group
         self._rollcall = rollcall
-        self._groups = [data_group, control_group]
+        self._groups: list[RowGroup] = [data_group, *([] if control_group is None else [control_group])]
         self._under_way: set[dist.Work] = set()
         self._job_group = dist.group.WORLD  # held, not used: see above
         atexit.register(self.at_exit)
@@ -134,11 +136,11 @@ class TorchTransport:
     def _is_at_rest(self) -> bool:
         return all(work.is_completed() for work in self._under_way)
 
-    def _end(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def _end(self, groups: Sequence[RowGroup]) -> None:
         """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""
         for group in groups:
-            with suppress(ValueError):  # all groups were ended before
-                dist.destroy_process_group(group)
+            with suppress(ValueError):  # torch has no such group in its list, or all groups were ended before
+                dist.destroy_process_group(group)  # type: ignore[arg-type]
         self._groups = []
         if self._is_at_rest():
             self._all_to_all = self._control_group = None

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from distca_hf.comm.orders import Phase
 from distca_hf.errors import NotFiniteError, PlanError, UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_layer_outputs, made_deterministic
 from distca_hf.runtime.device_routing import DeviceRouting
@@ -68,6 +69,7 @@ def attend(
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_pass.calls == 1:
         check_room(plan, spec, where, q_TNH, k_TGH, v_TGV)
+    plan.order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     kv_heads = k_TGH.shape[1]
@@ -131,6 +133,7 @@ def attend_backward(
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
+    plan.order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec)
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.orders import Phase
+from distca_hf.comm.rosters import PlanOrders
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
@@ -68,6 +70,8 @@ class LivePlan:
             one layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         fingerprint: of the plan.
+        orders: posts its calls to attention servers; None if they take no part.
+        may_keep: whether rows of other ranks may be kept until backward.
 
     Attributes:
         numbers: numbers of every rank in the agreement, by name.
@@ -87,6 +91,8 @@ class LivePlan:
         config: DistCAConfig,
         agreement: Agreement | None = None,
         fingerprint: int = 0,
+        orders: PlanOrders | None = None,
+        may_keep: bool = True,
     ) -> None:
         self.micro_batch = micro_batch
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
@@ -100,7 +106,8 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self.retention = Retention(config, facts)
+        self.retention = Retention(config, facts, may_keep and orders is None)
+        self._orders = orders
         self.handle = _register.add(self, config.plans_in_flight)
 
     def __copy__(self) -> "LivePlan":
@@ -185,6 +192,13 @@ class LivePlan:
                 "for the masks of all layers"
             )
         return found
+
+    def order_call(
+        self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec
+    ) -> None:
+        """Posts an attention call to attention servers, if there are any, right before its exchanges."""
+        if self._orders is not None:
+            self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec)
 
     @property
     def num_rows(self) -> int:

@@ -79,17 +79,20 @@ class Retention:
 
     The first layer decides for all layers; all ranks decide alike, because fetching is an exchange.
 
+    Args:
+        may_keep: whether the settings decide. Attention servers keep nothing, so that ranks they serve do not, either.
+
     Attributes:
         layers_kept: layers whose attention is saved for backward at the same time.
         attention_calls: of one forward pass.
         keeps: whether received rows are kept until backward; None before the first layer.
     """
 
-    def __init__(self, config: DistCAConfig, facts: PlanFacts) -> None:
+    def __init__(self, config: DistCAConfig, facts: PlanFacts, may_keep: bool = True) -> None:
         self._config, self._facts = config, facts
         self.layers_kept = self.attention_calls = 1
-        self.keeps: bool | None = None
-        self._waits: bool | None = None
+        self.keeps: bool | None = None if may_keep else False
+        self._waits: bool | None = self.keeps
         self._nothing: Kept | None = None
 
     def begin_forward_pass(self, layers_kept: int, attention_calls: int) -> None:

@@ -65,9 +65,14 @@ def run_ranks(
     folder: Path,
     *arguments: Any,
     backend: str = "gloo",
+    servers: int = 0,
 ) -> list[Any]:
-    """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank."""
-    outcomes = start_ranks(world_size, function, folder, *arguments, backend=backend)
+    """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank.
+
+    Args:
+        servers: attention servers beside them; they must end well, too, and have no result.
+    """
+    outcomes = start_ranks(world_size, function, folder, *arguments, backend=backend, servers=servers)
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed:
         raise AssertionError(
@@ -75,7 +80,7 @@ def run_ranks(
                 f"--- rank {outcome.rank} ended with {outcome.exit_code}\n{outcome.output}" for outcome in failed
             )
         )
-    return [outcome.result for outcome in outcomes]
+    return [outcome.result for outcome in outcomes[:world_size]]
 
 
 def start_ranks(
@@ -86,27 +91,29 @@ def start_ranks(
     backend: str = "gloo",
     meanwhile: Callable[[list[Any]], None] | None = None,
     endless: frozenset[int] = frozenset(),
+    servers: int = 0,
 ) -> list[Outcome]:
     """Runs ranks to their end, whatever it is; kills what hangs.
 
     Args:
         meanwhile: called with the processes once all are started, to do harm to them.
         endless: ranks that will not end by themselves, and are not waited for.
+        servers: attention servers, which come behind the ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if servers else None
+    job = Job(world_size, servers, None if launcher is None else launcher.port, str(folder), backend)
     deadline = time.monotonic() + HANG_SECONDS
     # What the fork server has imported may have looked at the GPUs, which a forked process then cannot use.
     context = multiprocessing.get_context("spawn") if backend == "nccl" else CONTEXT
     processes = [
-        context.Process(
-            target=_rank_main, args=(rank, world_size, str(folder), backend, function, arguments), daemon=True
-        )
-        for rank in range(world_size)
+        context.Process(target=_rank_main, args=(rank, job, function, arguments), daemon=True)
+        for rank in range(world_size + servers)
     ]
     for process in processes:
         with CHILDREN:
             process.start()
-    running = set(range(world_size)) - endless
+    running = set(range(len(processes))) - endless
     if meanwhile is not None:
         meanwhile(processes)
     while running and time.monotonic() < deadline:
@@ -145,10 +152,25 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _rank_main(
-    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+@dataclass(frozen=True)
+class Job:
+    """Processes that are started together.
+
+    Attributes:
+        servers: processes behind the ranks that run no function, but serve them.
+        launcher_port: of the store that a launcher would keep beside them; None for none.
+    """
+
+    world_size: int
+    servers: int
+    launcher_port: int | None
+    folder: str
+    backend: str
+
+
+def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Body of a rank's process: output into a file, group over a file, result into a file."""
+    world_size, folder, backend = job.world_size, job.folder, job.backend
     log = os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -159,11 +181,22 @@ def _rank_main(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1")
+    if job.servers:
+        os.environ.update(
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            MASTER_PORT=str(job.launcher_port),
+            DISTCA_CARVED=str(job.servers),
+            DISTCA_ATTENTION_SERVERS=str(job.servers),
+        )
     if backend == "nccl":
         torch.cuda.set_device(rank)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
+        if rank >= world_size:
+            from distca_hf.runtime.server import serve_job
+
+            os._exit(serve_job(rank - world_size, world_size, job.servers))
         dist.init_process_group(
             backend,
             store=dist.FileStore(f"{folder}/store", world_size),
@@ -173,6 +206,10 @@ def _rank_main(
         )
         result = function(*arguments)
         torch.save(result, Path(folder) / f"result-{rank}.pt")
+        if job.servers:
+            from distca_hf.comm.mailbox import note_end
+
+            note_end(rank)
         if dist.is_initialized():  # scripts end their group themselves
             dist.barrier()
         sys.stdout.flush()

@@ -18,7 +18,8 @@ from distca_hf.recipe import EXAMPLES
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "DISTCA_CARVED")
 SCRIPT = f"""
 import os, sys
-from distca_hf.config import DistCAConfig, carved_servers
+from distca_hf.config import DistCAConfig
+from distca_hf.launched import carved_servers
 print([os.environ.get(name) for name in {NUMBERS}], DistCAConfig().attention_servers, carved_servers(), sys.argv[1:])
 """
 

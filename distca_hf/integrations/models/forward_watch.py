@@ -206,15 +206,16 @@ class ForwardWatch:
         """
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.config.evaluate == "distca"
-        one_rank = len(self.context.members.compute_ranks) == 1
+        members = self.context.members
+        one_rank = len(members.compute_ranks if trains else members.token_ranks) == 1
         return one_rank or not (trains or evaluates) or batch.get("past_key_values") is not None
 
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
         if self.packs is None:
-            transport = self.context.transport(tokens_of(batch).device)
-            self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes)
+            transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
+            self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes, servers)
         return self.packs.plan(batch, trains=module.training)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.enable import enable, restorer
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.parts import head_groups_of, transformers_model
+from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of, transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
@@ -206,7 +206,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
     return PlacedLoader(
         _dataset(trainer),
         config,
-        context.transport(args.device),
+        context.training_transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
         # A step's micro-batches are taken one right after the other: have all of the next step ready.
@@ -214,6 +214,8 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         head_groups=head_groups,
         micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
+        servers=context.servers,
+        token_bytes=token_bytes_of(trainer.model),
     )
 
 

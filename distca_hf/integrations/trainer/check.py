@@ -78,7 +78,7 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     elif packed_by(trainer) is None:
         yield from _wrong_for_cut_documents(trainer, config)
     elif config.sort_packs:
-        yield from _replaced(trainer, ["_get_train_sampler"], "sort_packs would replace it; set it to False")
+        yield from _wrong_for_sorted_packs(trainer)
     if args.n_gpu > 1:
         yield (
             f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU: torchrun "
@@ -123,9 +123,27 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
         yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
     if config.sort_packs:
         yield "sort_packs is for packs of others, and these batches are placed; set it to False"
-    if getattr(args, "train_sampling_strategy", "random") != "random":
-        yield f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect on placed micro-batches"
+    yield from _sampling_strategy(args, "micro-batches are placed; leave it out")
     yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+
+
+def _wrong_for_sorted_packs(trainer: Trainer) -> Iterator[str]:
+    """Yields reasons against a sampler that sorts packs."""
+    yield from _replaced(trainer, ["_get_train_sampler"], "sort_packs would replace it; set it to False")
+    for name in ("get_train_dataloader", "_get_dataloader"):
+        if not _keeps(trainer, name):
+            yield (
+                f"{type(trainer).__name__}.{name} asks Trainer for no sampler, and sort_packs would have no effect; "
+                f"call super().{name}(...) in it, or set sort_packs to False"
+            )
+    yield from _sampling_strategy(trainer.args, "sort_packs chooses the order of packs; leave one of them out")
+
+
+def _sampling_strategy(args: TrainingArguments, because: str) -> Iterator[str]:
+    """Yields an order of rows that was asked for, where rows are ordered here."""
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy != "random":
+        yield f"train_sampling_strategy={strategy!r} has no effect: {because}"
 
 
 def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from distca_hf.batches import packed
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.placed import PlacedPlanner
@@ -105,24 +106,31 @@ def packs_of(transport: LoopbackTransport, servers: Servers | None, trains: bool
     return live, planner
 
 
-def test_packs_that_are_trained_on_are_planned_with_servers() -> None:
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
+    """Plans that were handed to servers; None for micro-batches without them."""
+    plans: list[Plan | None] = []
+    monkeypatch.setattr(packed, "order_plan", lambda transport, plan, number, chunks: plans.append(plan))
+    return plans
+
+
+def test_packs_that_are_trained_on_are_planned_with_servers(ordered: list[Plan | None]) -> None:
     layout = packed_layout(random.Random(5), 3, 300)
     expected = plan_served(layout, SERVERS, 4, topology=CONFIG.topology(3))
 
     for rank, (live, planner) in enumerate(run_ranks(3, lambda transport: packs_of(transport, SERVERS, True))):
         assert live.fingerprint == expected.fingerprint
-        assert planner.served_plan is not None
-        assert planner.served_plan.fingerprint == expected.fingerprint
         assert live.facts == rank_plan(expected, rank, work_before=layout.rank_work).facts
         assert live.facts.imbalance_before == plan_in_place(layout).imbalance
         assert planner.totals.pairs == layout.rank_work.sum()
+    assert [plan.fingerprint for plan in ordered if plan is not None] == 3 * [expected.fingerprint]
 
 
-def test_packs_of_evaluation_use_no_server() -> None:
+def test_packs_of_evaluation_use_no_server(ordered: list[Plan | None]) -> None:
     without = run_ranks(3, lambda transport: packs_of(transport, None, True))
     evaluated = run_ranks(3, lambda transport: packs_of(transport, SERVERS, False))
 
-    for (live, planner), (same, _) in zip(evaluated, without, strict=True):
-        assert planner.served_plan is None
+    for (live, _), (same, _) in zip(evaluated, without, strict=True):
         assert (live.fingerprint, live.facts) == (same.fingerprint, same.facts)
         assert len(live.facts.work) == 3
+    assert ordered == 6 * [None]

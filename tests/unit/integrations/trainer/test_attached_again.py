@@ -228,6 +228,10 @@ def test_packs_keep_a_loader_and_a_sampler_of_the_trainer_s_own(make: Callable[.
         attach(make(kind=kind, given=packs))
     with pytest.raises(ConfigError, match="_get_train_sampler replaces Trainer's: sort_packs"):
         attach(make(kind=OwnSampler, given=packs), sort_packs=True)
+    with pytest.raises(ConfigError, match=r"OwnLoader\.get_train_dataloader .* sort_packs would have no effect"):
+        attach(make(kind=OwnLoader, given=packs), sort_packs=True)
+    with pytest.raises(ConfigError, match="train_sampling_strategy='sequential' has no effect: sort_packs"):
+        attach(make(given=packs, train_sampling_strategy="sequential"), sort_packs=True)
 
 
 class Rows(torch.utils.data.Dataset):

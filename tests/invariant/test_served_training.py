@@ -1,0 +1,133 @@
+"""Training with attention servers follows one process with sdpa: placed batches, and batches that others packed."""
+
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_packs_training as packs
+import test_training as placed
+
+from support.checkpointing import LAYER_CALLS
+from support.ranks import run_ranks
+from support.training import (
+    DISTRIBUTED_TYPES,
+    MANY_STEPS,
+    Curve,
+    assert_same_curve,
+    save_initial_model,
+    train_reference,
+)
+
+
+STEPS = 8
+
+
+def with_packs(kind: str, *arguments: Any, steps: int = STEPS) -> packs.Run:
+    return packs.Run(kind, "attach", *arguments, steps=steps)
+
+
+def with_placed(*arguments: Any, checkpointing: str = "", steps: int = STEPS) -> placed.Run:
+    return placed.Run("llama", *arguments, checkpointing=checkpointing, steps=steps)
+
+
+# Servers, and the training that they serve.
+RUNS: list[tuple[int, placed.Run | packs.Run]] = [
+    (1, with_placed(1, "none", "plain", 1)),
+    (1, with_placed(2, "ddp", "plain", 3, steps=MANY_STEPS)),
+    (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="non-reentrant")),
+    (2, with_placed(2, "fsdp2", "trainer", 3)),
+    (2, with_placed(2, "ddp", "trainer", 1, checkpointing="reentrant")),
+    (2, with_placed(2, "zero3", "sft", 1, checkpointing="trl")),
+    (1, with_placed(2, "zero3", "trainer", 3, checkpointing="reentrant")),
+    (1, with_placed(1, "none", "sft", 3)),
+    (1, with_packs("collator", 1, "none", 1)),
+    (1, with_packs("packed dataset", 2, "fsdp2", 3, "trl")),
+    (2, with_packs("collator", 2, "zero3", 1, steps=MANY_STEPS)),
+    (1, with_packs("collator", 2, "fsdp2", 1, "reentrant")),
+    (2, with_packs("padding free", 2, "ddp", 3, "selective")),
+]
+
+
+def name(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value} servers"
+    return placed.name(value) if isinstance(value, placed.Run) else packs.name(value)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_initial_model("llama", tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[object, Curve]:
+    """Filled as they are needed."""
+    return {}
+
+
+def reference_of(run: placed.Run | packs.Run, initial: Path, references: dict[object, Curve]) -> Curve:
+    """The same training in one process with sdpa."""
+    if isinstance(run, placed.Run):
+        key: object = run.accumulation, run.steps
+        if key not in references:
+            references[key] = train_reference(initial, run.accumulation, run.lora, run.steps)
+    else:
+        alone = key = packs.Run(run.packs, "none", 1, "none", run.accumulation, steps=run.steps)
+        if key not in references:
+            references[key] = packs.train(alone, initial, "sdpa")
+    return references[key]
+
+
+@pytest.mark.parametrize(("servers", "run"), RUNS, ids=name)
+def test_losses_follow_one_process_sdpa(
+    servers: int,
+    run: placed.Run | packs.Run,
+    initial: Path,
+    references: dict[object, Curve],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    expected = reference_of(run, initial, references)
+    train = placed.train if isinstance(run, placed.Run) else packs.train
+    curve = run_ranks(run.world_size, train, tmp_path, run, initial, servers=servers)[0]
+
+    if isinstance(run, packs.Run) or run.loop != "plain":
+        wrap = run.wrap.rstrip("123") if run.world_size > 1 else "ddp"  # Accelerate sees a group of one
+        assert curve.distributed_type == DISTRIBUTED_TYPES[wrap]
+    assert len(curve.losses) == run.steps
+    assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
+    assert_same_curve(curve, expected, record_property)
+
+
+OPTIONS: dict[str, tuple[object, ...]] = {
+    "processes": ((1, 1), (2, 1), (2, 2)),
+    "wrap": ("ddp", "fsdp2", "zero3"),
+    "attention": ("not checkpointed", "saved", "recomputed"),
+    "accumulation": (1, 3),
+    "batches": ("placed", "packs"),
+}
+
+
+def options(servers: int, run: placed.Run | packs.Run) -> dict[str, object]:
+    attention = "not checkpointed" if not run.checkpointing else "saved"
+    return {
+        "processes": (run.world_size, servers),
+        "wrap": run.wrap,
+        "attention": "recomputed" if run.checkpointing == "reentrant" else attention,
+        "accumulation": run.accumulation,
+        "batches": "placed" if isinstance(run, placed.Run) else "packs",
+    }
+
+
+def test_all_options_are_trained_in_pairs() -> None:
+    runs = [options(*run) for run in RUNS]
+    missing = [
+        (one, other, values)
+        for one, other in combinations(OPTIONS, 2)
+        for values in product(OPTIONS[one], OPTIONS[other])
+        if values not in {(run[one], run[other]) for run in runs}
+    ]
+    # One trainer alone is not wrapped.
+    assert [pair for pair in missing if (1, 1) not in pair[2]] == []
