@@ -224,7 +224,7 @@ def meet(
     may_spoil: Callable[[], bool],
     traffic: Traffic | None = None,
 ) -> RosterTransport:
-    """Opens the group of all trainers and members, which torch has in no list: trainers' frameworks see trainers alone.
+    """Opens the group of all trainers and members. Torch has it in no list: frameworks see the trainers alone.
 
     Args:
         here: part of the store that belongs to the roster.

@@ -119,7 +119,7 @@ class ServedTransport:
         self._in_window = self._device.type == "cpu"  # an exchange of NCCL that lost a rank ends with the process
 
     def end_window(self) -> bool:
-        """Ends a window, and returns whether it counts: on all trainers, or on none. A collective call of the trainers.
+        """Ends a window, and returns whether it counts: on all trainers, or on none. Trainers call it together.
 
         Servers that were lost are left out from now on, and those that came take part.
 

@@ -319,8 +319,8 @@ class Server:
         local_rank, gpus = launched_local_rank(), torch.cuda.device_count()
         if local_rank >= gpus:
             raise ConfigError(
-                f"attention server {self._member.server} needs GPU {local_rank} of its node, which has {gpus}: launch at "
-                "most one process for each GPU"
+                f"attention server {self._member.server} needs GPU {local_rank} of its node, which has {gpus}: "
+                "launch at most one process for each GPU"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
