@@ -58,6 +58,7 @@ DEFAULTS = {
     "plans_in_flight": 8,
     "timeouts.exchange_seconds": 300.0,
     "timeouts.agreement_seconds": 1800.0,
+    "timeouts.heartbeat_limit_seconds": 3.0,
     "debug.check_exchanges": False,
     "debug.check_finite": False,
     "debug.check_weights_every_steps": 0,
@@ -86,6 +87,7 @@ OTHERS = {
     "plans_in_flight": 3,
     "timeouts.exchange_seconds": 12.5,
     "timeouts.agreement_seconds": 60.0,
+    "timeouts.heartbeat_limit_seconds": 1.5,
     "debug.check_exchanges": True,
     "debug.check_finite": True,
     "debug.check_weights_every_steps": 100,
@@ -324,7 +326,7 @@ def test_settings_of_a_group_are_given_by_it() -> None:
     plugin = DistCAPlugin(debug=Debug(check_finite=True), timeouts=Timeouts(agreement_seconds=3600))
 
     assert plugin.config.debug == Debug(check_finite=True, check_exchanges=False)
-    assert plugin.config.timeouts == Timeouts(exchange_seconds=300.0, agreement_seconds=3600.0)
+    assert plugin.config.timeouts == Timeouts(agreement_seconds=3600.0)
 
 
 def test_group_that_is_no_group_is_refused() -> None:
