@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 from distca_hf.errors import ConfigError, DistCAError
@@ -65,16 +64,17 @@ def main(arguments: Sequence[str]) -> None:
 
 def _end_service(role: Role) -> None:
     """Notes in the launcher's store that this trainer has ended, so that its servers end, too."""
-    mailbox = import_module("distca_hf.comm.mailbox")  # imports torch
+    from distca_hf.comm.mailbox import note_end  # imports torch
+
     with suppress(DistCAError):  # the launcher is gone, and has ended the servers
-        mailbox.note_end(role.number)
+        note_end(role.number)
 
 
 def _serve(role: Role) -> int:
     """Serves trainers until they end, and returns the exit status."""
-    server = import_module("distca_hf.runtime.server")  # imports torch, which must find the environment prepared
-    status: int = server.serve_job(role.number, role.num_trainers, role.num_servers)
-    return status
+    from distca_hf.runtime.server import serve_job  # imports torch, which must find the environment prepared
+
+    return serve_job(role.number, role.num_trainers, role.num_servers)
 
 
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
