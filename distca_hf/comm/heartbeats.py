@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.roles import TRAINERS_GONE
-from distca_hf.telemetry import OF_THIS_RANK, get_logger
+from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
@@ -139,7 +139,9 @@ class Heartbeat:
             self._store.set(_beat(self._server), f"{self._incarnation}.{self._count}")
             self._spoiled.look()
         except RuntimeError as error:
-            self._leave(f"the launcher's store is gone, and with it the job ({str(error).partition(chr(10))[0][:300]})")
+            self._leave(
+                f"the launcher's store is gone, and with it the job ({str(error).partition(chr(10))[0][:300]})"
+            )
         try:
             if self._pipe is not None:
                 os.write(self._pipe, b".")

@@ -18,15 +18,11 @@ from distca_hf.config import (
     Debug,
     DistCAConfig,
     Timeouts,
-    carved_servers,
-    launched_node,
-    launched_nodes,
-    launched_process,
-    launched_world_size,
     unknown_environment_settings,
     variable_of,
 )
 from distca_hf.errors import ConfigError, UnknownSettingError
+from distca_hf.launched import carved_servers, launched_node, launched_nodes, launched_process, launched_world_size
 from distca_hf.plugin import DistCAPlugin
 from distca_hf.recipe import Recipe, as_environment, read_yaml
 from distca_hf.roles import LaunchedProcess

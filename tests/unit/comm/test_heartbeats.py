@@ -47,7 +47,8 @@ def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
 ) -> None:
     watch = Watch(store, 2, 1.0)
     heartbeat = Heartbeat(store, 1, 4, None)
-    assert watch.look() and watch.incarnation(1) is None
+    assert watch.look()
+    assert watch.incarnation(1) is None
 
     heartbeat.beat()
     watch.look()
@@ -91,11 +92,15 @@ def test_all_learn_that_a_roster_is_lost_and_why(store: dist.Store) -> None:
     for side in (first, second, server):
         side.look_for(7)
     first.spoil(7, "attention server 0 on host a is silent")
-    assert first.is_spoiled(7) and not second.is_spoiled(7) and not server.is_spoiled(7)
+    assert first.is_spoiled(7)
+    assert not second.is_spoiled(7)
+    assert not server.is_spoiled(7)
 
     second.look()
     server.beat()
-    assert second.is_spoiled(7) and server.is_spoiled(7) and not second.is_spoiled(8)
+    assert second.is_spoiled(7)
+    assert server.is_spoiled(7)
+    assert not second.is_spoiled(8)
     second.spoil(7, "my exchange failed")
     assert {first.words_of(7), second.words_of(7)} == {"attention server 0 on host a is silent"}
     assert second.words_of(8) is None
@@ -143,7 +148,8 @@ def test_a_trainer_without_a_store_stops_looking() -> None:
     wait_until(lambda: not watch._thread._thread.is_alive())
 
     watch.spoil(1, "lost")
-    assert watch.is_spoiled(1) and watch.incarnation(0) is None
+    assert watch.is_spoiled(1)
+    assert watch.incarnation(0) is None
     watch.end()
 
 
