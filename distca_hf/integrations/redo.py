@@ -1,8 +1,8 @@
 """Redo: the window of an optimizer step runs again if an attention server was lost in it.
 
-    open ── forward and backward of all micro-batches ──▶ counts? ── yes ──▶ clip, step
-     ▲                                                       │ no
-     └── plans follow the new roster ◀── states restored ◀───┘
+    begin ── forward and backward of all micro-batches ──▶ counts? ── yes ──▶ clip, step
+      ▲                                                       │ no
+      └──────── gradients discarded, states restored ◀────────┘
 
 Attention gives zeros from the moment that a server is lost until the window ends. So a window always runs to its last
 micro-batch, and collectives of FSDP and ZeRO stay matched. Its gradients are discarded then. Random states and sums
@@ -13,13 +13,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from distca_hf.batches.batch_documents import tokens_of
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import ConfigError, PeerLostError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
 from distca_hf.parallel_context import ParallelContext
@@ -36,21 +37,6 @@ Restore = Callable[[], object]
 Batch = Mapping[str, Any]
 
 
-@runtime_checkable
-class WindowTransport(Protocol):
-    """A transport that knows when a lost server can be made good."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def begin_window(self) -> None:
-        """Begins a window: from here on a lost server spoils it, and the job does not end."""
-
-    def end_window(self) -> bool:
-        """Returns whether the window counts on all ranks; if not, a new roster is open. A collective call."""
-
-
 class Window:
     """The micro-batches of one optimizer step, until their gradients are known to be whole.
 
@@ -63,7 +49,7 @@ class Window:
         redos: times that it has run again.
     """
 
-    def __init__(self, transport: WindowTransport, where: str, keep: Sequence[Callable[[], Restore]]) -> None:
+    def __init__(self, transport: ServedTransport, where: str, keep: Sequence[Callable[[], Restore]]) -> None:
         self.redos = 0
         self._transport, self._where = transport, where
         self._restore = [one() for one in keep]
@@ -127,11 +113,12 @@ def keep_packs(watch: ForwardWatch) -> Restore:
     return restore
 
 
-def follow_roster(batch: Batch) -> None:
-    """Plans a placed batch for the servers that are there now; its forward pass plans any other."""
-    plan = batch.get("distca_plan")
-    if plan is not None:
-        plan.follow_roster()
+def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
+    """Returns the transport of a context that has attention servers; opened when first asked for."""
+    context.training_transport(device)
+    transport = context.served(device)
+    assert transport is not None
+    return transport
 
 
 def attempts(
@@ -162,15 +149,9 @@ def attempts(
         )
     placed = [batch for batch in window if batch.get("distca_plan") is not None]
     device = tokens_of(placed[0]).device if placed else context.device
-    transport = context.training_transport(device)
-    if not isinstance(transport, WindowTransport):
-        yield nullcontext()
-        return
     keep = [lambda: keep_random_states(device), lambda: keep_packs(watch)]
-    attempt = Attempt(Window(transport, "an optimizer step", keep))
+    attempt = Attempt(Window(served_transport(context, device), "an optimizer step", keep))
     while True:
-        for batch in window:
-            follow_roster(batch)
         attempt.counts = None
         yield attempt
         if attempt.counts is None:

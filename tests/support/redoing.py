@@ -23,15 +23,14 @@ class Script:
     """Says of which runs of a window a server is lost in, counted over a training; in place of a transport.
 
     Attributes:
-        runs, followed: runs that began, and plans that were asked to follow the roster.
-        is_spoiled: whether attention gives `harm` now.
+        runs: that began so far.
     """
 
     rank = 0
 
     def __init__(self, spoiled: Collection[int] = (), from_call: int = 3) -> None:
         self.spoiled, self.from_call = spoiled, from_call
-        self.runs = self.followed = self._calls = 0
+        self.runs = self._calls = 0
 
     def begin_window(self) -> None:
         self.runs, self._calls = self.runs + 1, 0
@@ -56,11 +55,12 @@ class ScriptedContext:
     def training_transport(self, device: torch.device) -> Script:
         return self._script
 
+    served = training_transport
+
 
 def spoil_attention(script: Script, replace: Callable[[Any, str, Any], None], harm: float = 0.0) -> None:
     """Lets attention give `harm`, forward and backward, where the script says that a server is lost."""
     from distca_hf.runtime import op
-    from distca_hf.runtime.live_plan import LivePlan
 
     attend, attend_backward = op.attend, op.attend_backward
 
@@ -72,12 +72,8 @@ def spoil_attention(script: Script, replace: Callable[[Any, str, Any], None], ha
         gradients = attend_backward(*arguments)
         return tuple(torch.full_like(x, harm) for x in gradients) if script.spoils_call() else gradients
 
-    def follow_roster(plan: LivePlan) -> None:
-        script.followed += 1
-
     replace(op, "attend", spoiled_attend)
     replace(op, "attend_backward", spoiled_backward)
-    replace(LivePlan, "follow_roster", follow_roster)
 
 
 def draws_random_numbers(model: nn.Module) -> None:

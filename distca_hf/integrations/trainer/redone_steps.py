@@ -18,15 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.training_args import OptimizerNames
 
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.redo import (
-    Batch,
-    Restore,
-    Window,
-    WindowTransport,
-    follow_roster,
-    keep_packs,
-    keep_random_states,
-)
+from distca_hf.integrations.redo import Batch, Restore, Window, keep_packs, keep_random_states, served_transport
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.parallel_context import ParallelContext
 
@@ -96,12 +88,13 @@ class RedoneSteps(TrainerCallback):
     ) -> torch.Tensor:
         """Runs a micro-batch. The last one of a window returns when the window counts."""
         if not self._micro_batches:
-            self._window = self._open()
+            self._window = self._begin()
         self._micro_batches.append((copy(inputs), num_items_in_batch))
         loss = self._run(model, inputs, num_items_in_batch)
         if not self._trainer.accelerator.sync_gradients:
             return loss
-        while self._window is not None and not self._window.counts():
+        assert self._window is not None
+        while not self._window.counts():
             self.count += 1
             self._discard_gradients(model)
             loss = self._run_again(model)
@@ -110,22 +103,17 @@ class RedoneSteps(TrainerCallback):
             self._engine.step()
         return loss
 
-    def _open(self) -> Window | None:
-        """Opens a window before its first micro-batch; None if lost servers end the job."""
+    def _begin(self) -> Window:
+        """Begins a window before its first micro-batch."""
         trainer = self._trainer
         device = trainer.args.device
-        transport = self._context.training_transport(device)
-        if not isinstance(transport, WindowTransport):
-            return None
-        watch = watch_of(trainer.model)
+        transport, watch = served_transport(self._context, device), watch_of(trainer.model)
         assert watch is not None
         keep = [lambda: keep_random_states(device), lambda: keep_packs(watch), lambda: _keep_sums(trainer)]
         return Window(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
 
     def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Runs forward and backward of a micro-batch."""
-        if self._window is not None:
-            follow_roster(inputs)
         with _held(self._engine):
             return self._run_step(model, inputs, num_items_in_batch)
 
