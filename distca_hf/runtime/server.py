@@ -8,58 +8,90 @@
 
 The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these,
 and results leave with them. Between two calls a server keeps nothing but plans.
+
+The process is a child of a supervisor (`supervisor.py`), which starts it anew if it dies.
 """
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from distca_hf.comm.heartbeats import Heartbeat
 from distca_hf.comm.mailbox import Inbox, has_ended, open_store
 from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder
+from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import DTYPES, Invitation, RosterSize
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, config_of
-from distca_hf.errors import ConfigError, DistCAError, PlanError, PlanMismatchError
+from distca_hf.errors import ConfigError, DistCAError, PlanError, PlanMismatchError, StoreLostError
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
 from distca_hf.launched import launched_local_rank
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.wire import plan_from_integers
+from distca_hf.roles import TRAINERS_GONE
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
+from distca_hf.supervisor import LEAVING
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
 
-# Signals after which a server still serves: trainers end their step, and save. Launchers send them to all processes.
-LEAVING = (signal.SIGTERM, signal.SIGINT)
 # Longest time that a server serves after such a signal, where no trainer is on its host to be looked for: less than
 # launchers wait before they kill.
 LEAVE_SECONDS = 25.0
 
 
-def serve_job(number: int, num_trainers: int, num_servers: int) -> int:
-    """Serves until the trainers' scripts have ended, and returns the exit status. Called in a launched process instead
-    of its script.
+def main(arguments: Sequence[str]) -> int:
+    """Serves as the child of a supervisor, and returns the exit status.
+
+    Args:
+        arguments: numbers of `serve_job`.
+
+    Raises:
+        DistCAError: see `serve_job`.
+    """
+    number, num_trainers, num_servers, incarnation, pipe = map(int, arguments)
+    os.set_inheritable(pipe, False)  # the supervisor must see it close
+    show_errors_once()  # and so leave them for the launcher
+    try:
+        return serve_job(number, num_trainers, num_servers, incarnation, pipe)
+    except StoreLostError as error:
+        log.error("attention server %d ends: %s", number, error)
+        return TRAINERS_GONE
+
+
+def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int = 0, pipe: int | None = None) -> int:
+    """Serves until the trainers' scripts have ended, and returns the exit status.
 
     Args:
         number: of this server, counted over all nodes.
         num_trainers, num_servers: of the job.
+        incarnation: number of this process among those that were this server.
+        pipe: file descriptor of the supervisor's pipe; None: there is none.
 
     Raises:
-        DistCAError: an order cannot be followed; or trainers were lost.
+        StoreLostError: the launcher's store is gone.
+        DistCAError: an order cannot be followed; or trainers were lost. Until the process ends the heartbeat goes on:
+            words of the error are still on their way.
     """
-    server = Server(number, RosterSize(num_trainers, num_servers))
+    heartbeat = Heartbeat(open_store(DistCAConfig().timeouts.agreement_seconds), number, incarnation, pipe)
+    server = Server(number, RosterSize(num_trainers, num_servers), incarnation, heartbeat)
     for one in LEAVING:
         signal.signal(one, server.note_signal)
-    return server.run()
+    heartbeat.begin()
+    status = server.run()
+    heartbeat.end()
+    return status
 
 
 class NoRows(NamedTuple):
@@ -159,13 +191,15 @@ class Server:
     Args:
         number: of this server.
         size: of every roster of the job.
+        incarnation: number of this process among those that were this server.
+        heartbeat: it looks whether the roster in use is lost.
     """
 
-    def __init__(self, number: int, size: RosterSize) -> None:
-        self._number, self._size = number, size
+    def __init__(self, number: int, size: RosterSize, incarnation: int, heartbeat: Heartbeat) -> None:
+        self._number, self._size, self._heartbeat = number, size, heartbeat
         self._patience_seconds = DistCAConfig().timeouts.agreement_seconds
         self._store = open_store(self._patience_seconds)
-        self._inbox = Inbox(self._store, number)
+        self._inbox = Inbox(self._store, number, incarnation)
         self._services: dict[int, Service] = {}
         self._trainers_here: list[int] = []
         self._signal: tuple[int, float] | None = None
@@ -243,6 +277,7 @@ class Server:
             invitation.refuse(self._number, str(error))
             raise
         timeout_seconds = config.timeouts.exchange_seconds
+        self._heartbeat.look_for(roster)
         transport = invitation.accept(self._number, self._size, device, timeout_seconds)
         self._trainers_here = invitation.trainers_here(self._size)
         return Service(transport, config, device)
@@ -272,3 +307,7 @@ def _is_running(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
