@@ -48,6 +48,10 @@ class PeerLostError(DistCAError, RuntimeError):
     """Another rank failed, left, or cannot be reached."""
 
 
+class ServerLostError(PeerLostError):
+    """An attention server failed, left, or cannot be reached."""
+
+
 class StoreLostError(PeerLostError):
     """The launcher's store is gone, and with it the job."""
 

@@ -6,7 +6,8 @@ from cu_seq_lens_q, position_ids or rows                    moving tasks     of 
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
 from distca_hf.batches.taking import order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.rosters import ServedTransport
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import TokenBytes
@@ -68,6 +69,18 @@ class PackPlanner:
         self._warned_of_padding = False
         self._next_number = 0
 
+    def bookmark(self) -> Callable[[], None]:
+        """Returns a function that forgets all micro-batches planned since this call: they are planned again, under
+        their numbers."""
+        number, totals, times = self._next_number, self.totals, replace(self.times)
+
+        def go_back() -> None:
+            for _ in range(self.totals.micro_batches - totals.micro_batches):
+                self.history.pop()
+            self._next_number, self.totals, self.times = number, totals, replace(times)
+
+        return go_back
+
     def plan(self, batch: Batch, trains: bool = True) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
 
@@ -91,6 +104,8 @@ class PackPlanner:
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         servers = self._servers if trains else None  # evaluation uses none
+        if isinstance(self._transport, ServedTransport) and trains:
+            servers = self._transport.servers  # some may be lost
         plan, topology = self._plan(layout, servers)
         num_chunks = self._config.num_chunks(topology)
         mine = rank_plan(plan, self._transport.rank, num_chunks, layout.rank_work)

@@ -48,11 +48,11 @@ class Outbox:
     """The trainers' end of all mailboxes of a roster: orders for the servers that this trainer posts to.
 
     Args:
-        servers: their numbers.
+        servers: number and start of each.
     """
 
-    def __init__(self, store: Store, roster: int, servers: Sequence[int]) -> None:
-        self._store, self._roster = store, roster
+    def __init__(self, store: Store, servers: Sequence[tuple[int, int]]) -> None:
+        self._store = store
         self._sequences = {server: Sequences() for server in servers}
 
     def post(self, order: Order) -> None:
@@ -63,10 +63,10 @@ class Outbox:
         """
         for server, sequences in self._sequences.items():
             try:
-                self._store.queue_push(_queue(server, 0), sequences.encode(order))
+                self._store.queue_push(_queue(*server), sequences.encode(order))
             except RuntimeError as error:
                 raise StoreLostError(
-                    f"attention server {server} cannot be reached: the launcher's store is gone "
+                    f"attention server {server[0]} cannot be reached: the launcher's store is gone "
                     f"({str(error).partition(chr(10))[0][:300]})"
                 ) from error
 
@@ -76,11 +76,10 @@ class Inbox:
 
     Args:
         server: number of the server.
-        incarnation: number of this process among those that were this server. Each has a mailbox of its own, so that
-            no order for an earlier one is left in it.
+        incarnation: how often it was started before; an earlier one's orders are not its own.
     """
 
-    def __init__(self, store: Store, server: int, incarnation: int) -> None:
+    def __init__(self, store: Store, server: int, incarnation: int = 0) -> None:
         self._store, self._server, self._sequences = store, server, Sequences()
         self._queue = _queue(server, incarnation)
 
