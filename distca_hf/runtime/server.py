@@ -239,8 +239,8 @@ class Server:
                     f"{__version__}; install one version on all nodes"
                 )
             config, device = config_of(invitation.settings), self._device(invitation.device_type)
-        except ConfigError as error:
-            invitation.refuse(self._number, str(error))
+        except Exception as error:  # of a driver, too: trainers would wait for an answer
+            invitation.refuse(self._number, f"{type(error).__name__}: {error}")
             raise
         timeout_seconds = config.timeouts.exchange_seconds
         transport = invitation.accept(self._number, self._size, device, timeout_seconds)
