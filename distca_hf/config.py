@@ -133,6 +133,13 @@ class Timeouts(Settings):
         formerly=("agreement_timeout_seconds",),
         positive=True,
     )
+    heartbeat_limit_seconds: float = _setting(
+        "timeouts.heartbeat_limit_seconds",
+        3.0,
+        "Seconds without a heartbeat after which an attention server counts as lost; after three times as long its "
+        "process is replaced.",
+        positive=True,
+    )
 
     def __post_init__(self) -> None:
         self.check_values(Timeouts)

@@ -48,6 +48,10 @@ class PeerLostError(DistCAError, RuntimeError):
     """Another rank failed, left, or cannot be reached."""
 
 
+class ServerLostError(PeerLostError):
+    """An attention server failed, left, or cannot be reached."""
+
+
 class StepTimeoutError(DistCAError, TimeoutError):
     """An exchange did not finish before its deadline."""
 

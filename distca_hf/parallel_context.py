@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.groups import Members, default_device, open_transport, process_group_of
-from distca_hf.comm.rosters import ServedTransport, open_served_transport
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
@@ -91,11 +91,20 @@ class ParallelContext:
         device, timeouts = numbered(device), self.config.timeouts
         served = self._served.get(device)
         if served is None or served.among_trainers is not among_trainers:
-            settings = values_of(self.config, DistCAConfig)
-            deadlines = timeouts.exchange_seconds, timeouts.agreement_seconds
-            served = open_served_transport(device, *deadlines, among_trainers, servers.count, settings)
-            self._served[device] = served
+            served = self._served[device] = ServedTransport(
+                among_trainers,
+                device,
+                servers,
+                values_of(self.config, DistCAConfig),
+                timeouts.exchange_seconds,
+                timeouts.agreement_seconds,
+                timeouts.heartbeat_limit_seconds,
+            )
         return served
+
+    def served(self, device: torch.device) -> ServedTransport | None:
+        """Returns the transport with attention servers if it was opened."""
+        return self._served.get(numbered(device))
 
     def is_outgrown(self, transport: Transport) -> bool:
         """Returns whether a transport is that of a process alone, opened before there was a process group."""

@@ -11,6 +11,8 @@ from distca_hf.errors import ConfigError
 
 # Variable of the environment that says how many servers each node has, once roles are taken: "1,1".
 CARVED = "DISTCA_CARVED"
+# Exit status of an attention server that has nobody to serve: the trainers or their launcher are gone.
+TRAINERS_GONE = 3
 
 
 @dataclass(frozen=True)

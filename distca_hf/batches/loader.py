@@ -20,8 +20,9 @@ from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.batches.taking import UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
+from distca_hf.batches.taking import Replanner, UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import TokenBytes
@@ -268,6 +269,9 @@ class PlacedLoader:
 
     def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
         """Returns the batch on the device, with its plan, once all ranks have agreed to take the same one."""
+        served = self._transport if isinstance(self._transport, ServedTransport) else None
+        if served is not None:
+            prepared = self.preparer.planned_for(served.servers, prepared)
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.totals = self.totals.plus(prepared.facts)
@@ -283,7 +287,8 @@ class PlacedLoader:
             config=self._config,
             fingerprint=prepared.fingerprint,
             agreement=agreement,
-            orders=order_plan(self._transport, prepared.plan, number, self._planner.num_chunks),
+            orders=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
+            replan=None if served is None else Replanner(served, self.preparer, prepared, number),
         )
         batch = {
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},

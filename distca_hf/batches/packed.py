@@ -14,7 +14,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
 from distca_hf.batches.taking import order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.rosters import ServedTransport
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import TokenBytes
@@ -91,6 +91,8 @@ class PackPlanner:
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         servers = self._servers if trains else None  # evaluation uses none
+        if isinstance(self._transport, ServedTransport) and trains:
+            servers = self._transport.servers  # some may be lost
         plan, topology = self._plan(layout, servers)
         num_chunks = self._config.num_chunks(topology)
         mine = rank_plan(plan, self._transport.rank, num_chunks, layout.rank_work)

@@ -84,12 +84,19 @@ class PlacedPlanner:
         Raises:
             PackingError: a length is out of range.
         """
+        return self.plan_layout(self.layout(document_tokens, placed))
+
+    def layout(self, document_tokens: IntArray, placed: Layout | None = None) -> Layout:
+        """Places a micro-batch on the ranks that hold tokens, its rows padded. Arguments and errors: see `plan`."""
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
-        padded = layout.padded(self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        return layout.padded(self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+
+    def plan_layout(self, layout: Layout) -> Plan:
+        """Plans a placed layout of the trainers, its rows padded."""
         if self.servers is None:
-            return plan_in_place(padded, self.head_groups)
+            return plan_in_place(layout, self.head_groups)
         return plan_served(
-            padded,
+            layout,
             self.servers,
             self.head_groups,
             topology=self.config.topology(self.num_ranks),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from distca_hf.batches.placed import PlacedPlanner
@@ -19,10 +20,12 @@ from distca_hf.cost import Mask
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
+from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.facts import PlanFacts
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import rank_plan
+from distca_hf.planning.served import Servers
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.telemetry import LoaderTimes
 
@@ -59,6 +62,8 @@ class Prepared:
         routings: rank plans for each mask that layers attend with.
         cuts: cuts of documents beside this rank's segments.
         plan: the plan of all ranks, to hand to attention servers; None if there are none.
+        layout: the rows of the ranks that train.
+        servers: attention servers that the plan is for.
     """
 
     cursor: Cursor
@@ -71,9 +76,11 @@ class Prepared:
     cuts: list[Cut]
     plan_seconds: float
     plan: Plan | None = None
+    layout: Layout | None = None
+    servers: Servers | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preparer:
     """Prepares micro-batches of one rank."""
 
@@ -94,9 +101,11 @@ class Preparer:
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
-        plan = self.planner.plan(document_tokens, epoch.layout(cursor.micro_batch))
-        work_before = work_in_order(document_tokens, self.planner.num_ranks)
-        mine = rank_plan(plan, self.rank, self.planner.num_chunks, work_before)
+        planner = self.planner  # another one may come meanwhile
+        layout = planner.layout(document_tokens, epoch.layout(cursor.micro_batch))
+        plan = planner.plan_layout(layout)
+        work_before = work_in_order(document_tokens, planner.num_ranks)
+        mine = rank_plan(plan, self.rank, planner.num_chunks, work_before)
         pin = self.device.type == "cuda"
         rows = collate(plan.layout, self.rank, documents, self.source)
         return Prepared(
@@ -109,7 +118,27 @@ class Preparer:
             documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),
             cuts=cuts_of(plan.layout, self.rank, documents, self.source),
             plan_seconds=time.perf_counter() - began,
-            plan=None if self.planner.servers is None else plan,
+            plan=None if planner.servers is None else plan,
+            layout=layout,
+            servers=planner.servers,
+        )
+
+    def planned_for(self, servers: Servers | None, prepared: Prepared) -> Prepared:
+        """Returns the micro-batch planned for other attention servers; its rows stay. So are those that come later."""
+        if servers == prepared.servers:
+            return prepared
+        assert prepared.layout is not None
+        planner = self.planner = replace(self.planner, servers=servers)
+        plan = planner.plan_layout(prepared.layout)
+        before = np.array(prepared.facts.work_before) // prepared.facts.rows_per_token
+        mine = rank_plan(plan, self.rank, planner.num_chunks, before)
+        return replace(
+            prepared,
+            routings={mine.mask: PinnedRankPlan.prepare(mine, self.device.type == "cuda")},
+            facts=mine.facts,
+            fingerprint=plan.fingerprint,
+            plan=None if servers is None else plan,
+            servers=servers,
         )
 
 

@@ -5,19 +5,20 @@ Versions and settings are compared for packs of others, too.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 
-from distca_hf.batches.prepare import Prepared
+from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.rosters import PlanOrders, ServedTransport
+from distca_hf.comm.served_transport import PlanOrders, ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.wire import plan_to_integers
-from distca_hf.runtime.live_plan import LivePlan, PlanUse
+from distca_hf.runtime.live_plan import LivePlan, Planned, PlanUse
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -61,6 +62,28 @@ def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_ch
         return None
     assert isinstance(transport, ServedTransport)  # whoever plans with servers trains with them
     return transport.order_plan(micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
+
+
+class Replanner:
+    """Plans a micro-batch again when other attention servers take part than before."""
+
+    def __init__(self, transport: ServedTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
+        self._transport, self._preparer, self._micro_batch = transport, preparer, micro_batch
+        self._prepared, self._roster = replace(prepared, columns={}), transport.roster
+
+    def __call__(self) -> Planned | None:
+        """Returns the present plan; None if it is the one from before."""
+        if self._roster == self._transport.roster:
+            return None
+        self._roster = self._transport.roster
+        prepared = self._prepared = self._preparer.planned_for(self._transport.servers, self._prepared)
+        device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
+        return Planned(
+            {mask: pinned.to(device) for mask, pinned in prepared.routings.items()},
+            prepared.facts,
+            prepared.fingerprint,
+            order_plan(self._transport, prepared.plan, self._micro_batch, num_chunks),
+        )
 
 
 def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: Mapping[str, Sequence[int]]) -> None:

@@ -48,11 +48,11 @@ class Outbox:
     """The trainers' end of all mailboxes of a roster: orders for the servers that this trainer posts to.
 
     Args:
-        servers: their numbers.
+        servers: number and start of each.
     """
 
-    def __init__(self, store: Store, roster: int, servers: Sequence[int]) -> None:
-        self._store, self._roster = store, roster
+    def __init__(self, store: Store, servers: Sequence[tuple[int, int]]) -> None:
+        self._store = store
         self._sequences = {server: Sequences() for server in servers}
 
     def post(self, order: Order) -> None:
@@ -63,10 +63,10 @@ class Outbox:
         """
         for server, sequences in self._sequences.items():
             try:
-                self._store.queue_push(_queue(server), sequences.encode(order))
+                self._store.queue_push(_queue(*server), sequences.encode(order))
             except RuntimeError as error:
                 raise PeerLostError(
-                    f"attention server {server} cannot be reached: the launcher's store is gone "
+                    f"attention server {server[0]} cannot be reached: the launcher's store is gone "
                     f"({str(error).partition(chr(10))[0][:300]})"
                 ) from error
 
@@ -76,10 +76,12 @@ class Inbox:
 
     Args:
         server: number of the server.
+        incarnation: how often it was started before; an earlier one's orders are not its own.
     """
 
-    def __init__(self, store: Store, server: int) -> None:
+    def __init__(self, store: Store, server: int, incarnation: int = 0) -> None:
         self._store, self._server, self._sequences = store, server, Sequences()
+        self._queue = _queue(server, incarnation)
 
     def next(self) -> Order | None:
         """Returns the next order; None if none came for a while.
@@ -99,7 +101,7 @@ class Inbox:
     def _pop(self) -> bytes | None:
         """Returns the next message; None if there is none."""
         try:
-            message: bytes = self._store.queue_pop(_queue(self._server), False)
+            message: bytes = self._store.queue_pop(self._queue, False)
         except QueueEmptyError:
             return None
         except RuntimeError as error:
@@ -147,5 +149,5 @@ def _ended(trainer: int) -> str:
     return f"ended/{trainer}"
 
 
-def _queue(server: int) -> str:
-    return f"orders/{server}"
+def _queue(server: int, incarnation: int) -> str:
+    return f"orders/{server}.{incarnation}"

@@ -45,6 +45,7 @@ class TorchTransport:
         rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
         world_size: ranks that agree on each pass; the group for rows may have more.
+        traffic: counts; of its own if they are not given.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class TorchTransport:
         rollcall: RollCall,
         device: torch.device,
         world_size: int,
+        traffic: Traffic | None = None,
     ) -> None:
         self.rank = data_group.rank()
         self.world_size = world_size
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
         self._control_group: dist.ProcessGroup | None = control_group
         self._rollcall = rollcall

@@ -7,6 +7,7 @@ placed layouts and from packs alike. Ranks without servers plan placed layouts i
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distca_hf.cost import TokenBytes
@@ -54,6 +55,13 @@ class Servers:
     def count(self) -> int:
         """Number of servers."""
         return len(self.speeds)
+
+    def some(self, chosen: Sequence[int]) -> "Servers | None":
+        """Returns some of the servers, by their numbers; None for none."""
+        if not chosen:
+            return None
+        nodes = tuple(self.nodes[server] for server in chosen) if self.nodes else ()
+        return replace(self, speeds=tuple(self.speeds[server] for server in chosen), nodes=nodes)
 
     def rank_speeds(self, num_trainers: int) -> tuple[float, ...]:
         """Returns `[trainers + servers]` relative speeds of all ranks, 0 for a trainer that computes no attention."""

@@ -9,14 +9,15 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
-from distca_hf.comm.rosters import PlanOrders
+from distca_hf.comm.served_transport import PlanOrders
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
@@ -27,6 +28,19 @@ from distca_hf.planning.facts import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.retention import Retention
+
+
+class Planned(NamedTuple):
+    """A micro-batch as it was planned for the attention servers that take part now.
+
+    Attributes:
+        routings, facts, fingerprint, orders: see `LivePlan`.
+    """
+
+    routings: Mapping[Mask, DeviceRankPlan]
+    facts: PlanFacts
+    fingerprint: int
+    orders: PlanOrders | None
 
 
 @dataclass
@@ -72,6 +86,7 @@ class LivePlan:
         fingerprint: of the plan.
         orders: posts its calls to attention servers; None if they take no part.
         may_keep: whether rows of other ranks may be kept until backward.
+        replan: plans the micro-batch again if other servers take part than before; None if they do not.
 
     Attributes:
         numbers: numbers of every rank in the agreement, by name.
@@ -93,10 +108,12 @@ class LivePlan:
         fingerprint: int = 0,
         orders: PlanOrders | None = None,
         may_keep: bool = True,
+        replan: Callable[[], Planned | None] | None = None,
     ) -> None:
         self.micro_batch = micro_batch
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
         self.facts = facts
+        self._replan = replan
         self.transport = transport
         self.config = config
         self.checks_finite = config.debug.check_finite
@@ -157,10 +174,21 @@ class LivePlan:
             attention_calls: of the pass, as far as is known before the first one.
         """
         self.agree()
+        self.follow_roster()
         self.use.begun = True
         self.retention.begin_forward_pass(layers_kept, attention_calls)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
+
+    def follow_roster(self) -> None:
+        """Plans the micro-batch again if other attention servers take part since it was planned."""
+        planned = None if self._replan is None else self._replan()
+        if planned is None:
+            return
+        routings, self.facts, self.fingerprint, self._orders = planned
+        self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
+        self._kernels.clear()
+        self.retention = Retention(self.config, self.facts, self._orders is None)
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
@@ -199,6 +227,11 @@ class LivePlan:
         """Posts an attention call to attention servers, if there are any, right before its exchanges."""
         if self._orders is not None:
             self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec)
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether a server was lost in this window: attention gives zeros and exchanges nothing until its end."""
+        return self._orders is not None and self._orders.is_spoiled
 
     @property
     def num_rows(self) -> int:

@@ -14,16 +14,18 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from distca_hf.comm.heartbeats import Heartbeat
 from distca_hf.comm.mailbox import Inbox, has_ended, open_store
 from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder
-from distca_hf.comm.rosters import DTYPES, Invitation, RosterSize
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.rosters import Invitation, Member, RosterTransport
+from distca_hf.comm.served_transport import DTYPES
 from distca_hf.config import DistCAConfig, config_of
-from distca_hf.errors import ConfigError, DistCAError, PlanError, PlanMismatchError
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanError, PlanMismatchError
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
 from distca_hf.launched import launched_local_rank
 from distca_hf.planning.routing import rank_plan
@@ -40,26 +42,37 @@ log = get_logger(__name__)
 
 # Signals after which a server still serves: trainers end their step, and save. Launchers send them to all processes.
 LEAVING = (signal.SIGTERM, signal.SIGINT)
+# Seconds between two looks for the words of trainers.
+LOOK_SECONDS = 0.05
 # Longest time that a server serves after such a signal, where no trainer is on its host to be looked for: less than
 # launchers wait before they kill.
 LEAVE_SECONDS = 25.0
 
 
-def serve_job(number: int, num_trainers: int, num_servers: int) -> int:
+def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int = 0, pipe: int | None = None) -> int:
     """Serves until the trainers' scripts have ended, and returns the exit status. Called in a launched process instead
     of its script.
 
     Args:
         number: of this server, counted over all nodes.
         num_trainers, num_servers: of the job.
+        incarnation: how often this server was started before.
+        pipe: where its supervisor reads heartbeats; None without one.
 
     Raises:
         DistCAError: an order cannot be followed; or trainers were lost.
     """
-    server = Server(number, RosterSize(num_trainers, num_servers))
+    patience_seconds = DistCAConfig().timeouts.agreement_seconds
+    heartbeat = Heartbeat(open_store(patience_seconds), number, incarnation, pipe)
+    server = Server(Member(number, incarnation), num_trainers, heartbeat, patience_seconds)
     for one in LEAVING:
         signal.signal(one, server.note_signal)
-    return server.run()
+    log.info("attention server %d of %d serves %d trainers", number, num_servers, num_trainers)
+    heartbeat.begin()
+    try:
+        return server.run()
+    finally:
+        heartbeat.end()
 
 
 class NoRows(NamedTuple):
@@ -100,7 +113,7 @@ class Service:
         plans: live plans by number.
     """
 
-    transport: Transport
+    transport: RosterTransport
     config: DistCAConfig
     device: torch.device
     plans: dict[int, LivePlan] = field(default_factory=dict)
@@ -157,16 +170,20 @@ class Server:
     """Follows the orders in its mailbox, one after the other.
 
     Args:
-        number: of this server.
-        size: of every roster of the job.
+        member: number and start of this server.
+        num_trainers: of the job.
+        heartbeat: of this process; it also sees rosters that were lost.
+        patience_seconds: deadline for trainers to write what they have announced.
     """
 
-    def __init__(self, number: int, size: RosterSize) -> None:
-        self._number, self._size = number, size
-        self._patience_seconds = DistCAConfig().timeouts.agreement_seconds
-        self._store = open_store(self._patience_seconds)
-        self._inbox = Inbox(self._store, number)
+    def __init__(self, member: Member, num_trainers: int, heartbeat: Heartbeat, patience_seconds: float) -> None:
+        self._member, self._num_trainers, self._heartbeat = member, num_trainers, heartbeat
+        self._patience_seconds = patience_seconds
+        self._store = open_store(patience_seconds)
+        self._inbox = Inbox(self._store, *member)
         self._services: dict[int, Service] = {}
+        self._left: list[RosterTransport] = []
+        self._lost_rosters: set[int] = set()
         self._trainers_here: list[int] = []
         self._signal: tuple[int, float] | None = None
 
@@ -177,20 +194,24 @@ class Server:
 
     def run(self) -> int:
         """Serves until the trainers have ended, and returns the exit status. For errors see `serve_job`."""
-        log.info("attention server %d of %d serves %d trainers", self._number, self._size.servers, self._size.trainers)
-        while True:
+        status: int | None = None
+        while status is None:
             order = self._inbox.next()
             if order is not None:
                 self._follow(order)
-            elif has_ended(self._store, self._number % self._size.trainers):
-                status = 0
-                break
-            elif self._signal is not None and self._may_leave(*self._signal):
-                status = 128 + self._signal[0]
-                break
-        for service in self._services.values():
-            service.transport.close()
+            else:
+                status = self._status()
+        for transport in (*(service.transport for service in self._services.values()), *self._left):
+            transport.close()
         return status
+
+    def _status(self) -> int | None:
+        """Returns the exit status if there is nothing more to serve."""
+        if any(has_ended(self._store, trainer) for trainer in range(self._num_trainers)):
+            return 0
+        if self._signal is not None and self._may_leave(*self._signal):
+            return 128 + self._signal[0]
+        return None
 
     def _may_leave(self, number: int, since: float) -> bool:
         """Returns whether no trainer can have another call, after a signal."""
@@ -206,46 +227,86 @@ class Server:
         Raises:
             DistCAError: it cannot be followed.
         """
-        where = f"attention server {self._number}, roster {order.roster}"
+        if order.roster in self._lost_rosters:  # posted before its trainer noticed
+            return
         try:
-            if order.kind is Kind.OPEN:
-                self._services[order.roster] = self._open(order.roster)
-                return
-            service = self._services.get(order.roster)
-            if service is None:
-                raise PlanMismatchError(f"an order of kind {order.kind.name} came before the roster was opened")
-            if order.kind is Kind.PLAN:
-                service.take_plan(PlanOrder.of(order.numbers))
-            elif order.kind is Kind.CALL:
-                service.call(CallOrder.of(order.numbers))
-            else:
-                del self._services[order.roster]
-                service.transport.close()
+            self._act(order)
+        except PeerLostError as error:
+            if not self._is_lost(order.roster):
+                raise
+            log.warning("attention server %d leaves roster %d: %s", self._member.server, order.roster, error)
+            self._leave(order.roster)
         except DistCAError as error:
-            error.add_note(f"distca: {where}")
+            error.add_note(f"distca: attention server {self._member.server}, roster {order.roster}")
             raise
 
-    def _open(self, roster: int) -> Service:
-        """Answers an invitation, and opens the group with the trainers.
+    def _act(self, order: Order) -> None:
+        """Does the work of one order."""
+        if order.kind is Kind.OPEN:
+            service = self._open(order.roster)
+            if service is not None:
+                self._services[order.roster] = service
+            return
+        if order.roster not in self._services:
+            raise PlanMismatchError(f"an order of kind {order.kind.name} came before its roster was opened")
+        service = self._services[order.roster]
+        if order.kind is Kind.PLAN:
+            service.take_plan(PlanOrder.of(order.numbers))
+        elif order.kind is Kind.CALL:
+            service.call(CallOrder.of(order.numbers))
+        else:
+            self._leave(order.roster)
+
+    def _is_lost(self, roster: int) -> bool:
+        """Returns whether trainers have given a roster up, after an exchange of it has failed here: their words take a
+        moment. Trainers that have ended, or that a signal ended, give nothing up."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while time.monotonic() < deadline and self._status() is None:
+            if self._heartbeat.is_spoiled(roster):
+                return True
+            time.sleep(LOOK_SECONDS)
+        return False
+
+    def _leave(self, roster: int) -> None:
+        """Lets go of a roster. Its group ends once no exchange of it is under way."""
+        self._lost_rosters.add(roster)
+        service = self._services.pop(roster, None)
+        if service is not None:
+            self._left.append(service.transport)
+        for transport in [one for one in self._left if one.is_at_rest]:
+            self._left.remove(transport)
+            transport.close()
+
+    def _open(self, roster: int) -> Service | None:
+        """Answers an invitation, and opens the group with the trainers; None if others are invited.
 
         Raises:
             ConfigError: this server cannot take part; the trainers get the same words.
+            PeerLostError: trainers, or other servers, did not come.
         """
+        self._heartbeat.look_for(roster)
         invitation = Invitation.read(self._store, roster, self._patience_seconds)
+        if self._member not in invitation.members:
+            return None
         try:
             if invitation.version != __version__:
                 raise ConfigError(
-                    f"trainers run distca_hf {invitation.version}, attention server {self._number} runs "
+                    f"trainers run distca_hf {invitation.version}, attention server {self._member.server} runs "
                     f"{__version__}; install one version on all nodes"
                 )
             config, device = config_of(invitation.settings), self._device(invitation.device_type)
         except Exception as error:  # of a driver, too: trainers would wait for an answer
-            invitation.refuse(self._number, f"{type(error).__name__}: {error}")
+            invitation.refuse(self._member.server, f"{type(error).__name__}: {error}")
             raise
-        timeout_seconds = config.timeouts.exchange_seconds
-        transport = invitation.accept(self._number, self._size, device, timeout_seconds)
-        self._trainers_here = invitation.trainers_here(self._size)
+        transport = invitation.accept(
+            self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
+        )
+        self._trainers_here = invitation.trainers_here(self._num_trainers)
         return Service(transport, config, device)
+
+    def _lost(self, roster: int) -> str | None:
+        """Returns words about a roster that trainers have given up; None for others."""
+        return "trainers lost an attention server" if self._heartbeat.is_spoiled(roster) else None
 
     def _device(self, kind: str) -> torch.device:
         """Returns the device to compute on.
@@ -258,8 +319,8 @@ class Server:
         local_rank, gpus = launched_local_rank(), torch.cuda.device_count()
         if local_rank >= gpus:
             raise ConfigError(
-                f"attention server {self._number} needs GPU {local_rank} of its node, which has {gpus}: launch at "
-                "most one process for each GPU"
+                f"attention server {self._member.server} needs GPU {local_rank} of its node, which has {gpus}: "
+                "launch at most one process for each GPU"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)

@@ -1,4 +1,5 @@
-"""Attention servers under real launchers: Accelerate and FSDP2 see the trainers alone, and a server runs no script."""
+"""Attention servers under real launchers: libraries see the trainers alone, a server runs no script, and losses are
+those of one process."""
 
 import json
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 from support.commands import REPOSITORY, SCRIPTS, run_command
+from support.scripts import run_script
 
 
 # Imported by Python at its start: a server that only notes its numbers.
@@ -30,8 +32,22 @@ def note(*more):
     with open(os.path.join(os.environ["SEEN"], f"trainer{{seen[0]}}.json"), "w") as file:
         json.dump([*seen, *more], file)
 """
-UNDER_TORCHRUN = f"""{NOTE}
-note(sys.argv[1:])
+TRAINING = """
+import json, os, sys
+sys.path.insert(0, os.environ["TESTS"])
+from transformers import Trainer, TrainingArguments
+import distca_hf
+from support.data import random_dataset
+from support.models import tiny_model
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+args = TrainingArguments("output", max_steps=4, learning_rate=1e-3, logging_steps=1, save_strategy="no", use_cpu=True)
+trainer = Trainer(tiny_model(), args, train_dataset=random_dataset(60))
+distca_hf.DistCAPlugin(tokens_per_rank=192 // ranks).attach(trainer)
+trainer.train()
+if args.process_index == 0:
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    with open(os.path.join(os.environ["SEEN"], f"losses{ranks}.json"), "w") as file:
+        json.dump(losses, file)
 """
 UNDER_FSDP2 = f"""{NOTE}
 sys.path.insert(0, os.environ["TESTS"])
@@ -50,46 +66,51 @@ accelerator.end_training()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SERVER)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"plugin": {"attention_servers": 1}}))
-    return tmp_path
-
-
-def seen_in(folder: Path, launcher: list[str | Path], script: str, *arguments: str) -> dict[str, list[object]]:
-    """What every process noted."""
+def run_launched(
+    folder: Path, launcher: list[str | Path], script: str, recipe: dict[str, object], **more: str
+) -> None:
+    """Runs a script from a recipe under a launcher; all processes end well."""
     (folder / "script.py").write_text(script)
-    line = [*launcher, "-m", "distca_hf.run", "--recipe", folder / "recipe.yaml", folder / "script.py", *arguments]
-    variables = {"SEEN": str(folder / "seen"), "PYTHONPATH": str(folder / "site"), "TESTS": str(REPOSITORY / "tests")}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"plugin": recipe}))
     (folder / "seen").mkdir()
-    run_command([SCRIPTS / line[0], *line[1:]], OMP_NUM_THREADS="1", **variables)
+    line = [*launcher, "-m", "distca_hf.run", "--recipe", folder / "recipe.yaml", folder / "script.py"]
+    run_command([SCRIPTS / line[0], *line[1:]], folder, OMP_NUM_THREADS="1", **variables_of(folder), **more)
+
+
+def variables_of(folder: Path) -> dict[str, str]:
+    return {"SEEN": str(folder / "seen"), "TESTS": str(REPOSITORY / "tests")}
+
+
+def seen_in(folder: Path) -> dict[str, list[object]]:
+    """The notes of all processes."""
     return {path.stem: json.loads(path.read_text()) for path in (folder / "seen").iterdir()}
 
 
-def test_torchrun_starts_trainers_and_a_server(folder: Path) -> None:
+def test_trainers_that_leave_attention_to_a_server_lose_as_one_process_does(tmp_path: Path) -> None:
     launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "3"]
+    run_launched(tmp_path, launcher, TRAINING, {"attention_servers": 1, "trainers_attend": False})
+    run_script(1, tmp_path, [tmp_path / "script.py"], **variables_of(tmp_path))
+    seen = seen_in(tmp_path)
 
-    assert seen_in(folder, launcher, UNDER_TORCHRUN, "--steps", "3") == {
-        "trainer0": ["0", "2", "0", "2", "0", "2", "1", ["--steps", "3"]],
-        "trainer1": ["1", "2", "1", "2", "1", "2", "1", ["--steps", "3"]],
-        "server0": [2, 1, "2", "2", "1"],
-    }
+    assert len(seen["losses1"]) == 4
+    assert seen["losses2"] == pytest.approx(seen["losses1"], abs=1e-5)
 
 
-def test_fsdp2_of_accelerate_shards_over_the_trainers(folder: Path) -> None:
+def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:
     config = yaml.safe_load((REPOSITORY / "recipes" / "accelerate" / "fsdp2_4gpu.yaml").read_text())
     config["fsdp_config"] |= {
         "fsdp_transformer_layer_cls_to_wrap": "TransformerEncoderLayer",
         "fsdp_cpu_ram_efficient_loading": False,
     }
-    (folder / "accelerate.yaml").write_text(
+    (tmp_path / "accelerate.yaml").write_text(
         yaml.safe_dump(config | {"num_processes": 3, "mixed_precision": "no", "use_cpu": True})
     )
-    launcher: list[str | Path] = ["accelerate", "launch", "--config_file", folder / "accelerate.yaml"]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SERVER)
+    launcher: list[str | Path] = ["accelerate", "launch", "--config_file", tmp_path / "accelerate.yaml"]
+    run_launched(tmp_path, launcher, UNDER_FSDP2, {"attention_servers": 1}, PYTHONPATH=str(tmp_path / "site"))
 
-    assert seen_in(folder, launcher, UNDER_FSDP2) == {
+    assert seen_in(tmp_path) == {
         "trainer0": ["0", "2", "0", "2", "0", "2", "1", "FSDP", 2, 0, 2, 2.0],
         "trainer1": ["1", "2", "1", "2", "1", "2", "1", "FSDP", 2, 1, 2, 2.0],
         "server0": [2, 1, "2", "2", "1"],

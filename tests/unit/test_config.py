@@ -18,15 +18,11 @@ from distca_hf.config import (
     Debug,
     DistCAConfig,
     Timeouts,
-    carved_servers,
-    launched_node,
-    launched_nodes,
-    launched_process,
-    launched_world_size,
     unknown_environment_settings,
     variable_of,
 )
 from distca_hf.errors import ConfigError, UnknownSettingError
+from distca_hf.launched import carved_servers, launched_node, launched_nodes, launched_process, launched_world_size
 from distca_hf.plugin import DistCAPlugin
 from distca_hf.recipe import Recipe, as_environment, read_yaml
 from distca_hf.roles import LaunchedProcess
@@ -58,6 +54,7 @@ DEFAULTS = {
     "plans_in_flight": 8,
     "timeouts.exchange_seconds": 300.0,
     "timeouts.agreement_seconds": 1800.0,
+    "timeouts.heartbeat_limit_seconds": 3.0,
     "debug.check_exchanges": False,
     "debug.check_finite": False,
     "debug.check_weights_every_steps": 0,
@@ -86,6 +83,7 @@ OTHERS = {
     "plans_in_flight": 3,
     "timeouts.exchange_seconds": 12.5,
     "timeouts.agreement_seconds": 60.0,
+    "timeouts.heartbeat_limit_seconds": 1.5,
     "debug.check_exchanges": True,
     "debug.check_finite": True,
     "debug.check_weights_every_steps": 100,
@@ -324,7 +322,7 @@ def test_settings_of_a_group_are_given_by_it() -> None:
     plugin = DistCAPlugin(debug=Debug(check_finite=True), timeouts=Timeouts(agreement_seconds=3600))
 
     assert plugin.config.debug == Debug(check_finite=True, check_exchanges=False)
-    assert plugin.config.timeouts == Timeouts(exchange_seconds=300.0, agreement_seconds=3600.0)
+    assert plugin.config.timeouts == Timeouts(agreement_seconds=3600.0)
 
 
 def test_group_that_is_no_group_is_refused() -> None:

@@ -26,7 +26,7 @@ def _order(*numbers: int) -> Order:
 
 
 def test_orders_come_in_turn_to_the_server_they_are_for(launcher: dist.TCPStore) -> None:
-    outbox = Outbox(open_store(5), 1, (0, 2))
+    outbox = Outbox(open_store(5), ((0, 0), (2, 0)))
     for number in (4, 5):
         outbox.post(_order(number))
 
@@ -37,13 +37,13 @@ def test_orders_come_in_turn_to_the_server_they_are_for(launcher: dist.TCPStore)
 
 def test_an_empty_mailbox_has_no_order(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "LOOK_SECONDS", 0.0)
-    Outbox(open_store(5), 1, (1,)).post(_order())
+    Outbox(open_store(5), ((1, 0),)).post(_order())
 
     assert Inbox(open_store(5), 0).next() is None
 
 
 def test_a_foreign_message_is_refused(launcher: dist.TCPStore) -> None:
-    dist.PrefixStore("distca_hf/servers/2", launcher).queue_push("orders/0", b"attend, please")
+    dist.PrefixStore("distca_hf/servers/2", launcher).queue_push("orders/0.0", b"attend, please")
 
     with pytest.raises(PlanMismatchError, match="attention server 0: an order of 14 bytes is damaged"):
         Inbox(open_store(5), 0).next()
@@ -51,7 +51,7 @@ def test_a_foreign_message_is_refused(launcher: dist.TCPStore) -> None:
 
 def test_attempts_have_mailboxes_of_their_own(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "LOOK_SECONDS", 0.0)
-    Outbox(open_store(5), 1, (0,)).post(_order())
+    Outbox(open_store(5), ((0, 0),)).post(_order())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
 
     assert Inbox(open_store(5), 0).next() is None

@@ -1,0 +1,326 @@
+"""Served transport: a trainer's transport whose exchanges reach attention servers, and which outlives those that are
+lost.
+
+    window of an optimizer step    begin ── exchanges ── end: vote
+                                              │            ├─ all well ───────────── the window counts
+    a server is lost ─────────────────────────┘            └─ spoiled: new roster ── the window runs again
+
+Outside of a window a lost server ends the job. Inside, the window is spoiled: attention gives zeros and exchanges
+nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
+into the launcher's store, where the others look.
+"""
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distca_hf.arrays import IntArray
+from distca_hf.comm.heartbeats import Watch
+from distca_hf.comm.mailbox import Outbox, open_store
+from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder, shares_of
+from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
+from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
+from distca_hf.planning.served import Servers
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Dtypes of rows; an order carries a number of this list.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Rosters that are tried, one after the other with fewer members, before the job ends.
+OPENINGS = 5
+# Seconds between two looks at heartbeats.
+LOOK_SECONDS = 0.05
+
+
+class ServedTransport:
+    """Transport of a trainer with attention servers; agreements are those of the trainers alone.
+
+    Args:
+        among_trainers: transport of the trainers alone.
+        device: where the rows to exchange live.
+        all_servers: servers that were launched, whether they are there or not.
+        settings: of the plugin, for the servers.
+        timeout_seconds, patience_seconds: deadlines of an exchange, and for all servers to come at first.
+        limit_seconds: a server without a heartbeat for so long is lost.
+
+    Attributes:
+        among_trainers: see above; for batches that no server takes part in.
+        roster: number of the present connection.
+        members: servers that take part.
+        servers: their part in plans; None if none does.
+        spoiled: words about the server that was lost in this window; None if none was.
+        servers_lost: how many were lost so far.
+    """
+
+    def __init__(
+        self,
+        among_trainers: Transport,
+        device: torch.device,
+        all_servers: Servers,
+        settings: Mapping[str, object],
+        timeout_seconds: float,
+        patience_seconds: float,
+        limit_seconds: float,
+    ) -> None:
+        self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
+        self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
+        self.roster, self.servers_lost = 0, 0
+        self.members: tuple[Member, ...] = ()
+        self.servers: Servers | None = None
+        self.spoiled: str | None = None
+        self._device, self._all, self._settings = device, all_servers, settings
+        self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
+        self._store: Store = open_store(patience_seconds)
+        self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
+        self._wires: RosterTransport | None = None
+        self._retired: list[RosterTransport] = []
+        self._outbox = Outbox(self._store, ())
+        self._in_window = self._closed = False
+        self._plans, self._alive = 0, set[int]()
+        self._watch.begin()
+        self._open(self._all_members(patience_seconds), patience_seconds)
+
+    def exchange(self, asked: AllToAll) -> Exchange:
+        """Starts an uneven all-to-all among trainers and members.
+
+        Raises:
+            ServerLostError: a server was lost; inside a window, the window is spoiled.
+        """
+        if self._wires is None:
+            return self.among_trainers.exchange(asked)
+        try:
+            return ServedExchange(self, self._wires.exchange(asked))
+        except (PeerLostError, StepTimeoutError) as error:
+            raise self.loss(error) from error
+
+    def gather(self, values: Sequence[int], where: str) -> Gather:
+        return self.among_trainers.gather(values, where)
+
+    def loss(self, error: DistCAError) -> DistCAError:
+        """Returns the error to raise for a failed exchange; inside a window it is spoiled."""
+        if not self._in_window:
+            return error
+        if self.spoiled is None:
+            self.spoiled = str(error)
+            self._watch.spoil(self.roster, self.spoiled)
+            log.warning("the step is spoiled, and runs again: %s", self.spoiled)
+        return ServerLostError(self.spoiled)
+
+    def begin_window(self) -> None:
+        """Begins the window of an optimizer step that can run again: a lost server spoils it, and does not end the
+        job."""
+        self._in_window = self._device.type == "cpu"  # an exchange of NCCL that lost a rank ends with the process
+
+    def end_window(self) -> bool:
+        """Ends a window, and returns whether it counts: on all trainers, or on none. Trainers call it together.
+
+        Servers that were lost are left out from now on, and those that came take part.
+
+        Raises:
+            PeerLostError: a trainer was lost; or no roster could be opened.
+        """
+        if self.spoiled is not None:
+            self._wait_for_suspects()
+        rows = self.gather([int(self.spoiled is None), *self._fresh()], "vote on a step").wait()
+        counts, members = all(row[0] for row in rows), _agreed(rows)
+        self._in_window = False
+        if not counts or members != self.members:
+            self._open(members, 4 * self._limit_seconds)
+        return counts
+
+    def order_plan(self, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray) -> "PlanOrders":
+        """Posts a plan to the members.
+
+        Args:
+            integers: the plan.
+        """
+        self._plans += 1
+        orders = PlanOrders(self, self._plans)
+        self._alive.add(self._plans)
+        weakref.finalize(orders, self._alive.discard, self._plans)
+        plan = PlanOrder(self._plans, min(self._alive.copy()), micro_batch, num_chunks, fingerprint, integers)
+        self._outbox.post(Order(Kind.PLAN, self.roster, plan.numbers()))
+        return orders
+
+    def order_call(self, call: CallOrder) -> None:
+        """Posts an attention call to the members."""
+        self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
+
+    def close(self) -> None:
+        """Ends the present roster here and on the servers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+        self._watch.end()
+        for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
+            wires.close()
+
+    def _all_members(self, patience_seconds: float) -> tuple[Member, ...]:
+        """Waits until all servers that were launched have a heartbeat.
+
+        Raises:
+            PeerLostError: some have none; names them.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while (silent := [server for server, start in enumerate(self._fresh()) if not start]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(LOOK_SECONDS)
+        if silent:
+            raise PeerLostError(
+                f"rank {self.rank} waited {patience_seconds:g} s (timeouts.agreement_seconds) for attention server "
+                f"{', '.join(map(str, silent))} of {self._all.count}, and found no heartbeat; look at its own words"
+            )
+        rows = self.gather(self._fresh(), "attention servers").wait()
+        return _agreed([[1, *row] for row in rows])
+
+    def _fresh(self) -> list[int]:
+        """Returns the starts of each server, counted from 1; 0 for one that is lost."""
+        seen = (self._watch.incarnation(server) for server in range(self._all.count))
+        return [0 if incarnation is None else incarnation + 1 for incarnation in seen]
+
+    def _lost(self) -> str | None:
+        """Returns words about a member that is lost; None if there is none."""
+        if self._watch.is_spoiled(self.roster):
+            return "another trainer lost an attention server"
+        for server, incarnation in self.members:
+            if self._watch.incarnation(server) != incarnation:
+                seconds = self._watch.silent_seconds(server)
+                return f"attention server {server} is lost: its last heartbeat is {seconds:.1f} s old"
+        return None
+
+    def _wait_for_suspects(self) -> None:
+        """Waits until the heartbeat of a lost server is missed: a broken connection is seen earlier."""
+        deadline = time.monotonic() + 2 * self._limit_seconds
+        while self._fresh_members() == self.members and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+
+    def _fresh_members(self) -> tuple[Member, ...]:
+        return tuple(Member(server, start - 1) for server, start in enumerate(self._fresh()) if start)
+
+    def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
+        """Opens a roster, with fewer members where some do not come. A collective call of the trainers.
+
+        Raises:
+            PeerLostError: none could be opened.
+            ConfigError: a server refuses.
+        """
+        problem = ""
+        for _ in range(OPENINGS):
+            self._retire(members)
+            asked = self._store.add("rosters", 1) if self.rank == 0 else 0
+            self.roster = self.gather([asked], "number of the roster").wait()[0][0]
+            self.members, self.spoiled = members, None
+            self._watch.look_for(self.roster)
+            try:
+                self._wires = self._connect(patience_seconds) if members else None
+                good = 1
+            except PeerLostError as error:
+                good, problem = 0, str(error)
+            rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
+            if all(row[0] for row in rows):
+                self.servers = self._all.some([member.server for member in members])
+                return
+            members = _agreed(rows)
+        raise PeerLostError(
+            f"rank {self.rank}: {OPENINGS} rosters of attention servers could not be opened, one after the other; the "
+            f"last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
+        )
+
+    def _connect(self, patience_seconds: float) -> RosterTransport:
+        """Opens the connections of the present roster."""
+        here = roster_store(self._store, self.roster)
+        invite(here, self.rank, self.members, self._device, self._settings)
+        mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
+        self._outbox = Outbox(self._store, mine)
+        self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
+        names = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
+        return meet(
+            here,
+            self.rank,
+            self.world_size,
+            self.members,
+            self._device,
+            self._timeout_seconds,
+            names,
+            self._lost,
+            lambda: self._in_window,
+            self.traffic,
+        )
+
+    def _retire(self, members: tuple[Member, ...]) -> None:
+        """Lets go of the present roster. Its group ends once no exchange of it is under way."""
+        lost = [member for member in self.members if member not in members]
+        for server, incarnation in lost:
+            self.servers_lost += 1
+            log.warning("attention server %d (start %d) takes part no more", server, incarnation)
+        if self.roster:
+            for server, incarnation in (member for member in members if member not in self.members):
+                log.info("attention server %d (start %d) takes part from now on", server, incarnation)
+        if self._wires is not None:
+            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+            self._retired.append(self._wires)
+            self._wires = None
+        for wires in [one for one in self._retired if one.is_at_rest]:
+            self._retired.remove(wires)
+            wires.close()
+
+
+class ServedExchange:
+    """Rows on their way; a lost server may spoil the window."""
+
+    def __init__(self, transport: ServedTransport, exchange: Exchange) -> None:
+        self._transport, self._exchange = transport, exchange
+
+    def wait(self) -> torch.Tensor:
+        try:
+            return self._exchange.wait()
+        except (PeerLostError, StepTimeoutError) as error:
+            raise self._transport.loss(error) from error
+
+
+class PlanOrders:
+    """Orders for one plan: its number, and the calls that are made with it. Servers may drop the plan when this object
+    is gone on the trainers.
+
+    Attributes:
+        roster: number of the connection that it was planned for.
+    """
+
+    def __init__(self, transport: ServedTransport, number: int) -> None:
+        self._transport, self._number, self.roster = transport, number, transport.roster
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether a server was lost in this window: attention gives zeros."""
+        return self._transport.spoiled is not None
+
+    def call(
+        self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: Sequence[float]
+    ) -> None:
+        """Posts an attention call on tensors like these.
+
+        Args:
+            spec: numbers of an `AttentionSpec`.
+
+        Raises:
+            ServerLostError: this window is spoiled.
+        """
+        if self._transport.spoiled is not None:
+            raise ServerLostError(self._transport.spoiled)
+        shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
+        self._transport.order_call(CallOrder(self._number, phase, *shapes, DTYPES.index(q_TNH.dtype), tuple(spec)))
+
+
+def _agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
+    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
+    starts = zip(*(row[1:] for row in rows), strict=True)
+    return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)

@@ -1,0 +1,129 @@
+"""A lost attention server costs a step, and no numbers: the step runs again without it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import distca_hf
+from support.data import random_dataset
+from support.models import tiny_model
+from support.ranks import Outcome, start_ranks
+
+
+STEPS, LOST_AT = 6, 2
+
+
+class Harm:
+    """Has a server harmed by the parent process, at a call of a layer."""
+
+    def __init__(self, folder: Path, at_call: int, phase: str) -> None:
+        self._folder, self._at_call, self._phase, self._calls = folder, at_call, phase, 0
+
+    def watch(self, layer: nn.Module) -> None:
+        if self._phase == "forward":
+            layer.register_forward_pre_hook(lambda *_: self._note())
+        else:
+            layer.register_full_backward_pre_hook(lambda *_: self._note())
+
+    def _note(self) -> None:
+        self._calls += 1
+        if self._calls == self._at_call:
+            (self._folder / "now").touch()
+            while not (self._folder / "done").exists():
+                time.sleep(0.01)
+
+
+def _train(folder: Path, harmed: bool, phase: str) -> tuple[list[float], int]:
+    """Losses of a loop of its own under FSDP2, and how often a step ran again."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    loader = plugin.dataloader(random_dataset(90), seed=3)
+    torch.manual_seed(0)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=2), plugin).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    transport = plugin.served(torch.device("cpu"))
+    assert (transport is not None) == harmed
+    if harmed and torch.distributed.get_rank() == 0:
+        Harm(folder, LOST_AT * 2 + 1, phase).watch(model.model.layers[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, again, batches = [], 0, iter(loader)
+    for _ in range(STEPS):
+        window = [next(batches), next(batches)]
+        while True:
+            if transport is not None:
+                transport.begin_window()
+            total = 0.0
+            for number, batch in enumerate(window):
+                model.set_requires_gradient_sync(number == 1)
+                loss = model(**batch).loss
+                loss.backward()
+                total += loss.item()
+            if transport is None or transport.end_window():
+                break
+            again += 1
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    plugin.close()
+    return losses, again
+
+
+def _harm(folder: Path, server: int, how: signal.Signals) -> Any:
+    def meanwhile(processes: list[Any]) -> None:
+        while not (folder / "now").exists() and processes[0].is_alive():
+            time.sleep(0.01)
+        os.kill(processes[server].pid, how)
+        (folder / "done").touch()
+
+    return meanwhile
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return [outcome.result[0] for outcome in start_ranks(2, _train, folder, folder, False, "forward")[:2]]
+
+
+@pytest.mark.parametrize(
+    ("servers", "how", "phase"),
+    [
+        (2, signal.SIGKILL, "forward"),
+        (1, signal.SIGKILL, "backward"),
+        (2, signal.SIGSTOP, "backward"),
+        (1, signal.SIGSTOP, "forward"),
+    ],
+)
+def test_training_goes_on_without_a_lost_server(
+    servers: int, how: signal.Signals, phase: str, tmp_path: Path, undisturbed: list[list[float]]
+) -> None:
+    outcomes = start_ranks(
+        2,
+        _train,
+        tmp_path,
+        tmp_path,
+        True,
+        phase,
+        servers=servers,
+        meanwhile=_harm(tmp_path, 2, how),
+        endless=frozenset({2}),
+    )
+    assert _well(outcomes, [0, 1, *range(3, 2 + servers)])
+    for outcome, expected in zip(outcomes[:2], undisturbed, strict=True):
+        losses, again = outcome.result
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert again == 1, outcome.output
+
+
+def _well(outcomes: list[Outcome], ranks: list[int]) -> bool:
+    failed = [outcomes[rank] for rank in ranks if outcomes[rank].exit_code]
+    assert not failed, "\n".join(f"--- {outcome.rank}: {outcome.exit_code}\n{outcome.output}" for outcome in failed)
+    return True

@@ -1,0 +1,190 @@
+"""Heartbeats: who lives, who is silent, which roster is lost; threads that leave a process able to end."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from distca_hf.comm import heartbeats
+from distca_hf.comm.heartbeats import Heartbeat, Watch
+from support.commands import HANG_SECONDS, REPOSITORY
+from support.waiting import wait_until
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time pass for looks."""
+    now = [100.0]
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+
+    def by(seconds: float) -> None:
+        now[0] += seconds
+
+    return by
+
+
+class GoneStore:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        def gone(*_: object) -> NoReturn:
+            raise dist.DistNetworkError("Broken pipe")
+
+        return gone
+
+
+def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
+    store: dist.Store, advance: Callable[[float], None]
+) -> None:
+    watch = Watch(store, 2, 1.0)
+    heartbeat = Heartbeat(store, 1, 4, None)
+    assert watch.look()
+    assert watch.incarnation(1) is None
+
+    heartbeat.beat()
+    watch.look()
+    assert (watch.incarnation(0), watch.incarnation(1)) == (None, 4)
+    for _ in range(4):
+        advance(0.25)
+        watch.look()
+    assert (watch.incarnation(1), watch.silent_seconds(1), watch.silent_seconds(0)) == (4, 1.0, 1.0)
+
+    advance(0.25)
+    watch.look()
+    assert (watch.incarnation(1), watch.silent_seconds(1)) == (None, 1.25)
+    heartbeat.beat()
+    watch.look()
+    assert (watch.incarnation(1), watch.silent_seconds(1)) == (4, 0.0)
+
+
+def test_the_next_incarnation_takes_the_place_of_the_last(store: dist.Store) -> None:
+    watch = Watch(store, 1, 1.0)
+    Heartbeat(store, 0, 0, None).beat()
+    watch.look()
+    Heartbeat(store, 0, 1, None).beat()
+    watch.look()
+
+    assert watch.incarnation(0) == 1
+
+
+def test_a_trainer_that_did_not_look_blames_no_server(store: dist.Store, advance: Callable[[float], None]) -> None:
+    watch = Watch(store, 1, 3.0)
+    Heartbeat(store, 0, 0, None).beat()
+    watch.look()
+    advance(1000.0)
+    watch.look()
+
+    assert watch.incarnation(0) == 0
+    assert watch.silent_seconds(0) == heartbeats.LONGEST_LOOK_SECONDS
+
+
+def test_all_learn_that_a_roster_is_lost_and_why(store: dist.Store) -> None:
+    first, second, server = Watch(store, 0, 1.0), Watch(store, 0, 1.0), Heartbeat(store, 0, 0, None)
+    for side in (first, second, server):
+        side.look_for(7)
+    first.spoil(7, "attention server 0 on host a is silent")
+    assert first.is_spoiled(7)
+    assert not second.is_spoiled(7)
+    assert not server.is_spoiled(7)
+
+    second.look()
+    server.beat()
+    assert second.is_spoiled(7)
+    assert server.is_spoiled(7)
+    assert not second.is_spoiled(8)
+    second.spoil(7, "my exchange failed")
+    assert {first.words_of(7), second.words_of(7)} == {"attention server 0 on host a is silent"}
+    assert second.words_of(8) is None
+
+
+def test_only_the_last_roster_is_looked_for(store: dist.Store) -> None:
+    watch, other = Watch(store, 0, 1.0), Watch(store, 0, 1.0)
+    watch.look_for(1)
+    watch.look_for(2)
+    for roster in (1, 2):
+        other.spoil(roster, "lost")
+    watch.look()
+
+    assert (watch.is_spoiled(1), watch.is_spoiled(2)) == (False, True)
+
+
+def test_every_beat_reaches_the_supervisor(store: dist.Store) -> None:
+    end, pipe = os.pipe()
+    heartbeat = Heartbeat(store, 0, 0, pipe)
+    heartbeat.beat()
+    heartbeat.beat()
+    os.close(pipe)
+
+    assert os.read(end, 10) == b".."
+    os.close(end)
+
+
+def test_a_server_without_a_store_or_a_supervisor_ends(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(heartbeats.os, "_exit", leave)
+    end, pipe = os.pipe()
+    os.close(end)
+
+    for lonely in (Heartbeat(GoneStore(), 0, 0, None), Heartbeat(store, 0, 0, pipe)):
+        with pytest.raises(SystemExit, match="3"):
+            lonely.beat()
+    os.close(pipe)
+
+
+def test_a_trainer_without_a_store_stops_looking() -> None:
+    watch = Watch(GoneStore(), 1, 1.0)
+    watch.begin()
+    wait_until(lambda: not watch._thread._thread.is_alive())
+
+    watch.spoil(1, "lost")
+    assert watch.is_spoiled(1)
+    assert watch.incarnation(0) is None
+    watch.end()
+
+
+def test_threads_beat_and_look_until_they_are_ended(store: dist.Store) -> None:
+    heartbeat, watch = Heartbeat(store, 0, 2, None), Watch(store, 1, HANG_SECONDS)
+    heartbeat.begin()
+    watch.begin()
+    wait_until(lambda: watch.incarnation(0) == 2)
+    first = store.get("beat/0")
+    wait_until(lambda: store.get("beat/0") != first)
+
+    for side in (heartbeat, watch):
+        side.end()
+        side.end()  # once more changes nothing
+        assert not side._thread._thread.is_alive()
+
+
+# Without pauses, a thread is inside a call of the store at nearly every moment.
+ENDS_WITHOUT_A_WORD = """
+import torch.distributed as dist
+from distca_hf.comm import heartbeats
+heartbeats.BEAT_SECONDS = heartbeats.LOOK_SECONDS = 0.0
+launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+own = [dist.TCPStore("127.0.0.1", launcher.port, is_master=False) for _ in range(2)]
+heartbeats.Heartbeat(own[0], 0, 0, None).begin()
+watch = heartbeats.Watch(own[1], 1, 1.0)
+watch.begin()
+while watch.incarnation(0) is None:
+    pass
+raise SystemExit(5)
+"""
+
+
+def test_a_process_that_ends_meanwhile_keeps_its_status() -> None:
+    line = [sys.executable, "-c", ENDS_WITHOUT_A_WORD]
+    ended = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+
+    assert ended.returncode == 5, ended.stderr
