@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import distca_hf
-from distca_hf.comm.mailbox import Outbox
+from distca_hf.comm.mailbox import Outbox, _queue
 from distca_hf.comm.orders import Order
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.runtime import attention, server
@@ -115,24 +115,26 @@ def has_no_device() -> None:
 
 def a_message_comes_twice() -> None:
     def post_twice(outbox: Outbox, order: Order) -> None:
-        sequences = outbox._sequences[0]
-        message = sequences.encode(order)
-        for _ in range(2):
-            outbox._store.queue_push("orders/0", message)
+        for member, sequences in outbox._sequences.items():
+            message = sequences.encode(order)
+            for _ in range(2):
+                outbox._store.queue_push(_queue(*member), message)
 
     _harm(Outbox, "post", 4, post_twice)
 
 
 def a_message_is_foreign() -> None:
     def post_another(outbox: Outbox, order: Order) -> None:
-        outbox._store.queue_push("orders/0", b"0123456789abcdef" * 4)
+        for member in outbox._sequences:
+            outbox._store.queue_push(_queue(*member), b"0123456789abcdef" * 4)
 
     _harm(Outbox, "post", 4, post_another)
 
 
 def a_message_is_lost() -> None:
     def post_none(outbox: Outbox, order: Order) -> None:
-        outbox._sequences[0].encode(order)
+        for sequences in outbox._sequences.values():
+            sequences.encode(order)
 
     _harm(Outbox, "post", 1, post_none)
 
