@@ -1,7 +1,9 @@
 """The plugin, which users create: settings, and the functions that follow them."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,6 +15,7 @@ from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
+from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of
 from distca_hf.telemetry import get_logger
@@ -105,6 +108,34 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             self.servers,
             TokenBytes() if model is None else token_bytes_of(model),
         )
+
+    def attempts(
+        self, model: torch.nn.Module, window: Sequence[Mapping[str, Any]]
+    ) -> Iterator[AbstractContextManager[object]]:
+        """Yields attempts at an optimizer step in a loop of your own: one, and another while an attention server was
+        lost in it.
+
+        ```python
+        for attempt in plugin.attempts(model, window):
+            with attempt:                                 # all sums of the step begin in here
+                for batch in window:
+                    model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ```
+
+        Before another attempt gradients are discarded, and random states are restored. Collective: every rank makes
+        the same attempts.
+
+        Args:
+            model: as the loop calls it, wrapped or not; without gradients of earlier steps.
+            window: all batches of the step on this rank.
+
+        Raises:
+            ConfigError: the model was not enabled, or is an engine of DeepSpeed; or an attempt was not entered.
+            PeerLostError: servers were lost in four attempts.
+        """
+        return attempts(model, window, self)
 
     def attach(self, trainer: "Trainer") -> None:
         """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.

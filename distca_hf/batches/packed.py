@@ -6,7 +6,8 @@ from cu_seq_lens_q, position_ids or rows                    moving tasks     of 
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -67,6 +68,18 @@ class PackPlanner:
         self._servers = servers
         self._warned_of_padding = False
         self._next_number = 0
+
+    def bookmark(self) -> Callable[[], None]:
+        """Returns a function that forgets all micro-batches planned since this call: they are planned again, under
+        their numbers."""
+        number, totals, times = self._next_number, self.totals, replace(self.times)
+
+        def go_back() -> None:
+            for _ in range(self.totals.micro_batches - totals.micro_batches):
+                self.history.pop()
+            self._next_number, self.totals, self.times = number, totals, replace(times)
+
+        return go_back
 
     def plan(self, batch: Batch, trains: bool = True) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.

@@ -31,6 +31,7 @@ from distca_hf.integrations.trainer.check import (
     unlearnt_token,
     wrong_settings,
 )
+from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
@@ -60,6 +61,8 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     if trainer.train_dataset is not None and packed_by(trainer) is None:
         check_map_style(trainer.train_dataset)
     reasons = list(wrong_settings(trainer, context.config))
+    if context.servers is not None:
+        reasons += cannot_redo(trainer)
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
@@ -73,6 +76,8 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             _keep_packs(trainer, context, attachment)
         else:
             _place(trainer, context, attachment)
+        if context.servers is not None:
+            RedoneSteps(trainer, context).install(attachment)
     except BaseException:
         attachment.undo()
         raise

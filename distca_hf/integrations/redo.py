@@ -1,0 +1,180 @@
+"""Redo: the window of an optimizer step runs again if an attention server was lost in it.
+
+    begin ── forward and backward of all micro-batches ──▶ counts? ── yes ──▶ clip, step
+      ▲                                                       │ no
+      └──────── gradients discarded, states restored ◀────────┘
+
+Attention gives zeros from the moment that a server is lost until the window ends. So a window always runs to its last
+micro-batch, and collectives of FSDP and ZeRO stay matched. Its gradients are discarded then. Random states and sums
+are restored, so that the second run gives the numbers that the first one would have given.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distca_hf.batches.batch_documents import tokens_of
+from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.errors import ConfigError, PeerLostError
+from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Most times that one window runs again.
+MOST_REDOS = 3
+
+# Puts a state back as it was when the function was made.
+Restore = Callable[[], object]
+Batch = Mapping[str, Any]
+
+
+class Window:
+    """The micro-batches of one optimizer step, until their gradients are known to be whole.
+
+    Args:
+        transport: between the ranks and the attention servers.
+        where: names the step in messages.
+        keep: functions that each keep a state, and return how it is restored.
+
+    Attributes:
+        redos: times that it has run again.
+    """
+
+    def __init__(self, transport: ServedTransport, where: str, keep: Sequence[Callable[[], Restore]]) -> None:
+        self.redos = 0
+        self._transport, self._where = transport, where
+        self._restore = [one() for one in keep]
+        transport.begin_window()
+
+    def counts(self) -> bool:
+        """Ends the window, behind the backward pass of its last micro-batch. A collective call.
+
+        Returns:
+            Whether its gradients are whole. If not, states are restored and the window is open again: the caller
+            discards the gradients and runs all micro-batches once more.
+
+        Raises:
+            PeerLostError: servers were lost in every run.
+        """
+        if self._transport.end_window():
+            return True
+        if self.redos == MOST_REDOS:
+            raise PeerLostError(
+                f"rank {self._transport.rank}, {self._where}: attention servers were lost in each of its "
+                f"{1 + MOST_REDOS} runs, and it was not taken. The checkpoint before it is whole: resume from it "
+                "(resume_from_checkpoint=True), with other servers or with attention_servers=0"
+            )
+        self.redos += 1
+        log.warning("%s runs again: an attention server was lost in it", self._where)
+        for restore in self._restore:
+            restore()
+        self._transport.begin_window()
+        return False
+
+
+def keep_random_states(device: torch.device) -> Restore:
+    """Keeps the states of all generators that a forward pass may draw from.
+
+    Args:
+        device: on which the model trains.
+    """
+    of_python, of_numpy, of_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    of_device = None if module is None else module.get_rng_state(device)
+
+    def restore() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_cpu)
+        if module is not None:
+            module.set_rng_state(of_device, device)
+
+    return restore
+
+
+def keep_packs(watch: ForwardWatch) -> Restore:
+    """Keeps the counts of a model's packs: forward passes plan them, and would count them twice."""
+    packs = watch.packs
+    if packs is not None:
+        return packs.bookmark()
+
+    def restore() -> None:
+        watch.packs = None
+
+    return restore
+
+
+def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
+    """Returns the transport of a context that has attention servers; opened when first asked for."""
+    context.training_transport(device)
+    transport = context.served(device)
+    assert transport is not None
+    return transport
+
+
+def attempts(
+    model: nn.Module, window: Sequence[Batch], context: ParallelContext
+) -> Iterator[AbstractContextManager[object]]:
+    """Yields one attempt at an optimizer step, and another one while attention servers were lost in it.
+
+    Args:
+        model: as the loop calls it, wrapped or not; its gradients are those of this step alone.
+        window: all batches of the step on this rank.
+
+    Raises:
+        ConfigError: the model was not enabled, or an engine steps by itself; or an attempt was not entered.
+        PeerLostError: servers were lost in every attempt.
+    """
+    if context.servers is None:
+        yield nullcontext()
+        return
+    watch = next(filter(None, map(watch_of, model.modules())), None)
+    if watch is None:
+        raise ConfigError(
+            f"plugin.attempts got {type(model).__name__}, which is not enabled: call distca_hf.enable(model, plugin)"
+        )
+    if hasattr(model, "zero_optimization_stage"):
+        raise ConfigError(
+            "plugin.attempts got an engine of DeepSpeed, which steps in the midst of an attempt: train with a Trainer "
+            "and plugin.attach(trainer), or leave attempts out; then a lost attention server ends the job"
+        )
+    placed = [batch for batch in window if batch.get("distca_plan") is not None]
+    device = tokens_of(placed[0]).device if placed else context.device
+    keep = [lambda: keep_random_states(device), lambda: keep_packs(watch)]
+    attempt = Attempt(Window(served_transport(context, device), "an optimizer step", keep))
+    while True:
+        attempt.counts = None
+        yield attempt
+        if attempt.counts is None:
+            raise ConfigError("an attempt was not entered: for attempt in plugin.attempts(...): with attempt: ...")
+        if attempt.counts:
+            return
+        model.zero_grad()
+
+
+class Attempt(AbstractContextManager[None]):
+    """Forward and backward of a window in a loop.
+
+    Attributes:
+        counts: whether its gradients are whole; None until its `with` block ends.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self.counts: bool | None = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the window, unless the loop raised an error."""
+        if error is None:
+            self.counts = self._window.counts()

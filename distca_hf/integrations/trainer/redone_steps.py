@@ -1,0 +1,197 @@
+"""Redone steps: a Trainer runs the micro-batches of an optimizer step again if an attention server was lost in them.
+
+`training_step` is replaced on the instance. Behind the last backward pass of a window, and before Trainer clips
+gradients, ranks agree whether the window counts (see `integrations.redo`). Trainer sees one step, with the loss, norm
+and sums of the run that counts.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.redo import Batch, Restore, Window, keep_packs, keep_random_states, served_transport
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.parallel_context import ParallelContext
+
+
+def cannot_redo(trainer: Trainer) -> Iterator[str]:
+    """Yields reasons why a step of this Trainer could not run again: it would be taken with gradients of zeros."""
+    accelerator = trainer.accelerator
+    remedy = "and a step in which an attention server is lost could not be undone; use another, or no servers"
+    optimizer = OptimizerNames(trainer.args.optim).value
+    if optimizer in ("lomo", "adalomo") or "layerwise" in optimizer:
+        yield f"optim={optimizer!r} steps inside backward, {remedy}"
+    given = type(trainer.optimizer)
+    if given.__module__.startswith("lomo_optim"):
+        yield f"{given.__name__} steps inside backward, {remedy}"
+    if accelerator.mixed_precision == "fp16":
+        yield f"fp16 scales gradients by those of earlier steps, {remedy} (bf16, for example)"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        if stage != 3:
+            yield f"DeepSpeed's stage {stage} keeps gradients where they cannot be discarded, {remedy} (stage 3)"
+
+
+class RedoneSteps(TrainerCallback):
+    """Windows of a Trainer's optimizer steps.
+
+    Attributes:
+        count: times that a window has run again.
+    """
+
+    def __init__(self, trainer: Trainer, context: ParallelContext) -> None:
+        self.count = self._logged = 0
+        self._trainer, self._context = trainer, context
+        self._run_step = trainer.training_step
+        self._window: Window | None = None
+        self._micro_batches: list[tuple[Batch, torch.Tensor | int | None]] = []
+
+    def install(self, attachment: Attachment) -> None:
+        """Lets the Trainer run its steps here."""
+        attachment.replace(self._trainer, "training_step", self._training_step)
+        attachment.add_callback(self, first=True)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Forgets a window that another callback has left in its midst."""
+        self._micro_batches.clear()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Adds the number of times that windows ran again since the log before."""
+        if logs is None or "loss" not in logs or self._context.config.metrics != "all":
+            return
+        metric = {"distca/redone_steps": float(self.count - self._logged)}
+        self._logged = self.count
+        logs.update(metric)
+        if state.log_history:  # already holds a copy of this log
+            state.log_history[-1].update(metric)
+
+    def _training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Runs a micro-batch. The last one of a window returns when the window counts."""
+        if not self._micro_batches:
+            self._window = self._begin()
+        self._micro_batches.append((copy(inputs), num_items_in_batch))
+        loss = self._run(model, inputs, num_items_in_batch)
+        if not self._trainer.accelerator.sync_gradients:
+            return loss
+        assert self._window is not None
+        while not self._window.counts():
+            self.count += 1
+            self._discard_gradients(model)
+            loss = self._run_again(model)
+        self._micro_batches.clear()
+        if self._engine is not None:
+            self._engine.step()
+        return loss
+
+    def _begin(self) -> Window:
+        """Begins a window before its first micro-batch."""
+        trainer = self._trainer
+        device = trainer.args.device
+        transport, watch = served_transport(self._context, device), watch_of(trainer.model)
+        assert watch is not None
+        keep = [lambda: keep_random_states(device), lambda: keep_packs(watch), lambda: _keep_sums(trainer)]
+        return Window(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
+
+    def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+        """Runs forward and backward of a micro-batch."""
+        with _held(self._engine):
+            return self._run_step(model, inputs, num_items_in_batch)
+
+    def _run_again(self, model: nn.Module) -> torch.Tensor:
+        """Runs all micro-batches of the window as Trainer does, and returns the loss of the last one."""
+        trainer, last = self._trainer, len(self._micro_batches) - 1
+        for number, (inputs, num_items_in_batch) in enumerate(self._micro_batches):
+            trainer.accelerator.gradient_state._set_sync_gradients(number == last)
+            with nullcontext() if number == last else self._without_sync(model):
+                loss = self._run(model, copy(inputs), num_items_in_batch)
+            if number < last:
+                _add_loss(trainer, loss)
+        return loss
+
+    def _without_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Returns the context in which Trainer runs all micro-batches of a window but the last one."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        if self._engine is not None or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            return nullcontext()
+        if getattr(trainer, "is_distributed_loading_by_transformers", False) and hasattr(
+            model, "set_requires_gradient_sync"
+        ):
+            return trainer._defer_fsdp_gradient_reduction()
+        return accelerator.no_sync(model=model)
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine; None without DeepSpeed."""
+        wrapped = getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapped is None else wrapped.engine
+
+    def _discard_gradients(self, model: nn.Module) -> None:
+        """Discards all gradients of the window."""
+        if self._engine is None:
+            model.zero_grad()
+        else:
+            self._engine.optimizer.zero_grad()
+
+
+@contextmanager
+def _held(engine: Any) -> Iterator[None]:
+    """Lets DeepSpeed's engine compute gradients and take no step: Accelerate asks for both in one call."""
+    if engine is None:
+        yield
+        return
+    engine.step = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del engine.step
+
+
+def _add_loss(trainer: Trainer, loss: torch.Tensor) -> None:
+    """Adds the loss of a micro-batch to the sum that Trainer logs, as Trainer does."""
+    if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
+        trainer._tr_loss += trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+    else:
+        trainer._tr_loss += loss
+
+
+def _keep_sums(trainer: Trainer) -> Restore:
+    """Keeps what micro-batches are added to: Trainer's loss, and lists and tokens of TRL's trainers."""
+    loss = trainer._tr_loss.clone()
+    metrics, tokens = _copied(getattr(trainer, "_metrics", {})), getattr(trainer, "_total_train_tokens", None)
+
+    def restore() -> None:
+        trainer._tr_loss.copy_(loss)
+        if metrics:
+            trainer._metrics = _copied(metrics)
+        if tokens is not None:
+            trainer._total_train_tokens = tokens
+
+    return restore
+
+
+def _copied(metrics: Mapping[str, Mapping[str, list[float]]]) -> dict[str, defaultdict[str, list[float]]]:
+    """Returns a copy of TRL's lists of metrics, for training and evaluation."""
+    return {
+        mode: defaultdict(list, {name: list(values) for name, values in lists.items()})
+        for mode, lists in metrics.items()
+    }
