@@ -326,8 +326,8 @@ class Server:
                     f"{__version__}; install one version on all nodes"
                 )
             config, device = config_of(invitation.settings), self._device(invitation.device_type)
-        except ConfigError as error:
-            invitation.refuse(self._member.server, str(error))
+        except Exception as error:  # of a driver, too: trainers would wait for an answer
+            invitation.refuse(self._member.server, f"{type(error).__name__}: {error}")
             raise
         transport = invitation.accept(
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
