@@ -123,9 +123,10 @@ def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path
 def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Process:
     """Waits until a server has taken part, behind so many losses, and returns one that runs."""
     while job.poll() is None:
-        taken = len(re.findall(r"takes part from now on", log.read_text()))
+        text = log.read_text()
+        taken = len(re.findall(r"takes part from now on", text))
         servers = [one for one in _servers(job) if one.status() != psutil.STATUS_STOPPED]
-        if taken >= number - 1 and servers:
+        if "'loss'" in text and taken >= number - 1 and servers:  # it trains, and all that were lost are replaced
             return max(servers, key=lambda one: one.create_time())
         time.sleep(0.05)
     sys.exit(f"the training ended with status {job.returncode}:\n{log.read_text()[-6000:]}")
