@@ -92,6 +92,7 @@ def start_ranks(
     meanwhile: Callable[[list[Any]], None] | None = None,
     endless: frozenset[int] = frozenset(),
     servers: int = 0,
+    before_serving: Callable[[], None] | None = None,
 ) -> list[Outcome]:
     """Runs ranks to their end, whatever it is; kills what hangs.
 
@@ -99,10 +100,11 @@ def start_ranks(
         meanwhile: called with the processes once all are started, to do harm to them.
         endless: ranks that will not end by themselves, and are not waited for.
         servers: attention servers, which come behind the ranks.
+        before_serving: called in every server first, to do harm to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if servers else None
-    job = Job(world_size, servers, None if launcher is None else launcher.port, str(folder), backend)
+    job = Job(world_size, servers, None if launcher is None else launcher.port, str(folder), backend, before_serving)
     deadline = time.monotonic() + HANG_SECONDS
     # What the fork server has imported may have looked at the GPUs, which a forked process then cannot use.
     context = multiprocessing.get_context("spawn") if backend == "nccl" else CONTEXT
@@ -166,6 +168,7 @@ class Job:
     launcher_port: int | None
     folder: str
     backend: str
+    before_serving: Callable[[], None] | None
 
 
 def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -196,6 +199,8 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         if rank >= world_size:
             from distca_hf.runtime.server import serve_job
 
+            if job.before_serving is not None:
+                job.before_serving()
             os._exit(serve_job(rank - world_size, world_size, job.servers))
         dist.init_process_group(
             backend,
@@ -206,10 +211,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         )
         result = function(*arguments)
         torch.save(result, Path(folder) / f"result-{rank}.pt")
-        if job.servers:
-            from distca_hf.comm.mailbox import note_end
-
-            note_end(rank)
+        _end_service(rank, job)
         if dist.is_initialized():  # scripts end their group themselves
             dist.barrier()
         sys.stdout.flush()
@@ -218,5 +220,15 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         traceback.print_exc()
         sys.excepthook(type(error), error, error.__traceback__)  # as at the end of an ordinary script
         sys.stderr.flush()
+        if rank < world_size:
+            _end_service(rank, job)
         os._exit(1)
     os._exit(0)
+
+
+def _end_service(rank: int, job: Job) -> None:
+    """Does what `distca_hf.run` does when a script has ended."""
+    if job.servers:
+        from distca_hf.comm.mailbox import note_end
+
+        note_end(rank)

@@ -1,0 +1,220 @@
+"""An attention server is killed, refuses, or gets a wrong message: trainers end with its name and the place."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distca_hf
+from distca_hf.comm.mailbox import Outbox, _queue
+from distca_hf.comm.orders import Order
+from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.runtime import attention, server
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
+from support.data import random_dataset
+from support.models import tiny_model
+from support.ranks import Outcome, start_ranks
+
+
+NUM_LAYERS = 2
+TRAINERS, STEPS = 2, 3
+# Micro-batch that comes to harm, and its layer.
+HARMED_STEP, HARMED_LAYER = 1, 0
+# Runs that share the machine: much of their time is waiting.
+AT_ONCE = 3
+
+
+def die(*args: object, **kwargs: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OnCall:
+    """A function that does harm on one of its calls.
+
+    Args:
+        number: of the call, counted from 0.
+        harm: called then with the arguments, instead of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], number: int, harm: Callable[..., Any]) -> None:
+        self._function, self._number, self._harm, self._calls = function, number, harm, 0
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        return partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls, self._calls = self._calls, self._calls + 1
+        return (self._harm if calls == self._number else self._function)(*args, **kwargs)
+
+
+def _harm(owner: object, name: str, number: int, harm: Callable[..., Any]) -> None:
+    setattr(owner, name, OnCall(getattr(owner, name), number, harm))
+
+
+def _fail(error: Exception) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
+# Calls of a layer's forward and backward before the harm.
+FORWARD = HARMED_STEP * NUM_LAYERS + HARMED_LAYER
+BACKWARD = HARMED_STEP * NUM_LAYERS + NUM_LAYERS - 1 - HARMED_LAYER
+
+
+def nothing() -> None:
+    """No harm."""
+
+
+def is_killed_before_forward() -> None:
+    _harm(server, "attend", FORWARD, die)
+
+
+def is_killed_in_forward() -> None:
+    _harm(ForwardRemoteQueries, "attend", FORWARD, die)
+
+
+def is_killed_before_backward() -> None:
+    _harm(server, "attend_backward", BACKWARD, die)
+
+
+def is_killed_in_backward() -> None:
+    _harm(BackwardRemoteQueries, "derive", BACKWARD, die)
+
+
+def has_no_room() -> None:
+    _harm(attention, "check_room", HARMED_STEP, _fail(PlanError("attention needs 7 bytes and 3 are free")))
+
+
+def has_no_kernel() -> None:
+    _harm(LivePlan, "kernel", 0, _fail(UnsupportedAttentionError("no kernel computes this")))
+
+
+def breaks_in_a_kernel() -> None:
+    _harm(BackwardRemoteQueries, "derive", BACKWARD, _fail(RuntimeError("the kernel is broken")))
+
+
+def is_of_another_version() -> None:
+    vars(server)["__version__"] = "0.0.9"
+
+
+def has_no_device() -> None:
+    _harm(server.Server, "_device", 0, _fail(RuntimeError("CUDA error: no device")))
+
+
+# --- harm to messages, done by trainers
+
+
+def a_message_comes_twice() -> None:
+    def post_twice(outbox: Outbox, order: Order) -> None:
+        for member, sequences in outbox._sequences.items():
+            message = sequences.encode(order)
+            for _ in range(2):
+                outbox._store.queue_push(_queue(*member), message)
+
+    _harm(Outbox, "post", 4, post_twice)
+
+
+def a_message_is_foreign() -> None:
+    def post_another(outbox: Outbox, order: Order) -> None:
+        for member in outbox._sequences:
+            outbox._store.queue_push(_queue(*member), b"0123456789abcdef" * 4)
+
+    _harm(Outbox, "post", 4, post_another)
+
+
+def a_message_is_lost() -> None:
+    def post_none(outbox: Outbox, order: Order) -> None:
+        for sequences in outbox._sequences.values():
+            sequences.encode(order)
+
+    _harm(Outbox, "post", 1, post_none)
+
+
+def train(folder: Path, harm: Callable[[], None] = nothing) -> None:
+    """Trains, and writes down every finished step."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        harm()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    loader = plugin.dataloader(random_dataset(lengths=(150, 30)))
+    model = distca_hf.enable(tiny_model(num_hidden_layers=NUM_LAYERS), plugin).train()
+    for step, batch in enumerate(loader):
+        model(**batch).loss.backward()
+        (folder / f"steps-{rank}").write_text(str(step + 1))
+        if step + 1 == STEPS:
+            return
+
+
+@dataclass(frozen=True)
+class Case:
+    """A harm, and the words of both trainers.
+
+    Attributes:
+        steps: that trainers finish.
+        in_server: whether it is done in the server, or on trainer 0.
+    """
+
+    harm: Callable[[], None]
+    steps: int
+    words: tuple[str, ...]
+    in_server: bool = True
+
+
+NAME = f"attention server 0 on {os.uname().nodename}"
+KILLED = f"{NAME} does not answer"
+PLACE = f"micro-batch {HARMED_STEP}, layer {HARMED_LAYER}"
+CASES = (
+    Case(is_killed_before_forward, 1, (KILLED, f"{PLACE}, forward")),
+    Case(is_killed_in_forward, 1, (KILLED, f"{PLACE}, forward")),
+    Case(is_killed_before_backward, 1, (KILLED, f"{PLACE}, backward")),
+    Case(is_killed_in_backward, 1, (KILLED, f"{PLACE}, backward")),
+    Case(has_no_room, 1, (f"{NAME} left: PlanError: attention needs 7 bytes and 3 are free", f"{PLACE}, forward")),
+    Case(has_no_kernel, 0, (f"{NAME} left: UnsupportedAttentionError: no kernel computes this",)),
+    Case(breaks_in_a_kernel, 1, (f"{NAME} left: RuntimeError: the kernel is broken", f"{PLACE}, backward")),
+    Case(is_of_another_version, 0, ("attention server 0 refuses: ", "attention server 0 runs 0.0.9; install one")),
+    Case(has_no_device, 0, ("attention server 0 refuses: RuntimeError: CUDA error: no device",)),
+    Case(a_message_comes_twice, 0, (f"{NAME} left: PlanMismatchError: ", "came twice"), in_server=False),
+    Case(a_message_is_foreign, 0, (f"{NAME} left: PlanMismatchError: ", "is damaged"), in_server=False),
+    Case(a_message_is_lost, 0, (f"{NAME} left: PlanMismatchError: ", "one was lost"), in_server=False),
+)
+
+
+def _run(case: Case, folder: Path) -> list[Outcome]:
+    folder.mkdir()
+    in_server, on_trainer = (case.harm, nothing) if case.in_server else (None, case.harm)
+    return start_ranks(TRAINERS, train, folder, folder, on_trainer, servers=1, before_serving=in_server)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[Path, Future[list[Outcome]]]]]:
+    """All runs, some of them at once."""
+    folder = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        places = {case: folder / case.harm.__name__ for case in CASES}
+        yield {case: (place, pool.submit(_run, case, place)) for case, place in places.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.harm.__name__)
+def test_trainers_end_with_the_name_of_the_server_and_take_no_step(
+    case: Case, runs: dict[Case, tuple[Path, Future[list[Outcome]]]]
+) -> None:
+    folder, run = runs[case]
+    *trainers, served = run.result()
+
+    assert served.exit_code == (-signal.SIGKILL if "killed" in case.harm.__name__ else 1), served.output
+    for outcome in trainers:
+        assert outcome.exit_code == 1, outcome.output
+        steps = folder / f"steps-{outcome.rank}"
+        assert (int(steps.read_text()) if steps.is_file() else 0) == case.steps
+        for words in case.words:
+            assert words in outcome.output

@@ -1,0 +1,269 @@
+"""Programs of every kind compute the same with attention servers: two trainers alone, and beside one server."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import DataCollatorWithFlattening
+
+import distca_hf
+from distca_hf.launched import carved_servers
+from support.data import random_dataset, random_documents
+from support.models import tiny_model
+from support.ranks import run_ranks
+
+
+STEPS = 2
+Batch = dict[str, Any]
+Plugin = distca_hf.DistCAPlugin
+Numbers = list[float]
+
+
+def new_plugin(**settings: Any) -> Plugin:
+    return Plugin(tokens_per_rank=96, **settings)
+
+
+def placed(plugin: Plugin, **options: Any) -> Iterator[Batch]:
+    yield from islice(plugin.dataloader(random_dataset(), **options), STEPS)
+
+
+def packs(seed: int, lengths: tuple[int, ...]) -> Batch:
+    """Long documents on rank 0, short ones on rank 1."""
+    documents = random_documents(2, seed, lengths)
+    return dict(DataCollatorWithFlattening()([{"input_ids": ids, "labels": ids} for ids in documents]))
+
+
+def of_this_rank(seed: int) -> Batch:
+    return packs(seed, (90, 60) if dist.get_rank() == 0 else (9, 17))
+
+
+def mean(value: torch.Tensor) -> float:
+    value = value.detach().double().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def gradient(model: nn.Module) -> float:
+    """A number that depends on all gradients, averaged over ranks; they are cleared."""
+    total = sum(
+        (p.grad.double() * torch.linspace(-1, 1, p.numel(), dtype=torch.float64).view_as(p)).sum()
+        for p in model.parameters()
+        if p.grad is not None
+    )
+    model.zero_grad()
+    return mean(torch.as_tensor(total))
+
+
+def step(model: nn.Module, batch: Batch) -> Numbers:
+    loss = model(**batch).loss
+    loss.backward()
+    return [mean(loss), gradient(model)]
+
+
+def enabled(plugin: Plugin, **changes: Any) -> nn.Module:
+    return distca_hf.enable(tiny_model(num_hidden_layers=2, **changes), plugin).train()
+
+
+def loop(plugin: Plugin, trained: nn.Module, **options: Any) -> Numbers:
+    numbers = []
+    for batch in placed(plugin, **options):
+        numbers += step(trained, batch)
+    return numbers + step(trained, of_this_rank(0))
+
+
+# --- programs
+
+
+def retained_graphs() -> Numbers:
+    plugin = new_plugin()
+    model, numbers = enabled(plugin), []
+    for batch in [*placed(plugin), of_this_rank(0)]:
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        numbers += [mean(loss), gradient(model)]
+    return numbers
+
+
+def evaluated_between_steps() -> Numbers:
+    plugin = new_plugin()
+    model, numbers = enabled(plugin), []
+    ids = torch.arange(3, 9)[None]
+    for seed, batch in enumerate(placed(plugin)):
+        numbers += step(model, batch)
+        model.eval()
+        with torch.no_grad():
+            numbers.append(mean(model(**of_this_rank(seed)).loss))
+        numbers.append(float(model.generate(ids, max_new_tokens=3, do_sample=False).sum()))
+        model.train()
+        numbers += step(model, of_this_rank(seed))
+    return numbers
+
+
+def evaluated_together() -> Numbers:
+    plugin = new_plugin(evaluate="distca")
+    model, numbers = enabled(plugin), []
+    for seed, batch in enumerate(placed(plugin)):
+        numbers += step(model, of_this_rank(seed))
+        model.eval()
+        with torch.no_grad():
+            numbers.append(mean(model(**of_this_rank(seed)).loss))
+            numbers.append(mean(model(**batch).loss))
+        numbers += step(model, of_this_rank(seed + 5))
+        model.train()
+        numbers += step(model, batch)
+    return numbers
+
+
+def two_models_at_once() -> Numbers:
+    plugin = new_plugin()
+    models, numbers = (enabled(plugin), enabled(plugin, num_attention_heads=2, num_key_value_heads=1)), []
+    for batch in [*placed(plugin), of_this_rank(0)]:
+        losses = [model(**batch).loss for model in models]
+        for loss in losses:
+            loss.backward()
+        for loss, model in zip(losses, models, strict=True):
+            numbers += [mean(loss), gradient(model)]
+    return numbers
+
+
+def with_a_teacher() -> Numbers:
+    plugin = new_plugin()
+    student, teacher = enabled(plugin), enabled(plugin, num_attention_heads=2).eval().requires_grad_(False)
+    numbers = []
+    for batch in [*placed(plugin), of_this_rank(0)]:
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+        with torch.no_grad():
+            taught = teacher(**inputs).logits
+        output = student(**batch)
+        loss = output.loss + (output.logits - taught).square().sum() * 1e-3
+        loss.backward()
+        numbers += [mean(loss), gradient(student)]
+    return numbers
+
+
+def plugins_in_turn_and_at_once() -> Numbers:
+    first = new_plugin()
+    model, numbers = enabled(first), []
+    numbers += loop(first, model)
+    second = new_plugin(server_speed=0.3)
+    other = enabled(second)
+    for batch, same in zip(placed(first), placed(second), strict=True):
+        numbers += step(model, batch) + step(other, same)
+    losses = [model(**of_this_rank(1)).loss, other(**of_this_rank(2)).loss]
+    for loss in losses:
+        loss.backward()
+    numbers += [gradient(model), gradient(other)]
+    first.close()
+    numbers += loop(second, other)
+    third = pickle.loads(pickle.dumps(copy.deepcopy(second)))
+    second.close()
+    return numbers + loop(third, enabled(third))
+
+
+def settings() -> Numbers:
+    numbers: Numbers = []
+    for given in (
+        {"server_speed": 0.3, "trainers_attend": not carved_servers()},
+        {"server_speed": 4.0, "kv_residency": "keep"},
+        {"kv_residency": "refetch", "deterministic": True},
+    ):
+        plugin = new_plugin(**given)
+        numbers += loop(plugin, enabled(plugin))
+        plugin.close()
+    return numbers
+
+
+def kinds_of_attention() -> Numbers:
+    plugin, numbers = new_plugin(), []
+    for groups in (4, 1):
+        model = enabled(plugin, num_key_value_heads=groups)
+        numbers += loop(plugin, model, model=model)
+        numbers += loop(plugin, model.double())
+    return numbers
+
+
+def few_tokens() -> Numbers:
+    """Nothing moves to a server; or a rank has no tokens."""
+    plugin = new_plugin()
+    model, numbers = enabled(plugin), []
+    for lengths in ((2,), (3,)):
+        numbers += step(model, packs(0, lengths))
+    empty = {"input_ids": torch.zeros(1, 0, dtype=torch.int64), "position_ids": torch.zeros(1, 0, dtype=torch.int64)}
+    empty["labels"] = empty["input_ids"]
+    labels = 60.0
+    for lengths in ((30,), (1,)):
+        batch = packs(0, lengths) if dist.get_rank() else empty
+        numbers += step(model, {**batch, "num_items_in_batch": labels})
+    for batch in islice(plugin.dataloader(random_dataset(12, lengths=(2, 3))), 2):
+        numbers += step(model, batch)
+    return numbers
+
+
+def checkpointed() -> Numbers:
+    numbers = []
+    for reentrant, attention in ((True, "recompute"), (False, "recompute"), (False, "save"), (False, "offload")):
+        plugin = new_plugin(checkpointed_attention=attention, kv_residency="auto" if reentrant else "keep")
+        model = enabled(plugin)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        numbers += loop(plugin, model)
+        plugin.close()
+    return numbers
+
+
+def compiled() -> Numbers:
+    plugin = new_plugin()
+    model = enabled(plugin)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return loop(plugin, model)
+
+
+def in_bf16() -> Numbers:
+    plugin = new_plugin()
+    model = enabled(plugin)
+    with torch.autocast("cpu", torch.bfloat16):
+        return loop(plugin, model)
+
+
+PROGRAMS: dict[str, Callable[[], Numbers]] = {
+    program.__name__: program
+    for program in (
+        retained_graphs,
+        evaluated_between_steps,
+        evaluated_together,
+        two_models_at_once,
+        with_a_teacher,
+        plugins_in_turn_and_at_once,
+        settings,
+        kinds_of_attention,
+        few_tokens,
+        checkpointed,
+        compiled,
+        in_bf16,
+    )
+}
+
+
+def run_programs() -> dict[str, Numbers]:
+    return {name: program() for name, program in PROGRAMS.items()}
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Numbers]]:
+    return [run_ranks(2, run_programs, tmp_path_factory.mktemp("programs"), servers=servers)[0] for servers in (0, 1)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_servers_change_no_number(program: str, numbers: list[dict[str, Numbers]]) -> None:
+    alone, served = (of[program] for of in numbers)
+
+    assert len(alone) > STEPS
+    rounding = 5e-3 if program == "in_bf16" else 1e-6
+    assert served == pytest.approx(alone, rel=10 * rounding, abs=rounding)
