@@ -26,7 +26,8 @@ class Script:
         runs: that began so far.
     """
 
-    rank = 0
+    rank = servers_lost = 0
+    members = ()
 
     def __init__(self, spoiled: Collection[int] = (), from_call: int = 3) -> None:
         self.spoiled, self.from_call = spoiled, from_call
@@ -56,6 +57,10 @@ class ScriptedContext:
         return self._script
 
     served = training_transport
+
+
+# Metrics that differ where servers were lost.
+OF_SERVERS = ("distca/redone_steps", "distca/servers", "distca/servers_lost")
 
 
 def spoil_attention(script: Script, replace: Callable[[Any, str, Any], None], harm: float = 0.0) -> None:
@@ -165,4 +170,4 @@ def assert_equal_training(
 
 
 def _without_redone(log: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in log.items() if name != "distca/redone_steps"}
+    return {name: value for name, value in log.items() if name not in OF_SERVERS}

@@ -87,14 +87,19 @@ class RedoneSteps(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Adds the number of times that windows ran again since the log before."""
+        """Adds how many windows ran again since the log before, and how many servers there are and were lost."""
         if logs is None or "loss" not in logs or self._context.config.metrics != "all":
             return
-        metric = {"distca/redone_steps": float(self.count - self._logged)}
+        transport = served_transport(self._context, args.device)
+        metrics = {
+            "distca/redone_steps": float(self.count - self._logged),
+            "distca/servers": float(len(transport.members)),
+            "distca/servers_lost": float(transport.servers_lost),
+        }
         self._logged = self.count
-        logs.update(metric)
+        logs.update(metrics)
         if state.log_history:  # already holds a copy of this log
-            state.log_history[-1].update(metric)
+            state.log_history[-1].update(metrics)
 
     def _training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
