@@ -52,6 +52,10 @@ class ServerLostError(PeerLostError):
     """An attention server failed, left, or cannot be reached."""
 
 
+class StoreLostError(PeerLostError):
+    """The launcher's store is gone, and with it the job."""
+
+
 class StepTimeoutError(DistCAError, TimeoutError):
     """An exchange did not finish before its deadline."""
 

@@ -23,6 +23,7 @@ from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.launched import launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
 from distca_hf.roles import Role
+from distca_hf.supervisor import supervise
 from distca_hf.telemetry import leave_for_launcher
 
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     prepare_process(recipe, role)
     if role is not None and role.is_server:
-        sys.exit(_serve(role))
+        sys.exit(supervise(role.number, role.num_trainers, role.num_servers))
     try:
         run_script(path, [*recipe.script, *rest])
     finally:
@@ -68,13 +69,6 @@ def _end_service(role: Role) -> None:
 
     with suppress(DistCAError):  # the launcher is gone, and has ended the servers
         note_end(role.number)
-
-
-def _serve(role: Role) -> int:
-    """Serves trainers until they end, and returns the exit status."""
-    from distca_hf.runtime.server import serve_job  # imports torch, which must find the environment prepared
-
-    return serve_job(role.number, role.num_trainers, role.num_servers)
 
 
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:

@@ -26,6 +26,7 @@ BASE = {
     "recipe",
     "roles",
     "settings",
+    "supervisor",
     "telemetry",
     "topology",
     "torch_private",

@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.comm.orders import Order, Sequences
-from distca_hf.errors import PeerLostError
+from distca_hf.errors import StoreLostError
 from distca_hf.launched import launched_store
 
 
@@ -32,13 +32,13 @@ def open_store(timeout_seconds: float) -> Store:
 
     Raises:
         ConfigError: no launcher keeps one.
-        PeerLostError: it cannot be reached.
+        StoreLostError: it cannot be reached.
     """
     host, port, attempt = launched_store()
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
-        raise PeerLostError(
+        raise StoreLostError(
             f"the launcher's store at {host}:{port} cannot be reached: {str(error).partition(chr(10))[0][:300]}"
         ) from error
     return PrefixStore(f"distca_hf/servers/{attempt}", store)
@@ -59,13 +59,13 @@ class Outbox:
         """Posts an order to each server.
 
         Raises:
-            PeerLostError: the store is gone.
+            StoreLostError: the store is gone.
         """
         for server, sequences in self._sequences.items():
             try:
                 self._store.queue_push(_queue(*server), sequences.encode(order))
             except RuntimeError as error:
-                raise PeerLostError(
+                raise StoreLostError(
                     f"attention server {server[0]} cannot be reached: the launcher's store is gone "
                     f"({str(error).partition(chr(10))[0][:300]})"
                 ) from error
@@ -88,7 +88,7 @@ class Inbox:
 
         Raises:
             PlanMismatchError: a message is damaged, or not the next one.
-            PeerLostError: the store is gone, and with it the job.
+            StoreLostError: the store is gone, and with it the job.
         """
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
         while (message := self._pop()) is None:
@@ -105,7 +105,7 @@ class Inbox:
         except QueueEmptyError:
             return None
         except RuntimeError as error:
-            raise PeerLostError(
+            raise StoreLostError(
                 f"attention server {self._server}: the launcher's store is gone, and with it the job "
                 f"({str(error).partition(chr(10))[0][:300]})"
             ) from error
@@ -135,12 +135,12 @@ def has_ended(store: Store, trainer: int) -> bool:
     """Returns whether a trainer's script has ended.
 
     Raises:
-        PeerLostError: the store is gone.
+        StoreLostError: the store is gone.
     """
     try:
         return bool(store.check([_ended(trainer)]))
     except RuntimeError as error:
-        raise PeerLostError(
+        raise StoreLostError(
             f"the launcher's store is gone, and with it the job ({str(error).partition(chr(10))[0][:300]})"
         ) from error
 

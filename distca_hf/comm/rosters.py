@@ -33,6 +33,8 @@ from distca_hf.version import __version__
 # Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
 # ends no exchange, so that waiting must be able to end by itself.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
+# Longest time for ranks that have answered to connect with each other.
+MEET_SECONDS = 10.0
 
 
 class Member(NamedTuple):
@@ -246,10 +248,12 @@ def meet(
             options._timeout = timeout
             group = dist.ProcessGroupNCCL(met, rank, num_ranks, options)
         else:
-            group = dist.ProcessGroupGloo(met, rank, num_ranks, timeout)
+            # All have just answered. One that is lost meanwhile would be waited for as long as for an exchange.
+            group = dist.ProcessGroupGloo(met, rank, num_ranks, min(timeout, timedelta(seconds=MEET_SECONDS)))
+            group.set_timeout(timeout)
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {rank} waited {timeout_seconds:g} s for all {num_trainers} trainers and {len(members)} attention "
+            f"rank {rank} waited in vain for all {num_trainers} trainers and {len(members)} attention "
             f"servers to open their group. Cause: {str(error).partition(chr(10))[0][:300]}"
         ) from error
     rollcall.announce_uncaught_errors()

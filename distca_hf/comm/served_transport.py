@@ -215,6 +215,7 @@ class ServedTransport:
         """
         problem = ""
         for _ in range(OPENINGS):
+            earlier = self.members if self.roster else members
             self._retire(members)
             asked = self._store.add("rosters", 1) if self.rank == 0 else 0
             self.roster = self.gather([asked], "number of the roster").wait()[0][0]
@@ -228,6 +229,8 @@ class ServedTransport:
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
                 self.servers = self._all.some([member.server for member in members])
+                for server, incarnation in (member for member in members if member not in earlier):
+                    log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return
             members = _agreed(rows)
         raise PeerLostError(
@@ -262,9 +265,6 @@ class ServedTransport:
         for server, incarnation in lost:
             self.servers_lost += 1
             log.warning("attention server %d (start %d) takes part no more", server, incarnation)
-        if self.roster:
-            for server, incarnation in (member for member in members if member not in self.members):
-                log.info("attention server %d (start %d) takes part from now on", server, incarnation)
         if self._wires is not None:
             self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)

@@ -8,11 +8,15 @@
 
 The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these,
 and results leave with them. Between two calls a server keeps nothing but plans.
+
+The process is a child of a supervisor (`supervisor.py`), which starts it anew if it dies.
 """
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -22,36 +26,62 @@ import torch
 from distca_hf.comm.heartbeats import Heartbeat
 from distca_hf.comm.mailbox import Inbox, has_ended, open_store
 from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder
+from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
 from distca_hf.comm.served_transport import DTYPES
 from distca_hf.config import DistCAConfig, config_of
-from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanError, PlanMismatchError
+from distca_hf.errors import (
+    ConfigError,
+    DistCAError,
+    PeerLostError,
+    PlanError,
+    PlanMismatchError,
+    StoreLostError,
+)
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
 from distca_hf.launched import launched_local_rank
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.wire import plan_from_integers
+from distca_hf.roles import TRAINERS_GONE
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
+from distca_hf.supervisor import LEAVING
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
 
-# Signals after which a server still serves: trainers end their step, and save. Launchers send them to all processes.
-LEAVING = (signal.SIGTERM, signal.SIGINT)
 # Seconds between two looks for the words of trainers.
 LOOK_SECONDS = 0.05
-# Longest time that a server serves after such a signal, where no trainer is on its host to be looked for: less than
-# launchers wait before they kill.
+# Longest time that a server serves after SIGTERM or SIGINT, where no trainer is on its host to be looked for: less
+# than launchers wait before they kill.
 LEAVE_SECONDS = 25.0
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Serves as the child of a supervisor, and returns the exit status.
+
+    Args:
+        arguments: numbers of `serve_job`.
+
+    Raises:
+        DistCAError: see `serve_job`.
+    """
+    number, num_trainers, num_servers, incarnation, pipe = map(int, arguments)
+    os.set_inheritable(pipe, False)  # the supervisor must see it close
+    show_errors_once()  # and so leave them for the launcher
+    try:
+        return serve_job(number, num_trainers, num_servers, incarnation, pipe)
+    except StoreLostError as error:
+        log.error("attention server %d ends: %s", number, error)
+        return TRAINERS_GONE
+
+
 def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int = 0, pipe: int | None = None) -> int:
-    """Serves until the trainers' scripts have ended, and returns the exit status. Called in a launched process instead
-    of its script.
+    """Serves until the trainers' scripts have ended, and returns the exit status.
 
     Args:
         number: of this server, counted over all nodes.
@@ -60,7 +90,9 @@ def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int
         pipe: where its supervisor reads heartbeats; None without one.
 
     Raises:
-        DistCAError: an order cannot be followed; or trainers were lost.
+        StoreLostError: the launcher's store is gone.
+        DistCAError: an order cannot be followed; or trainers were lost. Until the process ends the heartbeat goes on:
+            words of the error are still on their way.
     """
     patience_seconds = DistCAConfig().timeouts.agreement_seconds
     heartbeat = Heartbeat(open_store(patience_seconds), number, incarnation, pipe)
@@ -69,10 +101,9 @@ def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int
         signal.signal(one, server.note_signal)
     log.info("attention server %d of %d serves %d trainers", number, num_servers, num_trainers)
     heartbeat.begin()
-    try:
-        return server.run()
-    finally:
-        heartbeat.end()
+    status = server.run()
+    heartbeat.end()
+    return status
 
 
 class NoRows(NamedTuple):
@@ -341,3 +372,7 @@ def _is_running(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ def both(folder: Path, wrap: str, accumulation: int, packs: bool) -> tuple[Any, 
     """The same training undisturbed, and with steps that run again."""
     models = initial_model(), initial_model()  # the second one would be sharded by what the first one configures
     train = partial(train_with_script, folder=folder, wrap=wrap, accumulation=accumulation, packs=packs, steps=3)
-    undisturbed, script = train(None, model=models[0]), Script(spoiled={2, 4}, from_call=4)
+    undisturbed, script = train(None, model=models[0]), Script(spoiled={1, 4}, from_call=4)
     spoil_attention(script, setattr)
     return undisturbed, train(script, model=models[1]), script.runs
 
@@ -26,7 +26,8 @@ def both(folder: Path, wrap: str, accumulation: int, packs: bool) -> tuple[Any, 
         ("fsdp1", 2, False),
         ("fsdp2", 3, False),
         ("fsdp2", 1, True),
-        ("zero3", 1, False),
+        ("zero1", 1, False),
+        ("zero2 offloaded", 3, True),
         ("zero3", 3, True),
     ],
 )

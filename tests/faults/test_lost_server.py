@@ -1,43 +1,20 @@
 """A lost attention server costs a step, and no numbers: the step runs again without it."""
 
-import os
 import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import distca_hf
 from support.data import random_dataset
+from support.lost_server import ServerHarm, harm_server
 from support.models import tiny_model
 from support.ranks import Outcome, start_ranks
 
 
 STEPS, LOST_AT = 6, 2
-
-
-class Harm:
-    """Has a server harmed by the parent process, at a call of a layer."""
-
-    def __init__(self, folder: Path, at_call: int, phase: str) -> None:
-        self._folder, self._at_call, self._phase, self._calls = folder, at_call, phase, 0
-
-    def watch(self, layer: nn.Module) -> None:
-        if self._phase == "forward":
-            layer.register_forward_pre_hook(lambda *_: self._note())
-        else:
-            layer.register_full_backward_pre_hook(lambda *_: self._note())
-
-    def _note(self) -> None:
-        self._calls += 1
-        if self._calls == self._at_call:
-            (self._folder / "now").touch()
-            while not (self._folder / "done").exists():
-                time.sleep(0.01)
 
 
 def _train(folder: Path, harmed: bool, phase: str) -> tuple[list[float], int]:
@@ -52,7 +29,7 @@ def _train(folder: Path, harmed: bool, phase: str) -> tuple[list[float], int]:
     transport = plugin.served(torch.device("cpu"))
     assert (transport is not None) == harmed
     if harmed and torch.distributed.get_rank() == 0:
-        Harm(folder, LOST_AT * 2 + 1, phase).watch(model.model.layers[1])
+        ServerHarm(folder, LOST_AT * 2 + 1, phase).watch(model.model.layers[1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, again, batches = [], 0, iter(loader)
     for _ in range(STEPS):
@@ -75,16 +52,6 @@ def _train(folder: Path, harmed: bool, phase: str) -> tuple[list[float], int]:
         losses.append(total)
     plugin.close()
     return losses, again
-
-
-def _harm(folder: Path, server: int, how: signal.Signals) -> Any:
-    def meanwhile(processes: list[Any]) -> None:
-        while not (folder / "now").exists() and processes[0].is_alive():
-            time.sleep(0.01)
-        os.kill(processes[server].pid, how)
-        (folder / "done").touch()
-
-    return meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +80,7 @@ def test_training_goes_on_without_a_lost_server(
         True,
         phase,
         servers=servers,
-        meanwhile=_harm(tmp_path, 2, how),
+        meanwhile=harm_server(tmp_path, 2, how),
         endless=frozenset({2}),
     )
     assert _well(outcomes, [0, 1, *range(3, 2 + servers)])

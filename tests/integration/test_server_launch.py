@@ -1,28 +1,30 @@
-"""Attention servers under real launchers: libraries see the trainers alone, a server runs no script, and losses are
-those of one process."""
+"""Attention servers under real launchers: libraries see the trainers alone, a server runs no script, losses are those
+of one process, and a server that is killed or stopped is replaced."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.scripts import run_script
+from support.waiting import is_running
 
 
 # Imported by Python at its start: a server that only notes its numbers.
 SERVER = """
 import json, os, sys, types
 
-def serve_job(number, num_trainers, num_servers):
+def supervise(number, num_trainers, num_servers):
     seen = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "DISTCA_CARVED")]
     with open(os.path.join(os.environ["SEEN"], f"server{number}.json"), "w") as file:
         json.dump([num_trainers, num_servers, *seen], file)
     return 0
 
-module = sys.modules["distca_hf.runtime.server"] = types.ModuleType("distca_hf.runtime.server")
-module.serve_job = serve_job
+module = sys.modules["distca_hf.supervisor"] = types.ModuleType("distca_hf.supervisor")
+module.supervise = supervise
 """
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "DISTCA_CARVED")
 NOTE = f"""
@@ -64,6 +66,34 @@ mesh = next(model.parameters()).device_mesh
 note(accelerator.distributed_type.name, accelerator.num_processes, accelerator.process_index, mesh.size(), total)
 accelerator.end_training()
 """
+# A trainer that takes its server away twice, and waits for the next one each time.
+HARMFUL = """
+import json, os, signal, sys
+sys.path.insert(0, os.environ["TESTS"])
+import psutil
+from distca_hf.comm.heartbeats import Watch
+from distca_hf.comm.mailbox import open_store
+from support.commands import HANG_SECONDS
+from support.waiting import wait_until
+
+def server():
+    launched = psutil.Process().parent().children(recursive=True)
+    (found,) = (process for process in launched if "distca_hf.runtime.server" in process.cmdline())
+    return found
+
+watch = Watch(open_store(HANG_SECONDS), 1, HANG_SECONDS)
+watch.begin()
+wait_until(lambda: watch.incarnation(0) is not None)
+incarnations, processes = [watch.incarnation(0)], [server().ppid()]
+for number in (signal.SIGKILL, signal.SIGSTOP):
+    processes.append(server().pid)
+    os.kill(processes[-1], number)
+    wait_until(lambda: watch.incarnation(0) != incarnations[-1])
+    incarnations.append(watch.incarnation(0))
+processes.append(server().pid)
+with open(os.path.join(os.environ["SEEN"], "processes.json"), "w") as file:
+    json.dump([incarnations, processes], file)
+"""
 
 
 def run_launched(
@@ -81,7 +111,7 @@ def variables_of(folder: Path) -> dict[str, str]:
     return {"SEEN": str(folder / "seen"), "TESTS": str(REPOSITORY / "tests")}
 
 
-def seen_in(folder: Path) -> dict[str, list[object]]:
+def seen_in(folder: Path) -> dict[str, list[Any]]:
     """The notes of all processes."""
     return {path.stem: json.loads(path.read_text()) for path in (folder / "seen").iterdir()}
 
@@ -115,3 +145,13 @@ def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:
         "trainer1": ["1", "2", "1", "2", "1", "2", "1", "FSDP", 2, 1, 2, 2.0],
         "server0": [2, 1, "2", "2", "1"],
     }
+
+
+def test_a_server_that_is_killed_or_stopped_is_replaced(tmp_path: Path) -> None:
+    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    run_launched(tmp_path, launcher, HARMFUL, {"attention_servers": 1})
+    incarnations, processes = seen_in(tmp_path)["processes"]
+
+    assert incarnations == [0, 1, 2]
+    assert len(set(processes)) == 4  # the supervisor, and three servers
+    assert not any(map(is_running, processes))

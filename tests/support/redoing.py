@@ -103,7 +103,6 @@ def train_with_script(
     packs: bool = False,
     steps: int = 4,
     model: nn.Module | None = None,
-    **settings: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Trains with a Trainer; returns its logs without times, and the weights after it."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -119,9 +118,11 @@ def train_with_script(
         optim="adamw_torch",
         seed=SEED,
         logging_steps=2,
-        **computing_arguments(wrap, "", "LlamaDecoderLayer"),
-        **settings,
+        **computing_arguments(wrap.removesuffix(" offloaded"), "", "LlamaDecoderLayer"),
     )
+    if wrap.endswith("offloaded"):
+        arguments["deepspeed"]["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        arguments["deepspeed"]["zero_force_ds_cpu_optimizer"] = False
     model, dataset = model or initial_model(), random_dataset(count=50)
     if loop == "sft":
         trainer = sft_trainer(model, dataset, max_length=None, **arguments)

@@ -145,14 +145,16 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
     losses, norms = [], []
     for window in islice(_windows(repeat(loader), run.accumulation), run.steps):
         labels = sum(batch["distca_plan"].label_tokens for batch in window)
-        total = torch.zeros(())
-        for batch in window:
-            with _without_sync(wrapped, run.wrap, last=batch is window[-1]):
-                # A window of one micro-batch needs no count: the batch brings it.
-                given = {"num_items_in_batch": labels / run.world_size} if run.accumulation > 1 else {}
-                loss = wrapped(**batch, **given).loss
-                loss.backward()
-            total += loss.detach()
+        for attempt in plugin.attempts(wrapped, window):
+            with attempt:
+                total = torch.zeros(())
+                for batch in window:
+                    with _without_sync(wrapped, run.wrap, last=batch is window[-1]):
+                        # A window of one micro-batch needs no count: the batch brings it.
+                        given = {"num_items_in_batch": labels / run.world_size} if run.accumulation > 1 else {}
+                        loss = wrapped(**batch, **given).loss
+                        loss.backward()
+                    total += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         optimizer.step()

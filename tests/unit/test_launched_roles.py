@@ -66,8 +66,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     environment = dict(os.environ)
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(run, "run_script", lambda *given: scripts.append(given))
-    server = SimpleNamespace(serve_job=lambda *numbers: served.append(numbers) or 5)
-    monkeypatch.setitem(sys.modules, "distca_hf.runtime.server", server)
+    monkeypatch.setattr(run, "supervise", lambda *numbers: served.append(numbers) or 5)
     return SimpleNamespace(served=served, scripts=scripts, environment=environment)
 
 

@@ -10,6 +10,7 @@ from distca_hf.analysis.estimates import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
+from distca_hf.integrations.trainer import redone_steps
 from distca_hf.settings import fields_of
 from support.commands import REPOSITORY
 
@@ -49,7 +50,9 @@ def test_choices_of_a_setting_are_named() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    logged = re.findall(r'"(distca/\w+)":', inspect.getsource(meter))
+    logged = [
+        name for part in (meter, redone_steps) for name in re.findall(r'"(distca/\w+)":', inspect.getsource(part))
+    ]
 
     assert [name.strip("`") for name, _ in table("Metrics")] == logged
 

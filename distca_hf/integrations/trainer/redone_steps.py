@@ -17,10 +17,16 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.redo import Batch, Restore, Window, keep_packs, keep_random_states, served_transport
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.parallel_context import ParallelContext
+
+
+# Optimizers of DeepSpeed whose gradients can be discarded; others are made of them, with steps at other times.
+STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
+UNDOABLE = (STAGES_1_AND_2, "DeepSpeedZeroOptimizer_Stage3")
 
 
 def cannot_redo(trainer: Trainer) -> Iterator[str]:
@@ -36,9 +42,8 @@ def cannot_redo(trainer: Trainer) -> Iterator[str]:
     if accelerator.mixed_precision == "fp16":
         yield f"fp16 scales gradients by those of earlier steps, {remedy} (bf16, for example)"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        stage = accelerator.state.deepspeed_plugin.zero_stage
-        if stage != 3:
-            yield f"DeepSpeed's stage {stage} keeps gradients where they cannot be discarded, {remedy} (stage 3)"
+        if accelerator.state.deepspeed_plugin.zero_stage == 0:
+            yield f"DeepSpeed's stage 0 keeps gradients where they cannot be discarded, {remedy} (stages 1 to 3)"
 
 
 class RedoneSteps(TrainerCallback):
@@ -109,6 +114,8 @@ class RedoneSteps(TrainerCallback):
         device = trainer.args.device
         transport, watch = served_transport(self._context, device), watch_of(trainer.model)
         assert watch is not None
+        if self._engine is not None:
+            _check_engine(self._engine)
         keep = [lambda: keep_random_states(device), lambda: keep_packs(watch), lambda: _keep_sums(trainer)]
         return Window(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
 
@@ -150,7 +157,36 @@ class RedoneSteps(TrainerCallback):
         if self._engine is None:
             model.zero_grad()
         else:
-            self._engine.optimizer.zero_grad()
+            _discard_sharded_gradients(self._engine.optimizer)
+
+
+def _check_engine(engine: Any) -> None:
+    """Checks that DeepSpeed's optimizer keeps gradients where they can be discarded.
+
+    Raises:
+        ConfigError: it does not; names it.
+    """
+    optimizer = type(engine.optimizer).__name__
+    if optimizer not in UNDOABLE:
+        raise ConfigError(
+            f"DeepSpeed trains with {optimizer}, and a step in which an attention server is lost could not be undone; "
+            f"use a configuration that makes a {' or a '.join(UNDOABLE)} (stages 1 to 3), or no servers"
+        )
+
+
+def _discard_sharded_gradients(optimizer: Any) -> None:
+    """Discards gradients of DeepSpeed's optimizer, as its stages 1 and 2 do by themselves where some overflow."""
+    optimizer.zero_grad()
+    if type(optimizer).__name__ != STAGES_1_AND_2:
+        return
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    optimizer._release_preflattened_grad_buffers()
+    if optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()
+    for group in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def test_orders_come_in_turn_to_the_server_they_are_for(launcher: dist.TCPStore)
         outbox.post(_order(number))
 
     for server in (0, 2):
-        inbox = Inbox(open_store(5), server)
+        inbox = Inbox(open_store(5), server, 0)
         assert [inbox.next().numbers.tolist() for _ in range(2)] == [[4], [5]]
 
 
@@ -39,14 +39,14 @@ def test_an_empty_mailbox_has_no_order(launcher: dist.TCPStore, monkeypatch: pyt
     monkeypatch.setattr(mailbox, "LOOK_SECONDS", 0.0)
     Outbox(open_store(5), ((1, 0),)).post(_order())
 
-    assert Inbox(open_store(5), 0).next() is None
+    assert Inbox(open_store(5), 0, 0).next() is None
 
 
 def test_a_foreign_message_is_refused(launcher: dist.TCPStore) -> None:
     dist.PrefixStore("distca_hf/servers/2", launcher).queue_push("orders/0.0", b"attend, please")
 
     with pytest.raises(PlanMismatchError, match="attention server 0: an order of 14 bytes is damaged"):
-        Inbox(open_store(5), 0).next()
+        Inbox(open_store(5), 0, 0).next()
 
 
 def test_attempts_have_mailboxes_of_their_own(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_attempts_have_mailboxes_of_their_own(launcher: dist.TCPStore, monkeypat
     Outbox(open_store(5), ((0, 0),)).post(_order())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
 
-    assert Inbox(open_store(5), 0).next() is None
+    assert Inbox(open_store(5), 0, 0).next() is None
 
 
 def test_the_end_of_a_trainer_is_noted(launcher: dist.TCPStore) -> None:

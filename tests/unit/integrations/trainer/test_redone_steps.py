@@ -1,10 +1,12 @@
 """Optimizer steps that run again leave no trace: logs, random states and weights are equal bit for bit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
 
 from distca_hf.errors import PeerLostError
@@ -61,6 +63,19 @@ def test_optimizers_that_step_inside_backward_are_refused(optimizer: str, tmp_pa
     trainer.args.optim = optimizer
 
     assert any(f"optim='{optimizer}' steps inside backward" in reason for reason in cannot_redo(trainer))
+
+
+def test_fp16_and_unsharded_deepspeed_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path)
+    trainer.accelerator = SimpleNamespace(
+        mixed_precision="fp16",
+        distributed_type=DistributedType.DEEPSPEED,
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=0)),
+    )
+    reasons = "; ".join(cannot_redo(trainer))
+
+    assert "fp16 scales gradients" in reasons
+    assert "DeepSpeed's stage 0" in reasons
 
 
 def test_others_are_accepted(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Measures what attention servers cost the host of a trainer: posting an attention call, and the vote on a step.
+
+    torchrun --nproc-per-node 3 -m distca_hf.run --recipe RECIPE scripts/benchmarks/server_orders.py --device cpu
+
+RECIPE holds `plugin: {attention_servers: 1}`, and no arguments of a script. No attention is computed: calls are posted
+into the mailbox of a server that nobody started. Rank 0 writes medians, and the slowest of a hundred.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.mailbox import Outbox, open_store
+from distca_hf.comm.orders import CallOrder, Kind, Order, Phase
+from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.plugin import DistCAPlugin
+
+
+# A server that does not exist: its queue is read by nobody.
+NOBODY = 1_000_000
+SPEC = (0.125, 1.0, 0.0, 0.0, 0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--votes", type=int, default=200)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    options = parser.parse_args()
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
+    plugin = DistCAPlugin()
+    transport = plugin.training_transport(torch.device(options.device))
+    assert isinstance(transport, ServedTransport)
+    outbox = Outbox(open_store(10.0), [(NOBODY, 0)])
+    call = CallOrder(1, Phase.FORWARD, 32, 8, 128, 128, 2, SPEC)
+
+    def vote() -> None:
+        transport.begin_window()
+        transport.end_window()
+
+    _write("posting a call", _seconds(lambda: outbox.post(Order(Kind.CALL, 1, call.numbers())), options.repeats))
+    _write("vote on a step", _seconds(vote, options.votes))
+    plugin.close()
+
+
+def _seconds(run: Callable[[], object], repeats: int) -> list[float]:
+    """Returns the seconds of each of some calls."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _write(name: str, seconds: list[float]) -> None:
+    if dist.get_rank() == 0:
+        slow = statistics.quantiles(seconds, n=100)[98]
+        sys.stdout.write(
+            f"{name}: {1e6 * statistics.median(seconds):.1f} µs, slowest of a hundred {1e6 * slow:.0f} µs\n"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

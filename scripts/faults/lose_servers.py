@@ -1,0 +1,155 @@
+"""Kills attention servers of a training over and over, and compares every loss with the training left alone.
+
+    python scripts/faults/lose_servers.py --trainers 2 --servers 2 --wrap fsdp2 --accumulation 3 --losses 10
+    python scripts/faults/lose_servers.py --wrap zero3 --how stop --losses 5
+
+A tiny Llama on CPUs over gloo, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that
+replace lost servers. A server is lost a random moment after it has joined, so that some are lost before a call, some
+inside one and some between two. Exit status 1: a run failed, a loss differs, or something grows from loss to loss.
+"""
+
+import argparse
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import yaml
+
+
+REPOSITORY = Path(__file__).parents[2]
+TRAIN = Path(__file__).with_name("lose_servers_train.py")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+# Module of the processes to harm: the supervisors that replace them run another one.
+SERVER = "distca_hf.runtime.server"
+# Largest difference of a loss.
+LIMIT = 1e-5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a trainer holds, to see growth."""
+
+    mebibytes: float
+    threads: int
+    files: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--how", choices=SIGNALS, default="kill")
+    parser.add_argument("--losses", type=int, default=10, help="servers to lose, one after the other")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        sys.exit(_compare(options, Path(folder)))
+
+
+def _compare(options: argparse.Namespace, folder: Path) -> int:
+    """Trains twice, and returns the exit status."""
+    sizes, steps = _train(options, folder, servers=options.servers)
+    disturbed = json.loads((folder / "losses.json").read_text())
+    _train(options, folder, servers=0, steps=steps)
+    alone = json.loads((folder / "losses.json").read_text())
+    largest = max(abs(one - other) for one, other in zip(disturbed["losses"], alone["losses"], strict=True))
+    norms = max(abs(one / other - 1) for one, other in zip(disturbed["norms"], alone["norms"], strict=True))
+    sys.stdout.write(
+        f"{options.losses} servers lost ({options.how}), {len(alone['losses'])} steps, {disturbed['redone']:.0f} run "
+        f"again; largest difference of a loss {largest:.1e}, of a norm {norms:.1e} of it\n"
+    )
+    for name, one in sizes.items():
+        sys.stdout.write(f"{name}: {one.mebibytes:.0f} MiB, {one.threads} threads, {one.files} files\n")
+    return int(largest > LIMIT)
+
+
+def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int = 0) -> tuple[dict[str, Sizes], int]:
+    """Runs one training, and loses servers in it. Returns sizes of the first trainer at some losses, and its steps."""
+    recipe, ended = folder / "recipe.yaml", folder / "ended"
+    ended.unlink(missing_ok=True)
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "environment": {
+                    "OMP_NUM_THREADS": 1,
+                    "HF_HUB_OFFLINE": 1,
+                    "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}",
+                },
+                "plugin": {"attention_servers": servers, "metrics": "all"},
+            }
+        )
+    )
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    line += [str(options.trainers + servers), "-m", "distca_hf.run", "--recipe", str(recipe), str(TRAIN)]
+    line += [str(folder), options.wrap, str(options.accumulation), str(steps)]
+    log = (folder / f"log-{servers}").open("w+")
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env={**_environment(), **environment})
+    sizes: dict[str, Sizes] = {}
+    if servers:
+        sizes = _lose(options, job, Path(log.name))
+        ended.touch()
+    if job.wait() != 0:
+        sys.exit(f"the training ended with status {job.returncode}:\n{Path(log.name).read_text()[-6000:]}")
+    return sizes, json.loads((folder / "losses.json").read_text())["steps"]
+
+
+def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path) -> dict[str, Sizes]:
+    """Harms servers that have joined, one after the other."""
+    chance, sizes = random.Random(options.seed), {}
+    for number in range(1, options.losses + 1):
+        server = _joined(job, log, number)
+        time.sleep(chance.uniform(0.0, 1.0))
+        sys.stdout.write(f"loss {number}: {options.how} process {server.pid}\n")
+        sys.stdout.flush()
+        server.send_signal(SIGNALS[options.how])
+        if number in (10, options.losses):
+            sizes[f"a trainer at loss {number}"] = _sizes(job)
+    _joined(job, log, options.losses + 1)
+    return sizes
+
+
+def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Process:
+    """Waits until a server has taken part, behind so many losses, and returns one that runs."""
+    while job.poll() is None:
+        text = log.read_text()
+        taken = len(re.findall(r"takes part from now on", text))
+        servers = [one for one in _servers(job) if one.status() != psutil.STATUS_STOPPED]
+        if "'loss'" in text and taken >= number - 1 and servers:  # it trains, and all that were lost are replaced
+            return max(servers, key=lambda one: one.create_time())
+        time.sleep(0.05)
+    sys.exit(f"the training ended with status {job.returncode}:\n{log.read_text()[-6000:]}")
+
+
+def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:
+    for process in psutil.Process(job.pid).children(recursive=True):
+        try:
+            if SERVER in process.cmdline():
+                yield process
+        except psutil.Error:
+            continue
+
+
+def _sizes(job: "subprocess.Popen[bytes]") -> Sizes:
+    """Returns the sizes of the first trainer."""
+    trainer = psutil.Process(job.pid).children()[0]
+    return Sizes(trainer.memory_info().rss / 2**20, trainer.num_threads(), trainer.num_fds())
+
+
+def _environment() -> dict[str, str]:
+    return psutil.Process().environ()
+
+
+if __name__ == "__main__":
+    main()
