@@ -340,7 +340,8 @@ class Server:
         transport = invitation.accept(
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
         )
-        self._trainers_here = invitation.trainers_here(self._num_trainers)
+        # Containers may share the name of a host and not its processes.
+        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if _is_running(one)]
         return Service(transport, config, device)
 
     def _lost(self, roster: int) -> str | None:
