@@ -11,13 +11,13 @@ are restored, so that the second run gives the numbers that the first one would 
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distca_hf.batches.batch_documents import tokens_of
 from distca_hf.comm.served_transport import ServedTransport
@@ -113,6 +113,27 @@ def keep_packs(watch: ForwardWatch) -> Restore:
     return restore
 
 
+@contextmanager
+def refuse_steps() -> Iterator[None]:
+    """Refuses steps of optimizers for the time of a `with` block: those of a lost server could not be undone.
+
+    Raises:
+        ConfigError: in `optimizer.step()`; names the optimizer.
+    """
+    handle = register_optimizer_step_pre_hook(_refuse_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+    raise ConfigError(
+        f"{type(optimizer).__name__} steps before it is known whether an attention server was lost, and could not be "
+        "undone: call optimizer.step() behind all attempts (plugin.attempts), not in one, and in no hook of backward"
+    )
+
+
 def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
     """Returns the transport of a context that has attention servers; opened when first asked for."""
     context.training_transport(device)
@@ -150,31 +171,19 @@ def attempts(
     placed = [batch for batch in window if batch.get("distca_plan") is not None]
     device = tokens_of(placed[0]).device if placed else context.device
     keep = [lambda: keep_random_states(device), lambda: keep_packs(watch)]
-    attempt = Attempt(Window(served_transport(context, device), "an optimizer step", keep))
+    step, results = Window(served_transport(context, device), "an optimizer step", keep), list[bool]()
     while True:
-        attempt.counts = None
-        yield attempt
-        if attempt.counts is None:
+        yield _attempt(step, results)
+        if not results:
             raise ConfigError("an attempt was not entered: for attempt in plugin.attempts(...): with attempt: ...")
-        if attempt.counts:
+        if results.pop():
             return
         model.zero_grad()
 
 
-class Attempt(AbstractContextManager[None]):
-    """Forward and backward of a window in a loop.
-
-    Attributes:
-        counts: whether its gradients are whole; None until its `with` block ends.
-    """
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self.counts: bool | None = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ends the window, unless the loop raised an error."""
-        if error is None:
-            self.counts = self._window.counts()
+@contextmanager
+def _attempt(step: Window, results: list[bool]) -> Iterator[None]:
+    """Adds to the results whether the gradients of a `with` block count."""
+    with refuse_steps():
+        yield
+    results.append(step.counts())

@@ -19,7 +19,15 @@ from transformers.training_args import OptimizerNames
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.redo import Batch, Restore, Window, keep_packs, keep_random_states, served_transport
+from distca_hf.integrations.redo import (
+    Batch,
+    Restore,
+    Window,
+    keep_packs,
+    keep_random_states,
+    refuse_steps,
+    served_transport,
+)
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.parallel_context import ParallelContext
 
@@ -121,7 +129,7 @@ class RedoneSteps(TrainerCallback):
 
     def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Runs forward and backward of a micro-batch."""
-        with _held(self._engine):
+        with refuse_steps(), _held(self._engine):
             return self._run_step(model, inputs, num_items_in_batch)
 
     def _run_again(self, model: nn.Module) -> torch.Tensor:

@@ -71,6 +71,16 @@ def test_misuse_is_refused() -> None:
         next(attempts(model, [], context))
 
 
+def test_a_step_inside_of_an_attempt_is_refused() -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS)
+    context: Any = ScriptedContext(plugin, Script())
+    model = enabled_model(plugin)
+    optimizer = torch.optim.SGD(model.parameters())
+    with next(attempts(model, [], context)), pytest.raises(ConfigError, match=r"SGD steps before it is known"):
+        optimizer.step()
+    optimizer.step()
+
+
 def test_without_servers_there_is_one_attempt() -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS)
 
