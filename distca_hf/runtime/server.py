@@ -238,10 +238,18 @@ class Server:
 
     def _status(self) -> int | None:
         """Returns the exit status if there is nothing more to serve."""
+        are_gone = bool(self._trainers_here) and not any(map(_is_running, self._trainers_here))
         if any(has_ended(self._store, trainer) for trainer in range(self._num_trainers)):
             return 0
         if self._signal is not None and self._may_leave(*self._signal):
             return 128 + self._signal[0]
+        if are_gone:  # looked at before their notes. A launcher ends this process if one of them failed
+            log.warning(
+                "attention server %d ends: trainers %s left without an end of their script (os._exit, or killed)",
+                self._member.server,
+                ", ".join(f"(process {process})" for process in self._trainers_here),
+            )
+            return 0
         return None
 
     def _may_leave(self, number: int, since: float) -> bool:
@@ -332,7 +340,8 @@ class Server:
         transport = invitation.accept(
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
         )
-        self._trainers_here = invitation.trainers_here(self._num_trainers)
+        # Containers may share the name of a host and not its processes.
+        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if _is_running(one)]
         return Service(transport, config, device)
 
     def _lost(self, roster: int) -> str | None:

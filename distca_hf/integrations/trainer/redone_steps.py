@@ -224,7 +224,7 @@ def _add_loss(trainer: Trainer, loss: torch.Tensor) -> None:
 
 
 def _keep_sums(trainer: Trainer) -> Restore:
-    """Keeps what micro-batches are added to: Trainer's loss, and lists and tokens of TRL's trainers."""
+    """Keeps the sums of micro-batches: Trainer's loss, and lists and tokens of TRL's trainers."""
     loss = trainer._tr_loss.clone()
     metrics, tokens = _copied(getattr(trainer, "_metrics", {})), getattr(trainer, "_total_train_tokens", None)
 
