@@ -84,6 +84,8 @@ class ServedTransport:
         self._outbox = Outbox(self._store, ())
         self._in_window = self._closed = False
         self._plans, self._alive = 0, set[int]()
+        if settings.get("kv_residency") == "keep":
+            log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
         self._watch.begin()
         self._open(self._all_members(patience_seconds), patience_seconds)
 
