@@ -48,7 +48,7 @@ from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
 from distca_hf.supervisor import LEAVING
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 
 
@@ -245,9 +245,10 @@ class Server:
             return 128 + self._signal[0]
         if are_gone:  # looked at before their notes. A launcher ends this process if one of them failed
             log.warning(
-                "attention server %d ends: trainers %s left without an end of their script (os._exit, or killed)",
+                "attention server %d ends: processes %s of trainers left without an end of their script (os._exit?)",
                 self._member.server,
-                ", ".join(f"(process {process})" for process in self._trainers_here),
+                ", ".join(map(str, self._trainers_here)),
+                extra=OF_THIS_RANK,
             )
             return 0
         return None

@@ -218,3 +218,16 @@ def test_trainers_end_with_the_name_of_the_server_and_take_no_step(
         assert (int(steps.read_text()) if steps.is_file() else 0) == case.steps
         for words in case.words:
             assert words in outcome.output
+
+
+def leave_without_a_word(folder: Path) -> None:
+    train(folder)
+    os._exit(0)
+
+
+def test_a_server_ends_when_its_trainers_have_left_without_a_word(tmp_path: Path) -> None:
+    *trainers, served = start_ranks(TRAINERS, leave_without_a_word, tmp_path, tmp_path, servers=1)
+
+    assert [outcome.exit_code for outcome in trainers] == [0, 0]
+    assert served.exit_code == 0, served.output
+    assert "left without an end of their script" in served.output

@@ -217,6 +217,19 @@ def test_launcher_that_is_terminated_lets_its_ranks_save(tmp_path: Path) -> None
     assert [(tmp_path / f"left-{rank}").read_text() for rank in range(WORLD)] == [f"{LEFT}"] * WORLD, output
 
 
+def test_attention_servers_serve_until_the_checkpoint_is_saved(tmp_path: Path) -> None:
+    ranks = (WORLD, *range(WORLD))  # the server first
+    meanwhile: Callable[[list[Any]], None] = partial(send, signal.SIGTERM, ranks, tmp_path)
+    outcomes = start_ranks(
+        WORLD, train_as_a_script, tmp_path / "ranks", "placed", tmp_path, STEPS, meanwhile=meanwhile, servers=1
+    )
+
+    assert [outcome.exit_code for outcome in outcomes] == [LEFT] * len(ranks), outcomes
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    step = checkpoint.name.removeprefix("checkpoint-")
+    assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(WORLD)] == [step] * WORLD
+
+
 class AtStep(TrainerCallback):
     """Does something at the end of a step."""
 
