@@ -223,3 +223,10 @@ def test_public_functions_and_classes_are_documented() -> None:
         and not ast.get_docstring(node)
     ]
     assert not missing
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Two of one name are one module, so that processes cannot be given functions of the second."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+
+    assert sorted(names) == sorted(set(names))
