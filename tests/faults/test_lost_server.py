@@ -17,9 +17,9 @@ from support.ranks import Outcome, start_ranks
 STEPS, LOST_AT = 6, 2
 
 
-def _train(folder: Path, harmed: bool, phase: str) -> tuple[list[float], int]:
+def _train(folder: Path, harmed: bool, phase: str, trainers_attend: bool = True) -> tuple[list[float], int]:
     """Losses of a loop of its own under FSDP2, and how often a step ran again."""
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, trainers_attend=trainers_attend)
     loader = plugin.dataloader(random_dataset(90), seed=3)
     torch.manual_seed(0)
     model = distca_hf.enable(tiny_model(num_hidden_layers=2), plugin).train()
@@ -88,6 +88,17 @@ def test_training_goes_on_without_a_lost_server(
         losses, again = outcome.result
         assert losses == pytest.approx(expected, abs=1e-5)
         assert again == 1, outcome.output
+
+
+def test_training_ends_where_only_servers_may_attend_and_the_last_is_lost(tmp_path: Path) -> None:
+    harm = harm_server(tmp_path, 2, signal.SIGKILL)
+    outcomes = start_ranks(
+        2, _train, tmp_path, tmp_path, True, "forward", False, servers=1, meanwhile=harm, endless=frozenset({2})
+    )
+
+    for outcome in outcomes[:2]:
+        assert outcome.exit_code == 1
+        assert "none of 1 attention servers is left, and trainers_attend=False" in outcome.output
 
 
 def _well(outcomes: list[Outcome], ranks: list[int]) -> bool:
