@@ -220,8 +220,8 @@ class ServedTransport:
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
-                    "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with servers, or with "
-                    "trainers_attend=True"
+                    "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with "
+                    "servers, or with trainers_attend=True"
                 )
             earlier = self.members if self.roster else members
             self._retire(members)
