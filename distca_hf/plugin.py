@@ -106,7 +106,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             micro_steps,
             unlearnt_token,
             self.servers,
-            TokenBytes() if model is None else token_bytes_of(model),
+            TokenBytes() if model is None or self.servers is None else token_bytes_of(model),
         )
 
     def attempts(

@@ -196,7 +196,7 @@ def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     which is dispatched on autograd, too.
     """
     get_backend = getattr(group, "_get_backend", None)
-    if get_backend is None and isinstance(group, dist.ProcessGroup):
+    if get_backend is None and not hasattr(group, "alltoall_base"):
         return partial(dist.all_to_all_single, group=group, async_op=True)
     backend: Any = group if get_backend is None else get_backend(device)
     start: Any = backend.alltoall_base

@@ -32,6 +32,9 @@ from distca_hf.torch_private import AllToAllFunction, RowGroup, all_to_all_of
 GLOO_THREAD = "pt_gloo_runloop"
 # Seconds between two looks at the threads of gloo: one that waits for the interpreter gets it meanwhile.
 POLL_SECONDS = 0.001
+# Looks in a row that must find all of them asleep. One that waits for the interpreter sleeps, too, and a busy machine
+# may not wake it between two looks.
+QUIET_LOOKS = 20
 # A thread that still computes is no reason to wait longer.
 LONGEST_WAIT_SECONDS = 2.0
 
@@ -194,11 +197,10 @@ class TorchGather:
 
 def let_gloo_threads_rest() -> None:
     """Waits until all threads of gloo sleep, also of groups that others have opened and still hold."""
-    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
-    while True:
+    deadline, quiet = time.monotonic() + LONGEST_WAIT_SECONDS, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)  # a thread that waits for the interpreter gets it, or is awake
-        if "R" not in gloo_thread_states() or time.monotonic() > deadline:
-            break
+        quiet = 0 if "R" in gloo_thread_states() else quiet + 1
 
 
 def gloo_thread_states() -> str:

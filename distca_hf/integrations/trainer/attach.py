@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import causal_pairs_of
+from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
@@ -220,7 +220,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
         servers=context.servers,
-        token_bytes=token_bytes_of(trainer.model),
+        token_bytes=TokenBytes() if context.servers is None else token_bytes_of(trainer.model),
     )
 
 
