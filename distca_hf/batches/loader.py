@@ -31,7 +31,7 @@ from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.errors import ConfigError
-from distca_hf.planning.facts import PlanFacts, PlanTotals
+from distca_hf.planning.plan import PlanFacts, PlanTotals
 from distca_hf.planning.served import Servers
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 

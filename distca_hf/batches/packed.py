@@ -22,8 +22,7 @@ from distca_hf.cost import TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.planning.facts import PlanFacts, PlanTotals
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import Servers, plan_served

@@ -22,8 +22,7 @@ from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
-from distca_hf.planning.facts import PlanFacts
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import Servers
 from distca_hf.runtime.device_routing import PinnedRankPlan

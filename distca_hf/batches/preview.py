@@ -20,7 +20,7 @@ from distca_hf.cost import causal_pairs_of, imbalance
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import work_in_order
-from distca_hf.planning.facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__

@@ -17,7 +17,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.wire import plan_to_integers
+from distca_hf.planning.served import plan_to_integers
 from distca_hf.runtime.live_plan import LivePlan, Planned, PlanUse
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__

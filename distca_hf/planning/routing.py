@@ -32,7 +32,6 @@ from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.facts import PlanFacts
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,
@@ -43,7 +42,7 @@ from distca_hf.planning.kernel_calls import (
     remote_query_calls,
 )
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, line_keys, rows_per_token
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, RemoteKVLayout, key_transfers
 
 
@@ -372,9 +371,9 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
             the queries that each rank holds, servers included.
     """
     transfers = key_transfers(plan)
-    facts = PlanFacts.of(
-        plan, transfers, plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
-    )
+    key_rows = transfers.rows_between(plan.layout.num_ranks)
+    before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
+    facts = PlanFacts.of(plan, key_rows, before)
     if num_chunks == 1:
         routing = route(plan, rank, transfers)
         return RankPlan(plan.tasks.mask, routing, routing, facts)

@@ -24,7 +24,7 @@ from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
-from distca_hf.planning.facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.retention import Retention

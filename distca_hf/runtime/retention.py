@@ -25,7 +25,7 @@ import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.planning.facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 
 
 @dataclass(eq=False, slots=True)

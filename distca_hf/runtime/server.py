@@ -41,7 +41,7 @@ from distca_hf.errors import (
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
 from distca_hf.launched import launched_local_rank
 from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.wire import plan_from_integers
+from distca_hf.planning.served import plan_from_integers
 from distca_hf.roles import TRAINERS_GONE
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan

@@ -158,7 +158,7 @@ TABLE = re.findall(r"^\| `(\S+)` \|", SECTION, re.MULTILINE)
     ("lengths", "tokens_per_rank", "counts", "others"),
     [
         (ONE_RANK, 2560, without_the_search, []),
-        (TWO_RANKS, 1024, without_the_search, [f"planning/{name}.py" for name in ("transfers", "facts")]),
+        (TWO_RANKS, 1024, without_the_search, ["planning/transfers.py"]),
         (
             ONE_RANK,
             2560,

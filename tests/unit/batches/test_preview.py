@@ -15,7 +15,7 @@ from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.facts import PlanFacts, PlanTotals
+from distca_hf.planning.plan import PlanFacts, PlanTotals
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.readings import READING
