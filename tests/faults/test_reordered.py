@@ -9,9 +9,7 @@ import distca_hf
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import PlanMismatchError
-from distca_hf.testing import loopback
-from distca_hf.testing.faults import Fault, FaultTransport, swap
-from distca_hf.testing.loopback import LoopbackTransport
+from distca_hf.testing import Fault, FaultTransport, LoopbackTransport, loopback, swap
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import start_ranks

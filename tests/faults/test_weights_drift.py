@@ -14,8 +14,7 @@ import distca_hf
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import PlanMismatchError
 from distca_hf.integrations.trainer.weights_check import CHUNK, WeightsCheck, checksum
-from distca_hf.testing import loopback
-from distca_hf.testing.loopback import LoopbackTransport
+from distca_hf.testing import LoopbackTransport, loopback
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
