@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
-from distca_hf.roles import CARVED, read_servers
+from distca_hf.launched import CARVED, read_servers
 from distca_hf.settings import (
     Settings,
     described,

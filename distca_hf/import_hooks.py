@@ -59,7 +59,9 @@ MOVED = {
         "setting_help": "settings",
         "shipped": "recipe",
         "spelling": "errors",
-        "testing.reference": "testing.loopback",
+        "testing.faults": "testing",
+        "testing.loopback": "testing",
+        "testing.reference": "testing",
         "train": "run",
     }.items()
 }

@@ -1,18 +1,116 @@
-"""Launched: numbers that a launcher gave to this process, in variables of the environment.
+"""Launched: numbers that a launcher gave to this process, and its role: it trains, or is an attention server.
 
 Beside the settings (`config`), this is the only place that reads the environment.
+
+An attention server computes attention for trainers, and has no weights. Servers are the last processes of their node.
+The others train, and are numbered as if nothing else had been launched. So all libraries count trainers alone.
 """
 
 import os
+from dataclasses import dataclass
 
 from distca_hf.errors import ConfigError
-from distca_hf.roles import CARVED, LaunchedProcess, read_servers
 
 
+# Variable of the environment that says how many servers each node has, once roles are taken: "1,1".
+CARVED = "DISTCA_CARVED"
+# Exit status of an attention server that has nobody to serve: the trainers or their launcher are gone.
+TRAINERS_GONE = 3
 NO_STORE = (
     "trainers and attention servers meet in the launcher's store, and this process has none: start it with "
     "torchrun or accelerate launch, several processes, without TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
+
+
+@dataclass(frozen=True)
+class Role:
+    """The role of one process.
+
+    Attributes:
+        is_server: whether it is an attention server; otherwise it trains.
+        number: its rank among trainers, or its number among servers; both are counted by node, then by local rank.
+        num_trainers: trainers of the job.
+        num_servers: servers of the job.
+        trainers_per_node: trainers of every node that has any.
+        servers_of_nodes: servers of each node.
+    """
+
+    is_server: bool
+    number: int
+    num_trainers: int
+    num_servers: int
+    trainers_per_node: int
+    servers_of_nodes: tuple[int, ...]
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables that number this process.
+
+        LOCAL_RANK, and so the device, stays as it was launched; so does the number of the node. Servers are ranks
+        behind all trainers: no line of a log then has the rank of both.
+        """
+        carved = {CARVED: ",".join(map(str, self.servers_of_nodes))}
+        if self.is_server:
+            return carved | {"RANK": str(self.num_trainers + self.number)}
+        return carved | {
+            "RANK": str(self.number),
+            "WORLD_SIZE": str(self.num_trainers),
+            "LOCAL_WORLD_SIZE": str(self.trainers_per_node),
+            "ROLE_RANK": str(self.number),
+            "ROLE_WORLD_SIZE": str(self.num_trainers),
+        }
+
+
+@dataclass(frozen=True)
+class LaunchedProcess:
+    """Numbers that a launcher gave to a process.
+
+    Attributes:
+        rank: its rank among all processes.
+        local_rank: its number on its node.
+        world_size: processes of the job.
+        local_world_size: processes of its node.
+        node: number of its node.
+        num_nodes: nodes of the job.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    num_nodes: int
+
+    def role(self, attention_servers: str) -> Role:
+        """Returns the role of this process, if there are these servers.
+
+        Args:
+            attention_servers: servers of every node, or one number per node; at least one server.
+
+        Raises:
+            ConfigError: nodes have unequally many processes, or trainers; or nobody trains. Shows the arithmetic.
+        """
+        here, nodes = self.local_world_size, self.num_nodes
+        if self.world_size != here * nodes or self.rank != here * self.node + self.local_rank:
+            raise ConfigError(
+                f"attention_servers={attention_servers}: rank {self.rank} of {self.world_size} is process "
+                f"{self.local_rank} of {here} on node {self.node} of {nodes}. With {here} on every node it would be "
+                f"rank {here} x {self.node} + {self.local_rank} = {here * self.node + self.local_rank} of {here} x "
+                f"{nodes} = {here * nodes}. Launch equally many processes on all nodes"
+            )
+        servers = servers_of_nodes(attention_servers, nodes)
+        _check_trainers(attention_servers, servers, here)
+        trainers = [here - count for count in servers]
+        is_server = self.local_rank >= trainers[self.node]
+        earlier = servers if is_server else trainers
+        within_node = self.local_rank - (trainers[self.node] if is_server else 0)
+        return Role(
+            is_server=is_server,
+            number=sum(earlier[: self.node]) + within_node,
+            num_trainers=sum(trainers),
+            num_servers=sum(servers),
+            trainers_per_node=max(trainers),
+            servers_of_nodes=servers,
+        )
 
 
 def launched_rank() -> int:
@@ -95,3 +193,97 @@ def is_launched() -> bool:
     """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. Schedulers
     of clusters number nodes by the first two names."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(os.environ)
+
+
+def read_servers(attention_servers: str) -> tuple[int, ...]:
+    """Returns the numbers in the setting `attention_servers`: one for all nodes, or one for each.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    parts = [part.strip() for part in attention_servers.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(
+            f"attention_servers={attention_servers!r} must be the number of servers of every node (1), or one number "
+            "for each node (0,8); none is below 0"
+        )
+    return tuple(map(int, parts))
+
+
+def servers_of_nodes(attention_servers: str, num_nodes: int) -> tuple[int, ...]:
+    """Returns the number of servers of each node.
+
+    Raises:
+        ConfigError: the setting is for another number of nodes.
+    """
+    counts = read_servers(attention_servers)
+    if len(counts) not in (1, num_nodes):
+        raise ConfigError(
+            f"attention_servers={attention_servers} has {len(counts)} numbers, and the job {num_nodes} nodes: write "
+            "one number for all nodes, or one for each"
+        )
+    return counts if len(counts) == num_nodes else counts * num_nodes
+
+
+def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes: int) -> None:
+    """Checks that some processes train, and equally many on every node that has any.
+
+    Args:
+        attention_servers: the setting, for errors.
+        servers: of each node.
+        processes: of each node.
+
+    Raises:
+        ConfigError: they do not; shows the arithmetic.
+    """
+    trainers = [processes - count for count in servers]
+    shown = ", ".join(
+        f"{processes} - {count} = {left} on node {node}"
+        for node, (count, left) in enumerate(zip(servers, trainers, strict=True))
+    )
+    if min(trainers) < 0:
+        raise ConfigError(
+            f"attention_servers={attention_servers} are more than the {processes} processes of a node ({shown}): give "
+            f"at most {processes} for a node that only serves, and fewer for one that trains"
+        )
+    if not any(trainers):
+        raise ConfigError(
+            f"attention_servers={attention_servers} leaves no process to train ({shown}): give fewer than {processes} "
+            "for some node, or launch more processes"
+        )
+    if len({left for left in trainers if left}) > 1:
+        raise ConfigError(
+            f"attention_servers={attention_servers} leaves unequally many trainers ({shown}): nodes that train must "
+            "have equally many; other nodes only serve"
+        )
+
+
+def check_carved(attention_servers: str, trainers_attend: bool, carved: tuple[int, ...]) -> None:
+    """Checks that a plugin asks for the servers that were launched.
+
+    Args:
+        attention_servers: the plugin's setting.
+        trainers_attend: the plugin's setting.
+        carved: servers of each node that were launched; () for none.
+
+    Raises:
+        ConfigError: it asks for others, or only servers may attend and there are none.
+    """
+    wanted = read_servers(attention_servers)
+    if not any(carved):
+        if any(wanted):
+            raise ConfigError(
+                f"attention_servers={attention_servers}, but no server was launched: start the script with distca "
+                "train, or with torchrun or accelerate launch -m distca_hf.run, which make some processes servers"
+            )
+        if not trainers_attend:
+            raise ConfigError(
+                "trainers_attend=False leaves all attention to servers, and attention_servers is 0: give servers, or "
+                "let trainers attend"
+            )
+        return
+    if len(wanted) not in (1, len(carved)) or servers_of_nodes(attention_servers, len(carved)) != carved:
+        raise ConfigError(
+            f"attention_servers={attention_servers} in the plugin, but {','.join(map(str, carved))} servers were "
+            "launched on the nodes: give the number in the recipe or with --attention-servers, and none in the script"
+        )

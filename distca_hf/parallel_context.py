@@ -19,9 +19,8 @@ from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
-from distca_hf.launched import carved_servers, launched_ranks_per_node
+from distca_hf.launched import carved_servers, check_carved, launched_ranks_per_node
 from distca_hf.planning.served import Servers
-from distca_hf.roles import check_carved
 from distca_hf.settings import values_of
 from distca_hf.torch_private import wrapper_that_runs
 

@@ -26,8 +26,7 @@ import yaml
 
 from distca_hf.config import DistCAConfig, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.launched import launched_process
-from distca_hf.roles import Role, read_servers
+from distca_hf.launched import Role, launched_process, read_servers
 from distca_hf.settings import check_mapping
 
 

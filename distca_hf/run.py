@@ -20,9 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from distca_hf.errors import ConfigError, DistCAError
-from distca_hf.launched import launched_local_rank
+from distca_hf.launched import Role, launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
-from distca_hf.roles import Role
 from distca_hf.supervisor import supervise
 from distca_hf.telemetry import leave_for_launcher
 
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _end_service(role: Role) -> None:
     """Notes in the launcher's store that this trainer has ended, so that its servers end, too."""
-    from distca_hf.comm.mailbox import note_end  # imports torch
+    from distca_hf.comm.orders import note_end  # imports torch
 
     with suppress(DistCAError):  # the launcher is gone, and has ended the servers
         note_end(role.number)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from distca_hf.config import DistCAConfig
-from distca_hf.roles import TRAINERS_GONE
+from distca_hf.launched import TRAINERS_GONE
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 

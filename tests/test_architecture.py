@@ -24,7 +24,6 @@ BASE = {
     "launched",
     "layout",
     "recipe",
-    "roles",
     "settings",
     "supervisor",
     "telemetry",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distca_hf.roles import TRAINERS_GONE
+from distca_hf.launched import TRAINERS_GONE
 from distca_hf.telemetry import get_logger
 
 

@@ -24,8 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
 from distca_hf.comm.heartbeats import Watch
-from distca_hf.comm.mailbox import Outbox, open_store
-from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder, shares_of
+from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.row_groups import StreamProgress
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.comm.heartbeats import Heartbeat
-from distca_hf.comm.mailbox import Inbox, has_ended, open_store
-from distca_hf.comm.orders import CallOrder, Kind, Order, Phase, PlanOrder
+from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, Phase, PlanOrder, has_ended, open_store
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
 from distca_hf.comm.served_transport import DTYPES
@@ -39,10 +38,9 @@ from distca_hf.errors import (
     StoreLostError,
 )
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
-from distca_hf.launched import launched_local_rank
+from distca_hf.launched import TRAINERS_GONE, launched_local_rank
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import plan_from_integers
-from distca_hf.roles import TRAINERS_GONE
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan

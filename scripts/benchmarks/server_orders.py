@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm.mailbox import Outbox, open_store
-from distca_hf.comm.orders import CallOrder, Kind, Order, Phase
+from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, open_store
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.plugin import DistCAPlugin
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import distca_hf
-from distca_hf.comm.mailbox import Outbox, _queue
-from distca_hf.comm.orders import Order
+from distca_hf.comm.orders import Order, Outbox, _queue
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.runtime import attention, server
 from distca_hf.runtime.live_plan import LivePlan

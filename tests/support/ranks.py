@@ -229,6 +229,6 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
 def _end_service(rank: int, job: Job) -> None:
     """Does what `distca_hf.run` does when a script has ended."""
     if job.servers:
-        from distca_hf.comm.mailbox import note_end
+        from distca_hf.comm.orders import note_end
 
         note_end(rank)

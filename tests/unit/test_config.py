@@ -22,10 +22,16 @@ from distca_hf.config import (
     variable_of,
 )
 from distca_hf.errors import ConfigError, UnknownSettingError
-from distca_hf.launched import carved_servers, launched_node, launched_nodes, launched_process, launched_world_size
+from distca_hf.launched import (
+    LaunchedProcess,
+    carved_servers,
+    launched_node,
+    launched_nodes,
+    launched_process,
+    launched_world_size,
+)
 from distca_hf.plugin import DistCAPlugin
 from distca_hf.recipe import Recipe, as_environment, read_yaml
-from distca_hf.roles import LaunchedProcess
 from distca_hf.settings import check_mapping, fields_of, renamed, values_of
 
 

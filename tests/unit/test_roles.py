@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.errors import ConfigError
-from distca_hf.roles import CARVED, LaunchedProcess, Role, check_carved, read_servers, servers_of_nodes
+from distca_hf.launched import CARVED, LaunchedProcess, Role, check_carved, read_servers, servers_of_nodes
 
 
 def launched(num_nodes: int, processes: int) -> list[LaunchedProcess]:
