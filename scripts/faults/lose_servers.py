@@ -125,7 +125,7 @@ def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path
         sys.stdout.write(f"loss {number}: {options.how} process {server.pid}\n")
         sys.stdout.flush()
         server.send_signal(SIGNALS[options.how])
-        if number in (10, options.losses):
+        if number in (2, 10, options.losses):
             sizes[f"a trainer at loss {number}"] = _sizes(job)
     _joined(job, log, options.losses + 1)
     return sizes
