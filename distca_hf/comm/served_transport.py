@@ -8,8 +8,12 @@ lost.
 Outside of a window a lost server ends the job. Inside, the window is spoiled: attention gives zeros and exchanges
 nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
 into the launcher's store, where the others look.
+
+Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
+needs a number of it. There the thread that looks at heartbeats spoils the window, and aborts the exchanges.
 """
 
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,10 +26,11 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.row_groups import StreamProgress
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.served import Servers
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import get_logger, leave_for_launcher
 
 
 log = get_logger(__name__)
@@ -82,10 +87,12 @@ class ServedTransport:
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
         self._in_window = self._closed = False
+        self._progress = StreamProgress(device) if device.type == "cuda" else None
+        self._has_exchanged_outside = False
         self._plans, self._alive = 0, set[int]()
         if settings.get("kv_residency") == "keep":
             log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
-        self._watch.begin()
+        self._watch.begin(self._look_at_exchanges)
         self._open(self._all_members(patience_seconds), patience_seconds)
 
     def exchange(self, asked: AllToAll) -> Exchange:
@@ -96,6 +103,7 @@ class ServedTransport:
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
+        self._has_exchanged_outside |= not self._in_window
         try:
             return ServedExchange(self, self._wires.exchange(asked))
         except (PeerLostError, StepTimeoutError) as error:
@@ -108,16 +116,51 @@ class ServedTransport:
         """Returns the error to raise for a failed exchange; inside a window it is spoiled."""
         if not self._in_window:
             return error
-        if self.spoiled is None:
-            self.spoiled = str(error)
-            self._watch.spoil(self.roster, self.spoiled)
-            log.warning("the step is spoiled, and runs again: %s", self.spoiled)
+        self._spoil(str(error))
         return ServerLostError(self.spoiled)
+
+    def _spoil(self, words: str) -> None:
+        """Spoils the window, here and for all trainers."""
+        if self.spoiled is None:
+            self.spoiled = words  # before the abort: rows of an aborted exchange look like others
+            self._watch.spoil(self.roster, words)
+            log.warning("the step is spoiled, and runs again: %s", words)
+        if self._wires is not None:
+            self._wires.abort()
+
+    def _look_at_exchanges(self) -> None:
+        """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats."""
+        if self._progress is None or self._wires is None:
+            return
+        words = self._lost()
+        stalled_seconds = self._progress.stalled_seconds()
+        if words is None and stalled_seconds > self._timeout_seconds:
+            words = (
+                f"the GPU has come no further for {stalled_seconds:.0f} s (timeouts.exchange_seconds: "
+                f"{self._timeout_seconds:g}), and all attention servers have a heartbeat"
+            )
+        if words is None:
+            return
+        words = f"rank {self.rank}, after the start of {list(self.traffic.recent)[-1:] or 'no exchange'}: {words}"
+        if self._in_window:
+            self._spoil(words)
+        elif self._has_exchanged_outside:
+            self._end_process(words)
+
+    def _end_process(self, words: str) -> None:
+        """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
+        on into a checkpoint."""
+        words = (
+            f"{ServerLostError.__name__}: {words}. No step can run again here: see plugin.attach and plugin.attempts"
+        )
+        log.error(words)
+        leave_for_launcher(words)
+        os._exit(1)
 
     def begin_window(self) -> None:
         """Begins the window of an optimizer step that can run again: a lost server spoils it, and does not end the
         job."""
-        self._in_window = self._device.type == "cpu"  # an exchange of NCCL that lost a rank ends with the process
+        self._in_window = True
 
     def end_window(self) -> bool:
         """Ends a window, and returns whether it counts: on all trainers, or on none. Trainers call it together.
@@ -127,6 +170,8 @@ class ServedTransport:
         Raises:
             PeerLostError: a trainer was lost; or no roster could be opened.
         """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the window
         if self.spoiled is not None:
             self._wait_for_suspects()
         rows = self.gather([int(self.spoiled is None), *self._fresh()], "vote on a step").wait()
