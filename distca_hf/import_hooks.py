@@ -15,7 +15,6 @@ from types import ModuleType
 MOVED = {
     f"distca_hf.{former}": f"distca_hf.{present}"
     for former, present in {
-        "analysis.baselines.ordinary": "analysis.baselines.baseline",
         "analysis.memory": "analysis.estimates",
         "analysis.models": "analysis.request",
         "data.contents": "data.collate",
@@ -31,11 +30,14 @@ MOVED = {
         "integrations.packs": "batches.packed",
         "integrations.plugin": "plugin",
         "integrations.preemption": "integrations.trainer.stop_on_signal",
+        "integrations.refusals": "integrations.attention",
         "kernels.capabilities": "kernels.registry",
         "kernels.choose": "kernels.registry",
-        "kernels.cpu": "kernels.torch_kernels",
-        "kernels.reference": "kernels.torch_kernels",
-        "kernels.torch_varlen": "kernels.torch_kernels",
+        "kernels.cpu": "kernels.varlen",
+        "kernels.flash": "kernels.varlen",
+        "kernels.reference": "kernels.varlen",
+        "kernels.torch_kernels": "kernels.varlen",
+        "kernels.torch_varlen": "kernels.varlen",
         "launcher": "telemetry",
         "lazy": "import_hooks",
         "packing": "data",
