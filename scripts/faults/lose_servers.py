@@ -119,7 +119,8 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
             sys.exit(f"the training ended with status {job.returncode}")
     except SystemExit:
         if job.poll() is None:
-            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+            whole = psutil.Process(job.pid)
+            for process in [*whole.children(recursive=True), whole]:
                 process.kill()
         sys.stdout.write(Path(log.name).read_text()[-LAST_WORDS:])
         raise
