@@ -26,10 +26,9 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, PlanSource, Reading
 from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.enable import enable
-from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
+from distca_hf.integrations.models.forward_check import WeightsCheck
+from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
-from distca_hf.integrations.trainer.weights_check import WeightsCheck
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
