@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distca_hf.comm.heartbeats import Repeated
 from distca_hf.torch_private import (
     RowGroup,
     abort_group,
@@ -26,6 +27,8 @@ from distca_hf.torch_private import (
 
 # Longest time for ranks that have answered to connect with each other, over gloo and over NCCL, which prepares more.
 MEET_SECONDS, NCCL_MEET_SECONDS = 10.0, 60.0
+# Seconds between two marks that are left in a stream.
+MARK_SECONDS = 1.0
 # Torch's own deadline for NCCL's exchanges: none. A lost member is noticed by its heartbeat, an exchange that does not
 # end by `StreamProgress`.
 NO_DEADLINE = timedelta(days=365)
@@ -104,9 +107,10 @@ def abort(group: RowGroup) -> None:
 
 
 class StreamProgress:
-    """How long a GPU's stream has come no further, seen from another thread and without waiting for it.
+    """For how long a GPU's stream has come no further.
 
-    A mark is left in the stream. Once the stream has passed it, the next one is left.
+    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
+    because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
 
     Args:
         device: its current stream, in the thread that makes this object.
@@ -114,13 +118,24 @@ class StreamProgress:
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._mark = torch.cuda.current_stream(device), torch.cuda.Event()
-        self._left: float | None = None
+        self._passed, self._is_left = time.monotonic(), False
+        self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
+        self._thread.begin()
 
     def stalled_seconds(self) -> float:
-        """Returns for how long a mark was not passed; 0 if the last one was."""
-        now = time.monotonic()
-        if self._left is not None and not self._mark.query():
-            return now - self._left
+        """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
+        nothing."""
+        return time.monotonic() - self._passed
+
+    def end(self) -> None:
+        """Ends looking."""
+        self._thread.end()
+
+    def _look(self) -> bool:
+        """Leaves a mark unless the last one was not passed yet, and returns True."""
+        if self._is_left and not self._mark.query():
+            return True
+        self._passed = time.monotonic()
         self._mark.record(self._stream)
-        self._left = now
-        return 0.0
+        self._is_left = True
+        return True
