@@ -29,6 +29,7 @@ from distca_hf.integrations.redo import (
     served_transport,
 )
 from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.callback import add_metrics
 from distca_hf.parallel_context import ParallelContext
 
 
@@ -97,9 +98,7 @@ class RedoneSteps(TrainerCallback):
             "distca/servers_lost": float(transport.servers_lost),
         }
         self._logged = self.count
-        logs.update(metrics)
-        if state.log_history:  # already holds a copy of this log
-            state.log_history[-1].update(metrics)
+        add_metrics(metrics, logs, state)
 
     def _training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
