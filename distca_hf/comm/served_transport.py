@@ -13,6 +13,7 @@ Over gloo the thread that waits for an exchange notices the loss. Over NCCL the 
 needs a number of it. There the thread that looks at heartbeats spoils the window, and aborts the exchanges.
 """
 
+import math
 import os
 import time
 import weakref
@@ -61,6 +62,7 @@ class ServedTransport:
         servers: their part in plans; None if none does.
         spoiled: words about the server that was lost in this window; None if none was.
         servers_lost: how many were lost so far.
+        room_bytes: that rows may take on each member until backward.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
-        self.roster, self.servers_lost = 0, 0
+        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -90,8 +92,6 @@ class ServedTransport:
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
         self._plans, self._alive = 0, set[int]()
-        if settings.get("kv_residency") == "keep":
-            log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
         self._watch.begin(self._look_at_exchanges)
         self._open(self._all_members(patience_seconds), patience_seconds)
 
@@ -299,7 +299,7 @@ class ServedTransport:
         mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
-        names = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
+        names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
         return meet(
             here,
             self.rank,
@@ -347,10 +347,12 @@ class PlanOrders:
 
     Attributes:
         roster: number of the connection that it was planned for.
+        room_bytes: that rows may take on each server until backward.
     """
 
     def __init__(self, transport: ServedTransport, number: int) -> None:
         self._transport, self._number, self.roster = transport, number, transport.roster
+        self.room_bytes = transport.room_bytes
 
     @property
     def is_spoiled(self) -> bool:
@@ -358,12 +360,19 @@ class PlanOrders:
         return self._transport.spoiled is not None
 
     def call(
-        self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: Sequence[float]
+        self,
+        phase: Phase,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: Sequence[float],
+        slot: int = 0,
     ) -> None:
         """Posts an attention call on tensors like these.
 
         Args:
             spec: numbers of an `AttentionSpec`.
+            slot: see `CallOrder`.
 
         Raises:
             ServerLostError: this window is spoiled.
@@ -371,7 +380,8 @@ class PlanOrders:
         if self._transport.spoiled is not None:
             raise ServerLostError(self._transport.spoiled)
         shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
-        self._transport.order_call(CallOrder(self._number, phase, *shapes, DTYPES.index(q_TNH.dtype), tuple(spec)))
+        dtype = DTYPES.index(q_TNH.dtype)
+        self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, tuple(spec)))
 
 
 def _agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:

@@ -85,7 +85,6 @@ class LivePlan:
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         fingerprint: of the plan.
         orders: posts its calls to attention servers; None if they take no part.
-        may_keep: whether rows of other ranks may be kept until backward.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
 
     Attributes:
@@ -107,7 +106,6 @@ class LivePlan:
         agreement: Agreement | None = None,
         fingerprint: int = 0,
         orders: PlanOrders | None = None,
-        may_keep: bool = True,
         replan: Callable[[], Planned | None] | None = None,
     ) -> None:
         self.micro_batch = micro_batch
@@ -123,8 +121,10 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self.retention = Retention(config, facts, may_keep and orders is None)
         self._orders = orders
+        self.retention = self._new_retention()
+        self._slots: set[int] = set()
+        self._last_slot = 0
         self.handle = _register.add(self, config.plans_in_flight)
 
     def __copy__(self) -> "LivePlan":
@@ -188,7 +188,7 @@ class LivePlan:
         routings, self.facts, self.fingerprint, self._orders = planned
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
         self._kernels.clear()
-        self.retention = Retention(self.config, self.facts, self._orders is None)
+        self.retention = self._new_retention()
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
@@ -221,12 +221,47 @@ class LivePlan:
             )
         return found
 
-    def order_call(
-        self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec
-    ) -> None:
-        """Posts an attention call to attention servers, if there are any, right before its exchanges."""
-        if self._orders is not None:
-            self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec)
+    def _new_retention(self) -> Retention:
+        return Retention(self.config, self.facts, None if self._orders is None else self._orders.room_bytes)
+
+    def order_forward(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, keeps: bool
+    ) -> int:
+        """Posts a call of forward to attention servers, if there are any, right before its exchanges.
+
+        Args:
+            keeps: whether they keep received rows until backward.
+
+        Returns:
+            The slot in which they do; 0: they do not.
+        """
+        if self._orders is None:
+            return 0
+        slot = self._last_slot + 1 if keeps else 0
+        self._orders.call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
+        if keeps:
+            self._last_slot = slot
+            self._slots.add(slot)
+        return slot
+
+    def order_backward(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, slot: torch.Tensor
+    ) -> bool:
+        """Posts a call of backward to attention servers, if there are any, right before its exchanges.
+
+        Args:
+            slot: of the same call of forward, see `Kept`. Servers keep it for one backward pass: for a second one rows
+                are sent again.
+
+        Returns:
+            Whether rows were kept, by this rank and by servers.
+        """
+        if self._orders is None:
+            return self.retention.keeps is True
+        number = len(slot) if len(slot) in self._slots else 0
+        self._orders.call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
+        self._slots.discard(number)
+        return number > 0
 
     @property
     def is_spoiled(self) -> bool:

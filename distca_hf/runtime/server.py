@@ -140,6 +140,7 @@ class Service:
     Attributes:
         config: settings of the trainers' plugin.
         plans: live plans by number.
+        kept: rows that calls of forward have received, by plan and slot.
     """
 
     transport: RosterTransport
@@ -147,6 +148,7 @@ class Service:
     device: torch.device
     plans: dict[int, LivePlan] = field(default_factory=dict)
     rows: dict[tuple[int, ...], NoRows] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
 
     def take_plan(self, order: PlanOrder) -> None:
         """Routes a plan, and drops those that no trainer holds any more.
@@ -163,6 +165,7 @@ class Service:
         mine = rank_plan(plan, self.transport.rank, order.num_chunks)
         pinned = PinnedRankPlan.prepare(mine, pin=self.device.type == "cuda")
         self.plans = {number: live for number, live in self.plans.items() if number >= order.oldest}
+        self.kept = {place: kept for place, kept in self.kept.items() if place[0] >= order.oldest}
         self.plans[order.plan] = LivePlan(
             order.micro_batch,
             {mine.mask: pinned.to(self.device)},
@@ -170,7 +173,6 @@ class Service:
             self.transport,
             self.config,
             fingerprint=plan.fingerprint,
-            may_keep=False,
         )
 
     @torch.no_grad()
@@ -178,7 +180,7 @@ class Service:
         """Makes an attention call.
 
         Raises:
-            PlanError: there is no such plan.
+            PlanError: there is no such plan; or nothing was kept for it.
         """
         plan = self.plans.get(order.plan)
         if plan is None:
@@ -187,12 +189,18 @@ class Service:
         rows = self.rows.get(shapes)
         if rows is None:
             rows = self.rows[shapes] = NoRows.of(order, self.device)
-        spec = spec_of(*order.spec)
+        spec, place = spec_of(*order.spec), (order.plan, order.slot)
+        plan.retention.follow(keeps=order.slot > 0)
         if order.phase == Phase.FORWARD:
-            attend(rows.q, rows.k, rows.v, spec, plan)
-        else:
-            attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
-            attend_backward(rows.out, attended, rows.kept, spec, plan)
+            _, _, kept = attend(rows.q, rows.k, rows.v, spec, plan)
+            if order.slot:
+                self.kept[place] = kept
+            return
+        if order.slot and place not in self.kept:
+            raise PlanError(f"a call names slot {order.slot} of plan {order.plan}, in which nothing is kept here")
+        kept = self.kept.pop(place) if order.slot else rows.kept
+        attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
+        attend_backward(rows.out, attended, kept, spec, plan)
 
 
 class Server:
