@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
-from distca_hf.launched import CARVED, read_servers
+from distca_hf.launched import LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
     described,
@@ -330,7 +330,8 @@ def unknown_environment_settings() -> dict[str, str | None]:
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
-    unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values()) - {CARVED}
+    given = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)}
+    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
 

@@ -19,7 +19,7 @@ from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
-from distca_hf.launched import carved_servers, check_carved, launched_ranks_per_node
+from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
 from distca_hf.planning.served import Servers
 from distca_hf.settings import values_of
 from distca_hf.torch_private import wrapper_that_runs
@@ -52,12 +52,12 @@ class ParallelContext:
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        return Members.of(self._group, sum(carved_servers()))
+        return Members.of(self._group, sum(launched_servers()))
 
     @property
     def servers(self) -> Servers | None:
         """Attention servers that take part in training; None if there are none."""
-        per_node = carved_servers()
+        per_node = launched_servers()
         if not sum(per_node):
             return None
         # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
@@ -149,7 +149,7 @@ class ParallelContext:
         Raises:
             ConfigError: servers were asked for and none were started, or others; or a setting does not work with them.
         """
-        check_carved(self.config.attention_servers, self.config.trainers_attend, carved_servers())
+        check_launched_servers(self.config.attention_servers, self.config.trainers_attend, launched_servers())
         if self.servers is None:
             return
         if self.config.debug.check_exchanges:

@@ -188,7 +188,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         os.environ.update(
             TORCHELASTIC_USE_AGENT_STORE="True",
             MASTER_PORT=str(job.launcher_port),
-            DISTCA_CARVED=str(job.servers),
+            DISTCA_LAUNCHED_SERVERS=str(job.servers),
             DISTCA_ATTENTION_SERVERS=str(job.servers),
         )
     if backend == "nccl":
