@@ -22,6 +22,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.speeds import Reading, ServerSpeeds, Stopwatch
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.served import Servers
@@ -82,6 +83,7 @@ class ServedTransport:
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
         self._in_window = self._closed = False
+        self._speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
         self._plans, self._alive = 0, set[int]()
         if settings.get("kv_residency") == "keep":
             log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
@@ -114,6 +116,16 @@ class ServedTransport:
             log.warning("the step is spoiled, and runs again: %s", self.spoiled)
         return ServerLostError(self.spoiled)
 
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """Measures this trainer's kernels; None where the speeds of servers are given."""
+        return self._speeds.stopwatch
+
+    @property
+    def busy(self) -> Reading:
+        """Sum of the work and the times of all servers so far, in steps that counted."""
+        return self._speeds.busy
+
     def begin_window(self) -> None:
         """Begins the window of an optimizer step that can run again: a lost server spoils it, and does not end the
         job."""
@@ -129,9 +141,13 @@ class ServedTransport:
         """
         if self.spoiled is not None:
             self._wait_for_suspects()
-        rows = self.gather([int(self.spoiled is None), *self._fresh()], "vote on a step").wait()
-        counts, members = all(row[0] for row in rows), _agreed(rows)
+        shown = [int(self.spoiled is None), *self._fresh()]
+        rows = self.gather([*shown, *self._speeds.numbers()], "vote on a step").wait()
+        counts, members = all(row[0] for row in rows), _agreed([row[: len(shown)] for row in rows])
         self._in_window = False
+        if counts:
+            self._speeds.note([row[len(shown) :] for row in rows])
+            self.servers = self._speeds.present()
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -235,7 +251,8 @@ class ServedTransport:
                 good, problem = 0, str(error)
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
-                self.servers = self._all.some([member.server for member in members])
+                self._speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
+                self.servers = self._speeds.present()
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distca_hf.comm.speeds import Reading
 from support.data import random_dataset
 from support.models import tiny_model
 from support.training import SEED, computing_arguments, quiet_arguments, sft_trainer
@@ -28,6 +29,7 @@ class Script:
 
     rank = servers_lost = 0
     members = ()
+    busy = Reading()
 
     def __init__(self, spoiled: Collection[int] = (), from_call: int = 3) -> None:
         self.spoiled, self.from_call = spoiled, from_call
