@@ -31,6 +31,7 @@ MOVED = {
         "integrations.packs": "batches.packed",
         "integrations.plugin": "plugin",
         "integrations.preemption": "integrations.trainer.stop_on_signal",
+        "integrations.refusals": "integrations.attention",
         "kernels.capabilities": "kernels.registry",
         "kernels.choose": "kernels.registry",
         "kernels.cpu": "kernels.torch_kernels",
@@ -59,7 +60,9 @@ MOVED = {
         "setting_help": "settings",
         "shipped": "recipe",
         "spelling": "errors",
-        "testing.reference": "testing.loopback",
+        "testing.faults": "testing",
+        "testing.loopback": "testing",
+        "testing.reference": "testing",
         "train": "run",
     }.items()
 }

@@ -3,8 +3,9 @@
 Public ways are slower, or refuse more. A torch without one of these names gives the same results.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -203,3 +204,38 @@ def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     options = dist.AllToAllOptions()
     options.asyncOp = True
     return lambda *rows_and_counts: start(*rows_and_counts, options)
+
+
+@contextmanager
+def nccl_errors_end_no_process() -> Iterator[None]:
+    """Lets groups that are made in a `with` block outlive errors of NCCL.
+
+    Torch ends the process otherwise, and reads this only from its environment, when a group is made.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def connect_group(group: RowGroup, device: torch.device) -> None:
+    """Connects the ranks of a backend of NCCL now; without the private name its first exchange does."""
+    connect = getattr(group, "eager_connect_single_device", None)
+    if connect is not None:
+        connect(device)
+
+
+def abort_group(group: RowGroup) -> None:
+    """Ends all operations of a backend of NCCL at once, also those that wait on a GPU.
+
+    There is no public name that does: `destroy_process_group` waits for them. Without the private one nothing ends.
+    """
+    end = getattr(group, "abort", None)
+    if end is not None:
+        end()

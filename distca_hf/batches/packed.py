@@ -123,7 +123,7 @@ class PackPlanner:
             config=self._config,
             fingerprint=plan.fingerprint,
             orders=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
-            stopwatch=None if served is None else served.stopwatch,
+            stopwatch=None if served is None else served.speeds.stopwatch,
         )
 
     def _plan(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:

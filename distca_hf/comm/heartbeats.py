@@ -32,6 +32,10 @@ BEAT_SECONDS, LOOK_SECONDS = 0.5, 0.25
 LONGEST_LOOK_SECONDS = 1.0
 
 
+def _do_nothing() -> None:
+    """Does nothing."""
+
+
 class Repeated:
     """A thread that repeats a call. It is joined before Python ends: a process aborts if that cuts a thread off inside
     a call of the store.
@@ -114,10 +118,16 @@ class Heartbeat:
         self._store, self._server, self._incarnation, self._pipe = store, server, incarnation, pipe
         self._spoiled = SpoiledRosters(store)
         self._count = 0
+        self._then: Callable[[], None] = _do_nothing
         self._thread = Repeated("distca-heartbeat", BEAT_SECONDS, self.beat)
 
-    def begin(self) -> None:
-        """Starts to beat."""
+    def begin(self, then: Callable[[], None] = _do_nothing) -> None:
+        """Starts to beat.
+
+        Args:
+            then: called behind every beat, in its thread.
+        """
+        self._then = then
         self._thread.begin()
 
     def end(self) -> None:
@@ -147,6 +157,7 @@ class Heartbeat:
                 os.write(self._pipe, b".")
         except OSError as error:
             self._leave(f"its supervisor is gone ({error})")
+        self._then()
         return True
 
     def _leave(self, words: str) -> None:
@@ -183,10 +194,16 @@ class Watch:
         self._last = [LastBeat() for _ in self._keys]
         self._spoiled = SpoiledRosters(store)
         self._looked: float | None = None
+        self._then: Callable[[], None] = _do_nothing
         self._thread = Repeated("distca-watch", LOOK_SECONDS, self.look)
 
-    def begin(self) -> None:
-        """Starts to look."""
+    def begin(self, then: Callable[[], None] = _do_nothing) -> None:
+        """Starts to look.
+
+        Args:
+            then: called behind every look, in its thread.
+        """
+        self._then = then
         self._thread.begin()
 
     def end(self) -> None:
@@ -243,6 +260,7 @@ class Watch:
                 self._last[server] = LastBeat(value)
             else:
                 last.silent_seconds += passed_seconds
+        self._then()
         return True
 
 

@@ -11,10 +11,10 @@ lost, or comes, a new roster is opened, with another number and another group.
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple, cast
 
 import torch
@@ -23,8 +23,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.orders import read, write
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.torch_transport import TorchTransport
-from distca_hf.comm.transport import Traffic
+from distca_hf.comm.row_groups import abort, open_row_group
+from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
+from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError
 from distca_hf.torch_private import RowGroup
 from distca_hf.version import __version__
@@ -33,8 +34,9 @@ from distca_hf.version import __version__
 # Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
 # ends no exchange, so that waiting must be able to end by itself.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
-# Longest time for ranks that have answered to connect with each other.
-MEET_SECONDS = 10.0
+# Longest time for which a thread that aborts a group of NCCL waits for one that starts an exchange. Starting may
+# itself wait for a GPU that waits for a lost member.
+START_SECONDS = 1.0
 
 
 class Member(NamedTuple):
@@ -70,6 +72,36 @@ class RosterTransport(TorchTransport):
         super().__init__(group, None, rollcall, device, world_size, traffic)
         self._lost, self._may_spoil = lost, may_spoil
         self._polls = device.type == "cpu"  # NCCL's waiting is the device's
+        self._starting, self._is_aborted = threading.Lock(), False
+
+    def exchange(self, asked: AllToAll) -> TorchExchange:
+        """Starts an uneven all-to-all.
+
+        Raises:
+            ServerLostError: it could not be started; or the group was aborted. Torch would open it anew, and wait.
+        """
+        with self._starting:
+            if self._is_aborted:
+                raise ServerLostError(f"rank {self.rank}, {asked.where}: {self._lost() or 'the roster was given up'}")
+            return super().exchange(asked)
+
+    def abort(self) -> None:
+        """Ends all exchanges on the GPU, from any thread: their rows have no meaning. Over gloo it does nothing."""
+        if self._polls or self._is_aborted:
+            return
+        self._is_aborted = True
+        held = self._starting.acquire(timeout=START_SECONDS)
+        try:
+            for group in self._groups:
+                abort(group)
+        finally:
+            if held:
+                self._starting.release()
+
+    def close(self) -> None:
+        """Ends the group. One of NCCL is aborted: its memory would stay otherwise."""
+        self.abort()
+        super().close()
 
     def wait_for(self, work: dist.Work, where: str, began: float) -> None:
         """Waits for an operation.
@@ -98,8 +130,8 @@ class RosterTransport(TorchTransport):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no exchange is under way, so that the group can be ended."""
-        return self._is_at_rest()
+        """Whether the group can be ended: no exchange is under way, or it can be aborted."""
+        return not self._polls or self._is_at_rest()
 
 
 def place_of(device: torch.device) -> dict[str, object]:
@@ -226,7 +258,7 @@ def meet(
     may_spoil: Callable[[], bool],
     traffic: Traffic | None = None,
 ) -> RosterTransport:
-    """Opens the group of all trainers and members. Torch has it in no list: frameworks see the trainers alone.
+    """Opens the group of all trainers and members.
 
     Args:
         here: part of the store that belongs to the roster.
@@ -237,20 +269,11 @@ def meet(
     Raises:
         PeerLostError: some did not come; names them.
     """
-    timeout, num_ranks = timedelta(seconds=timeout_seconds), num_trainers + len(members)
+    num_ranks = num_trainers + len(members)
     by_rank = {num_trainers + place: names[member.server] for place, member in enumerate(members)}
     rollcall = RollCall(here, rank, range(num_ranks), names=by_rank)
-    met = PrefixStore("group", here)
-    group: RowGroup
     try:
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `comm.groups`
-            options._timeout = timeout
-            group = dist.ProcessGroupNCCL(met, rank, num_ranks, options)
-        else:
-            # All have just answered. One that is lost meanwhile would be waited for as long as for an exchange.
-            group = dist.ProcessGroupGloo(met, rank, num_ranks, min(timeout, timedelta(seconds=MEET_SECONDS)))
-            group.set_timeout(timeout)
+        group = open_row_group(PrefixStore("group", here), rank, num_ranks, device, timeout_seconds)
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {rank} waited in vain for all {num_trainers} trainers and {len(members)} attention "

@@ -8,8 +8,12 @@ lost.
 Outside of a window a lost server ends the job. Inside, the window is spoiled: attention gives zeros and exchanges
 nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
 into the launcher's store, where the others look.
+
+Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
+needs a number of it. There the thread that looks at heartbeats spoils the window, and aborts the exchanges.
 """
 
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,11 +26,12 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
-from distca_hf.comm.speeds import Reading, ServerSpeeds, Stopwatch
+from distca_hf.comm.row_groups import StreamProgress
+from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.served import Servers
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import get_logger, leave_for_launcher
 
 
 log = get_logger(__name__)
@@ -35,6 +40,8 @@ log = get_logger(__name__)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rosters that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
+# Plans without a vote on a step, before a warning that speeds are not measured.
+UNVOTED_PLANS = 100
 # Seconds between two looks at heartbeats.
 LOOK_SECONDS = 0.05
 
@@ -57,6 +64,7 @@ class ServedTransport:
         servers: their part in plans; None if none does.
         spoiled: words about the server that was lost in this window; None if none was.
         servers_lost: how many were lost so far.
+        speeds: of servers, from times of the steps that counted.
     """
 
     def __init__(
@@ -82,12 +90,14 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_window = self._closed = False
-        self._speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
+        self._in_window = self._closed = self._has_voted = False
+        self._progress = StreamProgress(device) if device.type == "cuda" else None
+        self._has_exchanged_outside = False
+        self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
         self._plans, self._alive = 0, set[int]()
         if settings.get("kv_residency") == "keep":
             log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
-        self._watch.begin()
+        self._watch.begin(self._look_at_exchanges)
         self._open(self._all_members(patience_seconds), patience_seconds)
 
     def exchange(self, asked: AllToAll) -> Exchange:
@@ -98,6 +108,7 @@ class ServedTransport:
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
+        self._has_exchanged_outside |= not self._in_window
         try:
             return ServedExchange(self, self._wires.exchange(asked))
         except (PeerLostError, StepTimeoutError) as error:
@@ -110,26 +121,51 @@ class ServedTransport:
         """Returns the error to raise for a failed exchange; inside a window it is spoiled."""
         if not self._in_window:
             return error
-        if self.spoiled is None:
-            self.spoiled = str(error)
-            self._watch.spoil(self.roster, self.spoiled)
-            log.warning("the step is spoiled, and runs again: %s", self.spoiled)
+        self._spoil(str(error))
         return ServerLostError(self.spoiled)
 
-    @property
-    def stopwatch(self) -> Stopwatch | None:
-        """Measures this trainer's kernels; None where the speeds of servers are given."""
-        return self._speeds.stopwatch
+    def _spoil(self, words: str) -> None:
+        """Spoils the window, here and for all trainers."""
+        if self.spoiled is None:
+            self.spoiled = words  # before the abort: rows of an aborted exchange look like others
+            self._watch.spoil(self.roster, words)
+            log.warning("the step is spoiled, and runs again: %s", words)
+        if self._wires is not None:
+            self._wires.abort()
 
-    @property
-    def busy(self) -> Reading:
-        """Sum of the work and the times of all servers so far, in steps that counted."""
-        return self._speeds.busy
+    def _look_at_exchanges(self) -> None:
+        """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats."""
+        if self._progress is None or self._wires is None:
+            return
+        words = self._lost()
+        stalled_seconds = self._progress.stalled_seconds()
+        if words is None and stalled_seconds > self._timeout_seconds:
+            words = (
+                f"the GPU has come no further for {stalled_seconds:.0f} s (timeouts.exchange_seconds: "
+                f"{self._timeout_seconds:g}), and all attention servers have a heartbeat"
+            )
+        if words is None:
+            return
+        words = f"rank {self.rank}, after the start of {list(self.traffic.recent)[-1:] or 'no exchange'}: {words}"
+        if self._in_window:
+            self._spoil(words)
+        elif self._has_exchanged_outside:
+            self._end_process(words)
+
+    def _end_process(self, words: str) -> None:
+        """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
+        on into a checkpoint."""
+        words = (
+            f"{ServerLostError.__name__}: {words}. No step can run again here: see plugin.attach and plugin.attempts"
+        )
+        log.error(words)
+        leave_for_launcher(words)
+        os._exit(1)
 
     def begin_window(self) -> None:
         """Begins the window of an optimizer step that can run again: a lost server spoils it, and does not end the
         job."""
-        self._in_window = self._device.type == "cpu"  # an exchange of NCCL that lost a rank ends with the process
+        self._in_window = True
 
     def end_window(self) -> bool:
         """Ends a window, and returns whether it counts: on all trainers, or on none. Trainers call it together.
@@ -139,15 +175,17 @@ class ServedTransport:
         Raises:
             PeerLostError: a trainer was lost; or no roster could be opened.
         """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the window
         if self.spoiled is not None:
             self._wait_for_suspects()
         shown = [int(self.spoiled is None), *self._fresh()]
-        rows = self.gather([*shown, *self._speeds.numbers()], "vote on a step").wait()
+        rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), _agreed([row[: len(shown)] for row in rows])
-        self._in_window = False
+        self._in_window, self._has_voted = False, True
         if counts:
-            self._speeds.note([row[len(shown) :] for row in rows])
-            self.servers = self._speeds.present()
+            self.speeds.note([row[len(shown) :] for row in rows])
+            self.servers = self.speeds.present()
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -159,6 +197,11 @@ class ServedTransport:
             integers: the plan.
         """
         self._plans += 1
+        if self._plans == UNVOTED_PLANS and not self._has_voted and self.speeds.stopwatch is not None:
+            log.warning(
+                "attention servers count as fast as trainers: their speed is measured where steps can run again "
+                "(plugin.attach, plugin.attempts); for this training give a server_speed"
+            )
         orders = PlanOrders(self, self._plans)
         self._alive.add(self._plans)
         weakref.finalize(orders, self._alive.discard, self._plans)
@@ -251,8 +294,8 @@ class ServedTransport:
                 good, problem = 0, str(error)
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
-                self._speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
-                self.servers = self._speeds.present()
+                self.speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
+                self.servers = self.speeds.present()
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return

@@ -2,7 +2,7 @@
 
 An exchange is an uneven all-to-all of rows. It is started, runs beside other work, and is waited for; every rank
 starts the same exchanges in the same order. Implementations: `LocalTransport` (one rank), `TorchTransport` (process
-groups, in `comm.torch_transport`), and for tests `distca_hf.testing.loopback` and `distca_hf.testing.faults`.
+groups, in `comm.torch_transport`), and for tests `LoopbackTransport` and `FaultTransport` in `distca_hf.testing`.
 """
 
 import time

@@ -1,18 +1,19 @@
 """The attention function behind `attn_implementation="distca"`.
 
 Transformers calls it once per attention layer. With a plan (the keyword `distca_plan`, which models pass on to their
-layers) ranks attend together. Without one a layer attends locally: to each document of its own rank alone.
+layers) ranks attend together. Without one a layer attends locally: to each document of its own rank alone. Calls that
+are not computed are refused, by the name of the layer, the argument and its value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.finding import check_window, name_of
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.refusals import check_call, check_window, name_of, shortest_window
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.parallel_context import job_size
 from distca_hf.runtime.live_plan import LivePlan
@@ -24,6 +25,28 @@ from distca_hf.torch_private import in_backward
 
 # Attribute of attention layers whose model was enabled.
 LAYER_SETTINGS = "_distca_layer_settings"
+# Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
+# numbers.
+HARMLESS_KEYWORDS = frozenset(
+    {
+        "cache_position",
+        "ignore_index",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "skip_logits",
+        "use_cache",
+    }
+)
 
 
 class LayerSettings(NamedTuple):
@@ -80,9 +103,9 @@ def distca_attention(
     Raises:
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
-    check_call(module, dropout, is_causal, kwargs)
+    _check_call(module, dropout, is_causal, kwargs)
     mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
-    window_tokens = shortest_window(sliding_window, None if mask is None else mask.window_tokens)
+    window_tokens = _shortest_window(sliding_window, None if mask is None else mask.window_tokens)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
@@ -110,6 +133,50 @@ def distca_attention(
             _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywords: Mapping[str, object]) -> None:
+    """Checks an attention call. Weights that are asked for are left out, with a warning.
+
+    Args:
+        keywords: of the call, except for parameters of the attention function.
+
+    Raises:
+        UnsupportedAttentionError: something is asked for that is not computed.
+    """
+    asked = {
+        name: given
+        for name, given in keywords.items()
+        if given is not None and given is not False and name not in HARMLESS_KEYWORDS
+    }
+    if dropout:
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: attention dropout {dropout} is not computed; set it to 0 in the config"
+        )
+    if asked:
+        named = ", ".join(f"{name}={_short(given)}" for name, given in asked.items())
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: {named} is not computed by distca, and ignoring it would change the result; load the "
+            "model with another attn_implementation"
+        )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: is not causal (is_causal={is_causal}, module.is_causal="
+            f"{getattr(module, 'is_causal', None)}); distca computes causal attention only"
+        )
+    if keywords.get("output_attentions") and not torch.compiler.is_compiling():
+        warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
+
+
+def _short(given: object) -> str:
+    """Returns a value as it is written, a tensor as its shape."""
+    return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+
+
+def _shortest_window(*windows: int | None) -> int | None:
+    """Returns the shortest of several windows; None if all are None. Some models pass a window to their layers, some
+    put it in the mask alone."""
+    return min([window for window in windows if window is not None], default=None)
 
 
 def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:

@@ -2,11 +2,14 @@
 
 Numbers of documents and of tokens are in the tensors themselves. In a compiled graph an operator finds them, so that
 the graph neither breaks nor depends on them.
+
+A window as long as every document changes nothing. A shorter one is refused by the layer.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from distca_hf.batches.batch_documents import (
     check_beginnings,
@@ -19,7 +22,6 @@ from distca_hf.batches.batch_documents import (
     whole_rows,
 )
 from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.refusals import check_window
 from distca_hf.kernels.interface import Spans
 from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.local_attention import Documents
@@ -210,3 +212,26 @@ def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
 
 
 find_in_graph = define_op(_find_documents, _shapes)
+
+
+def check_window(window_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:
+    """Checks a window against the longest document.
+
+    Args:
+        layer: whose window it is; its number is looked at in an error alone, because graphs are made for each value
+            of an attribute.
+
+    Raises:
+        UnsupportedAttentionError: it is shorter.
+    """
+    if window_tokens is not None and window_tokens < longest_tokens:
+        place = "a compiled layer" if layer is None else name_of(layer)
+        raise UnsupportedAttentionError(
+            f"{place}: sliding window {window_tokens} is shorter than a document of {longest_tokens} tokens, and "
+            "windows are not computed; split documents at the window, or disable it in the config"
+        )
+
+
+def name_of(module: nn.Module) -> str:
+    """Returns class and number of a layer."""
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph
-from distca_hf.integrations.refusals import name_of
+from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph, name_of
 from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
 

@@ -99,7 +99,7 @@ def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int
     for one in LEAVING:
         signal.signal(one, server.note_signal)
     log.info("attention server %d of %d serves %d trainers", number, num_servers, num_trainers)
-    heartbeat.begin()
+    heartbeat.begin(server.leave_lost_exchanges)
     status = server.run()
     heartbeat.end()
     return status
@@ -227,6 +227,13 @@ class Server:
         """Notes that this process was asked to leave; trainers may still end a step and save."""
         if self._signal is None:
             self._signal = number, time.monotonic()
+
+    def leave_lost_exchanges(self) -> None:
+        """Aborts exchanges on the GPU with trainers that have given them up. Runs in the heartbeat's thread: this
+        process's own may wait for that GPU."""
+        for roster, service in list(self._services.items()):
+            if self._heartbeat.is_spoiled(roster):
+                service.transport.abort()
 
     def run(self) -> int:
         """Serves until the trainers have ended, and returns the exit status. For errors see `serve_job`."""

@@ -1,2 +1,254 @@
-"""For tests, here and in projects that build on distca_hf: ranks in one process, transports that fail on request,
-exact attention."""
+"""Testing, here and in projects that build on distca_hf: ranks in one process, exact attention, faults on request.
+
+**Loopback**: N ranks as threads of one process. The same code runs as over a network, without sockets or processes.
+
+`attend_documents` is exact attention over whole documents, and `rows_of_rank` the way between them and the rows of a
+rank: results of ranks are compared with it.
+
+**Faults**: a transport that raises, stalls, is killed, or lets another exchange overtake a chosen one.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+
+from distca_hf.comm.transport import AllToAll, Exchange, Gather, Traffic, Transport
+from distca_hf.errors import PeerLostError
+from distca_hf.layout import Layout
+
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+
+class LoopbackWorld:
+    """Meeting point of the ranks: each meeting passes one value from every rank to every rank."""
+
+    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
+        self.world_size = world_size
+        self._values: list[Any] = [None] * world_size  # of the present meeting
+        self._barrier = threading.Barrier(world_size)
+        self._timeout_seconds = timeout_seconds
+
+    def meet(self, rank: int, value: Value, where: str) -> list[Value]:
+        """Returns the values of all ranks, once all have come.
+
+        Raises:
+            PeerLostError: some rank did not come.
+        """
+        try:
+            self._values[rank] = value
+            self._barrier.wait(self._timeout_seconds)
+            values = list(self._values)
+            self._barrier.wait(self._timeout_seconds)
+        except threading.BrokenBarrierError as error:
+            raise PeerLostError(f"rank {rank}, {where}: another rank failed or did not come") from error
+        return values
+
+    def leave(self) -> None:
+        """Makes all others fail instead of waiting."""
+        self._barrier.abort()
+
+
+@dataclass
+class _Meeting(Generic[Value]):
+    """An exchange or gather that takes place when it is waited for: threads have nothing to overlap."""
+
+    hold: Callable[[], Value]
+    held: list[Value] = field(default_factory=list)
+
+    def wait(self) -> Value:
+        if not self.held:
+            self.held.append(self.hold())
+        return self.held[0]
+
+
+class LoopbackTransport:
+    """Transport of one rank of a loopback world."""
+
+    def __init__(self, world: LoopbackWorld, rank: int) -> None:
+        self.rank, self.world_size, self.traffic = rank, world.world_size, Traffic()
+        self._world = world
+
+    def exchange(self, asked: AllToAll) -> _Meeting[torch.Tensor]:
+        self.traffic.count(asked, self.rank)
+
+        def hold() -> torch.Tensor:
+            sent = self._world.meet(self.rank, asked.rows.split(list(asked.send_counts)), asked.where)
+            arrived = [parts[self.rank] for parts in sent]
+            counts = [len(part) for part in arrived]
+            if counts != list(asked.receive_counts):
+                raise AssertionError(
+                    f"rank {self.rank}, {asked.where}: received {counts} rows, expected {list(asked.receive_counts)}"
+                )
+            return asked.arrived(torch.cat(arrived)).wait()
+
+        return _Meeting(hold)
+
+    def gather(self, values: Sequence[int], where: str) -> _Meeting[list[list[int]]]:
+        return _Meeting(lambda: self._world.meet(self.rank, list(values), where))
+
+    def close(self) -> None:
+        """Does nothing: the world ends with its threads."""
+
+
+def run_ranks(
+    world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 300.0
+) -> list[Result]:
+    """Runs `body` once per rank, each in a thread, and returns the results by rank.
+
+    Raises:
+        Exception: the first error by rank that is not just the echo of another rank's.
+    """
+    world = LoopbackWorld(world_size, timeout_seconds)
+
+    def run(rank: int) -> Result:
+        try:
+            return body(LoopbackTransport(world, rank))
+        except BaseException:
+            world.leave()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, PeerLostError))  # the first of equals
+    return [future.result() for future in futures]
+
+
+def attend_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_tokens: Sequence[int], scale: float
+) -> torch.Tensor:
+    """Returns causal attention of each document alone, by definition, with gradients from autograd.
+
+    Args:
+        q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.
+    """
+    shared = q.shape[1] // k.shape[1]
+    outputs = []
+    start = 0
+    for tokens in document_tokens:
+        rows = slice(start, start + tokens)
+        keys, values = k[rows].repeat_interleave(shared, dim=1), v[rows].repeat_interleave(shared, dim=1)
+        scores = torch.einsum("tnh,snh->nts", q[rows], keys) * scale
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        outputs.append(torch.einsum("nts,snv->tnv", scores.masked_fill(~causal, float("-inf")).softmax(-1), values))
+        start += tokens
+    return torch.cat(outputs)
+
+
+def rows_of_rank(layout: Layout, rank: int) -> torch.Tensor:
+    """Returns `[rank's tokens]` indices of the rank's tokens where documents lie one after the other, without
+    padding."""
+    first = [0, *torch.from_numpy(layout.document_tokens).cumsum(0).tolist()]
+    parts = [
+        torch.arange(first[document] + start, first[document] + stop) for document, start, stop in layout.held_by(rank)
+    ]
+    return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]).to(torch.int64)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and the exchange or gather at which it happens (each counted from 0 per transport).
+
+    Attributes:
+        at: number of the exchange or gather.
+        action: called before it starts; it may raise, sleep or kill, and returns normally to go on. `swap` lets the
+            next exchange start first.
+        of: whether exchanges or gathers are counted.
+    """
+
+    at: int
+    action: Callable[[], None]
+    of: Literal["exchange", "gather"] = "exchange"
+
+
+def stall(seconds: float) -> Callable[[], None]:
+    """Returns an action that sleeps."""
+    return lambda: time.sleep(seconds)
+
+
+def fail(error: Exception) -> Callable[[], None]:
+    """Returns an action that raises."""
+
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def swap() -> None:
+    """Returns the action of reordered messages: an exchange starts after the next one, or when it is waited for."""
+
+
+@dataclass
+class Overtaken:
+    """An exchange that has not started yet."""
+
+    begin: Callable[[], Exchange]
+    begun: list[Exchange] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Starts it, once."""
+        if not self.begun:
+            self.begun.append(self.begin())
+
+    def wait(self) -> torch.Tensor:
+        self.start()
+        return self.begun[0].wait()
+
+
+class FaultTransport:
+    """Passes everything on to another transport, after the faults planned for it."""
+
+    def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
+        self._inner = inner
+        self._faults = list(faults)
+        self._started = {"exchange": 0, "gather": 0}
+        self._overtaken: Overtaken | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._inner.world_size
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._inner.traffic
+
+    def exchange(self, asked: AllToAll) -> Exchange:
+        begin = partial(self._inner.exchange, asked)
+        if self._run_planned("exchange"):
+            self._overtaken = Overtaken(begin)
+            return self._overtaken
+        exchange = begin()
+        if self._overtaken is not None:
+            self._overtaken.start()
+            self._overtaken = None
+        return exchange
+
+    def gather(self, values: Sequence[int], where: str) -> Gather:
+        self._run_planned("gather")
+        return self._inner.gather(values, where)
+
+    def close(self) -> None:
+        """Closes the inner transport."""
+        self._inner.close()
+
+    def _run_planned(self, of: Literal["exchange", "gather"]) -> bool:
+        """Lets the faults happen that are planned for this one; whether the next one may overtake it."""
+        number, self._started[of] = self._started[of], self._started[of] + 1
+        actions = [fault.action for fault in self._faults if (fault.of, fault.at) == (of, number)]
+        for action in actions:
+            action()
+        return swap in actions

@@ -2,10 +2,15 @@
 
     python scripts/faults/lose_servers.py --trainers 2 --servers 2 --wrap fsdp2 --accumulation 3 --losses 10
     python scripts/faults/lose_servers.py --wrap zero3 --how stop --losses 5
+    python scripts/faults/lose_servers.py --trainers 1 --servers 1 --device cuda --how stop
 
-A tiny Llama on CPUs over gloo, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that
-replace lost servers. A server is lost a random moment after it has joined, so that some are lost before a call, some
-inside one and some between two. Exit status 1: a run failed, a loss differs, or something grows from loss to loss.
+A tiny Llama, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that replace lost
+servers: on CPUs over gloo, or with `--device cuda` on one GPU for each process over NCCL, with longer documents in
+bf16. A server is lost a random moment after it has joined, so that some are lost before a call, some inside one and
+some between two. Exit status 1: a run failed, a loss differs, or something grows from loss to loss.
+
+With `--one-gpu` all processes share the first GPU. NCCL must be of version 2.30 or later for that: set
+`NCCL_MULTI_RANK_GPU_ENABLE=1`, and LD_PRELOAD to that NCCL if torch brings an earlier one.
 """
 
 import argparse
@@ -22,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+import torch
 import yaml
 
 
@@ -30,15 +36,20 @@ TRAIN = Path(__file__).with_name("lose_servers_train.py")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 # Module of the processes to harm: the supervisors that replace them run another one.
 SERVER = "distca_hf.runtime.server"
-# Largest difference of a loss.
-LIMIT = 1e-5
+# Largest difference of a loss, in fp32 and in bf16.
+LIMITS = {"cpu": 1e-5, "cuda": 1e-2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a trainer holds, to see growth."""
+    """What a trainer holds, to see growth.
+
+    Attributes:
+        mebibytes, gpu_mebibytes: of the host's memory, and of the GPU's, other processes on it counted, too.
+    """
 
     mebibytes: float
+    gpu_mebibytes: float
     threads: int
     files: int
 
@@ -51,6 +62,8 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--how", choices=SIGNALS, default="kill")
     parser.add_argument("--losses", type=int, default=10, help="servers to lose, one after the other")
+    parser.add_argument("--device", choices=LIMITS, default="cpu")
+    parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -70,32 +83,30 @@ def _compare(options: argparse.Namespace, folder: Path) -> int:
         f"again; largest difference of a loss {largest:.1e}, of a norm {norms:.1e} of it\n"
     )
     for name, one in sizes.items():
-        sys.stdout.write(f"{name}: {one.mebibytes:.0f} MiB, {one.threads} threads, {one.files} files\n")
-    return int(largest > LIMIT)
+        gpu = "" if options.device == "cpu" else f"{one.gpu_mebibytes:.0f} MiB of the GPU, "
+        sys.stdout.write(f"{name}: {one.mebibytes:.0f} MiB, {gpu}{one.threads} threads, {one.files} files\n")
+    if options.device == "cuda":
+        seconds = ", ".join(f"{one:.2f}" for one in disturbed["longest_seconds"])
+        sys.stdout.write(f"longest steps: {seconds} s; median {disturbed['median_seconds']:.3f} s\n")
+    return int(largest > LIMITS[options.device])
 
 
 def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int = 0) -> tuple[dict[str, Sizes], int]:
     """Runs one training, and loses servers in it. Returns sizes of the first trainer at some losses, and its steps."""
     recipe, ended = folder / "recipe.yaml", folder / "ended"
     ended.unlink(missing_ok=True)
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "environment": {
-                    "OMP_NUM_THREADS": 1,
-                    "HF_HUB_OFFLINE": 1,
-                    "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}",
-                },
-                "plugin": {"attention_servers": servers, "metrics": "all"},
-            }
-        )
-    )
+    plugin = {"attention_servers": servers, "metrics": "all"}
+    recipe.write_text(yaml.safe_dump({"environment": {"HF_HUB_OFFLINE": 1}, "plugin": plugin}))
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     line += [str(options.trainers + servers), "-m", "distca_hf.run", "--recipe", str(recipe), str(TRAIN)]
-    line += [str(folder), options.wrap, str(options.accumulation), str(steps)]
+    line += [str(folder), options.wrap, str(options.accumulation), str(steps), options.device]
+    line += ["--one-gpu"] * options.one_gpu
     log = (folder / f"log-{servers}").open("w+")
-    environment = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", "OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env={**_environment(), **environment})
+    paths = [REPOSITORY, REPOSITORY / "tests", *[Path(__file__).with_name("one_gpu")] * options.one_gpu]
+    environment = psutil.Process().environ()
+    environment["PYTHONPATH"] = ":".join([*map(str, paths), environment.get("PYTHONPATH", "")]).strip(":")
+    environment["OMP_NUM_THREADS"] = "1"
+    job = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment)
     sizes: dict[str, Sizes] = {}
     if servers:
         sizes = _lose(options, job, Path(log.name))
@@ -114,7 +125,7 @@ def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path
         sys.stdout.write(f"loss {number}: {options.how} process {server.pid}\n")
         sys.stdout.flush()
         server.send_signal(SIGNALS[options.how])
-        if number in (10, options.losses):
+        if number in (2, 10, options.losses):
             sizes[f"a trainer at loss {number}"] = _sizes(job)
     _joined(job, log, options.losses + 1)
     return sizes
@@ -144,11 +155,11 @@ def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:
 def _sizes(job: "subprocess.Popen[bytes]") -> Sizes:
     """Returns the sizes of the first trainer."""
     trainer = psutil.Process(job.pid).children()[0]
-    return Sizes(trainer.memory_info().rss / 2**20, trainer.num_threads(), trainer.num_fds())
-
-
-def _environment() -> dict[str, str]:
-    return psutil.Process().environ()
+    gpu = 0.0
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info(0)
+        gpu = (total - free) / 2**20
+    return Sizes(trainer.memory_info().rss / 2**20, gpu, trainer.num_threads(), trainer.num_fds())
 
 
 if __name__ == "__main__":

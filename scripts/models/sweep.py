@@ -31,7 +31,7 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from shared.page_sections import write_section
 from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config
 

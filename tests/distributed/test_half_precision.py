@@ -11,7 +11,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.loopback import attend_documents, rows_of_rank, run_ranks
+from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
 from support.layouts import random_plan
 from support.parity import SCALE, SPEC, live_plan
 

@@ -7,7 +7,7 @@ import pytest
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
 from support.repeats import equal_repeats
 

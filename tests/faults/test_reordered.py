@@ -9,9 +9,7 @@ import distca_hf
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import PlanMismatchError
-from distca_hf.testing import loopback
-from distca_hf.testing.faults import Fault, FaultTransport, swap
-from distca_hf.testing.loopback import LoopbackTransport
+from distca_hf.testing import Fault, FaultTransport, LoopbackTransport, run_ranks, swap
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import start_ranks
@@ -31,7 +29,7 @@ def test_swapped_exchange_starts_after_the_next_or_when_it_is_waited_for() -> No
             assert torch.equal(exchange.wait(), factor * ROWS[[transport.rank, transport.rank]])
         return list(transport.traffic.recent)
 
-    assert loopback.run_ranks(2, body) == [["second", "first", "third"]] * 2
+    assert run_ranks(2, body) == [["second", "first", "third"]] * 2
 
 
 def _checked(transport: LoopbackTransport, swapped: bool, places: tuple[str, str]) -> FaultTransport:
@@ -53,7 +51,7 @@ def test_error_names_both_places() -> None:
             _checked(transport, True, PLACES)
         return str(caught.value), transport.traffic.exchanges
 
-    for rank, (message, exchanges) in enumerate(loopback.run_ranks(2, body)):
+    for rank, (message, exchanges) in enumerate(run_ranks(2, body)):
         assert f"rank {rank}, exchange 0: ranks exchange in different orders, nothing was sent" in message
         assert f"{PLACES[0]} (rows of 2 x 4 bytes) on rank 0" in message
         assert f"{PLACES[1]} (rows of 2 x 4 bytes) on rank 1" in message
@@ -61,7 +59,7 @@ def test_error_names_both_places() -> None:
 
 
 def test_exchanges_in_order_pass() -> None:
-    assert [faulty.traffic.exchanges for faulty in loopback.run_ranks(2, lambda t: _checked(t, False, PLACES))] == [
+    assert [faulty.traffic.exchanges for faulty in run_ranks(2, lambda t: _checked(t, False, PLACES))] == [
         2,
         2,
     ]
@@ -69,7 +67,7 @@ def test_exchanges_in_order_pass() -> None:
 
 def test_place_with_a_long_name_is_no_obstacle() -> None:
     long = ("ä" * 200, "ä" * 200)
-    assert len(loopback.run_ranks(2, lambda t: _checked(t, True, long))) == 2
+    assert len(run_ranks(2, lambda t: _checked(t, True, long))) == 2
 
 
 def test_rows_that_nobody_expects_are_named() -> None:
@@ -79,7 +77,7 @@ def test_rows_that_nobody_expects_are_named() -> None:
             CheckedTransport(transport).exchange(AllToAll(ROWS, [1, 1], receive, PLACES[0]))
         return str(caught.value)
 
-    for message in loopback.run_ranks(2, body):
+    for message in run_ranks(2, body):
         assert "rank 0 sends 1 rows to rank 1, which expects 0; nothing was sent" in message
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import distca_hf
-from distca_hf.testing.faults import Fault, FaultTransport, stall
+from distca_hf.testing import Fault, FaultTransport, stall
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks

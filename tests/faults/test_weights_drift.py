@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
+from distca_hf import testing
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import PlanMismatchError
 from distca_hf.integrations.trainer.weights_check import CHUNK, WeightsCheck, checksum
-from distca_hf.testing import loopback
-from distca_hf.testing.loopback import LoopbackTransport
+from distca_hf.testing import LoopbackTransport
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
@@ -96,7 +96,7 @@ def test_every_kind_of_parameter_counts(name: str) -> None:
             check.compare(model, 2)
         return str(caught.value)
 
-    for message in loopback.run_ranks(3, body):
+    for message in testing.run_ranks(3, body):
         assert f"first in {name}, whose checksum is" in message
         assert "on ranks 0 and 1, " in message
         assert "on rank 2. " in message

@@ -11,7 +11,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.testing.loopback import attend_documents, rows_of_rank, run_ranks
+from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
 from support.parity import live_plan
 
 

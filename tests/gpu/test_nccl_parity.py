@@ -17,7 +17,7 @@ from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.loopback import attend_documents, rows_of_rank
+from distca_hf.testing import attend_documents, rows_of_rank
 from support.layouts import random_plan
 from support.parity import live_plan
 from support.ranks import run_ranks

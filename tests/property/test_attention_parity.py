@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
 from support.parity import Case, compare
 

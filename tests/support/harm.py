@@ -14,7 +14,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.comm.torch_transport import TorchTransport
-from distca_hf.testing.faults import Fault, FaultTransport, fail
+from distca_hf.testing import Fault, FaultTransport, fail
 from support.commands import HANG_SECONDS
 from support.data import random_dataset, random_documents
 from support.models import tiny_model

@@ -16,7 +16,7 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.loopback import attend_documents, rows_of_rank
+from distca_hf.testing import attend_documents, rows_of_rank
 from support.counting import CountingKernel
 
 

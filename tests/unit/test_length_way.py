@@ -19,7 +19,7 @@ from distca_hf.batches.prepare import Cursor
 from distca_hf.config import DistCAConfig
 from distca_hf.placement.place import place
 from distca_hf.planning.kernel_calls import KernelCall
-from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+from distca_hf.testing import LoopbackTransport, run_ranks
 from support.commands import REPOSITORY
 
 

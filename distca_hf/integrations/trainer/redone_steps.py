@@ -99,10 +99,10 @@ class RedoneSteps(TrainerCallback):
             "distca/servers": float(len(transport.members)),
             "distca/servers_lost": float(transport.servers_lost),
         }
-        busy = transport.busy.since(self._busy_before).busy_fraction
+        busy = transport.speeds.busy.since(self._busy_before).busy_fraction
         if busy is not None:
             metrics["distca/server_busy_fraction"] = busy
-        self._logged, self._busy_before = self.count, transport.busy
+        self._logged, self._busy_before = self.count, transport.speeds.busy
         logs.update(metrics)
         if state.log_history:  # already holds a copy of this log
             state.log_history[-1].update(metrics)

@@ -33,7 +33,7 @@ from distca_hf.errors import PackingError
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+from distca_hf.testing import LoopbackTransport, run_ranks
 from support.models import tiny_model
 
 

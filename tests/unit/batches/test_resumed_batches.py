@@ -9,7 +9,7 @@ import torch
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 
 

@@ -19,7 +19,7 @@ from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.layouts import packed_layout
 

@@ -14,8 +14,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.faults import Fault, FaultTransport, fail, stall
-from distca_hf.testing.loopback import LoopbackTransport, run_ranks
+from distca_hf.testing import Fault, FaultTransport, LoopbackTransport, fail, run_ranks, stall
 from support.harm import NEVER_SECONDS
 from support.layouts import SHARED
 from support.parity import live_plan

@@ -21,7 +21,7 @@ from distca_hf.data.documents import DocumentSource
 from distca_hf.errors import PlanMismatchError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 
 
 def source_of(rows: list[list[int]], **columns: Any) -> DocumentSource:

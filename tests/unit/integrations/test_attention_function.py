@@ -28,7 +28,7 @@ from distca_hf.integrations.attention import distca_attention
 from distca_hf.kernels.interface import Kernel
 from distca_hf.kernels.registry import choose_kernel
 from distca_hf.runtime import local_attention
-from distca_hf.testing.loopback import attend_documents
+from distca_hf.testing import attend_documents
 from support.models import SIZES, VOCABULARY, tiny_config, tiny_model
 
 

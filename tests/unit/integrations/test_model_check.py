@@ -64,7 +64,7 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import check_model
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
 

@@ -13,7 +13,7 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import ExchangeChunks, key_transfers
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.counting import CountingKernel
 from support.layouts import packed_layout
 from support.parity import SPEC, live_plan

@@ -17,7 +17,7 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime import attention, kernel_calls, remote_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
 from support.memory import LiveBytes, QuietTransport
 from support.parity import SPEC, live_plan

@@ -18,7 +18,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn, flash_attn_backward
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, random_plan
 from support.parity import SPEC, live_plan
 

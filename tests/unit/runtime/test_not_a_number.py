@@ -13,7 +13,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.loopback import rows_of_rank, run_ranks
+from distca_hf.testing import rows_of_rank, run_ranks
 from support.layouts import random_layout, random_plan
 from support.parity import SPEC, Case, live_plan
 

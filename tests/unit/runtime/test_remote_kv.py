@@ -18,7 +18,7 @@ from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRa
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients, apart, row_width, side_by_side
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
 

@@ -19,7 +19,7 @@ from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.retention import Received, Region, received_bytes, retaining_contexts
-from distca_hf.testing.loopback import run_ranks
+from distca_hf.testing import run_ranks
 from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 from support.recomputing import LAYERS, Layers, Trained, expected_exchanges, train

@@ -17,7 +17,7 @@ from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.testing.loopback import attend_documents, rows_of_rank, run_ranks
+from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
 from support.parity import live_plan
 
 

@@ -14,7 +14,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing.loopback import rows_of_rank, run_ranks
+from distca_hf.testing import rows_of_rank, run_ranks
 from support.layouts import random_layout, random_plan
 from support.parity import live_plan
 
