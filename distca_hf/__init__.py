@@ -28,7 +28,7 @@ from distca_hf.version import __version__, check_versions
 if TYPE_CHECKING:
     from distca_hf.batches.loader import PlacedLoader
     from distca_hf.config import Debug, Timeouts
-    from distca_hf.integrations.models.enable import enable
+    from distca_hf.integrations.models.forward_watch import enable
     from distca_hf.integrations.trainer.callback import DistCACallback
     from distca_hf.plugin import DistCAPlugin
 
@@ -62,7 +62,7 @@ _LAZY = {
     "DistCAPlugin": "distca_hf.plugin",
     "PlacedLoader": "distca_hf.batches.loader",
     "Timeouts": "distca_hf.config",
-    "enable": "distca_hf.integrations.models.enable",
+    "enable": "distca_hf.integrations.models.forward_watch",
 }
 
 

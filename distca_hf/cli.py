@@ -232,7 +232,7 @@ def plan(
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
-    from distca_hf.analysis.environment import print_environment
+    from distca_hf.analysis.command import print_environment
 
     print_environment(Console())
 

@@ -1,10 +1,10 @@
-"""`python -m distca_hf.run --recipe RECIPE [SCRIPT] [ARGUMENTS]`: runs a script in a process prepared from a recipe.
+"""`python -m distca_hf.run [--recipe RECIPE] [SCRIPT] [ARGUMENTS]`: runs a script in a process prepared from a recipe.
 
 Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`; `distca train` starts both.
 RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them). SCRIPT is a file or the name of a
-shipped example (`distca examples`). Without it the recipe's own script runs. `--attention-servers N` makes the last N
-processes of each node attention servers, which run no script; it wins over the recipe. Both options may also come
-after the script; all other arguments are the script's.
+shipped example (`distca examples`). Without it the recipe's own script runs. Without a recipe the script alone makes
+settings. `--attention-servers N` makes the last N processes of each node attention servers, which run no script; it
+wins over the recipe. Both options may also come after the script; all other arguments are the script's.
 
 `distca train RECIPE [ARGUMENTS]` is one `accelerate launch` of this. In a process that a launcher has started already
 (`torchrun --no-python distca train ...`) the script runs at once.
@@ -26,7 +26,7 @@ from distca_hf.supervisor import supervise
 from distca_hf.telemetry import leave_for_launcher
 
 
-USAGE = "usage: python -m distca_hf.run --recipe RECIPE [--attention-servers N] [SCRIPT] [ARGUMENTS]"
+USAGE = "usage: python -m distca_hf.run [--recipe RECIPE] [--attention-servers N] [SCRIPT] [ARGUMENTS]"
 OPTION = "--recipe"
 SERVERS_OPTION = "--attention-servers"
 # Words of the line that `distca train` starts: before the configuration of Accelerate, and before the recipe.
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> None:
     try:
         servers, others = _take(arguments, SERVERS_OPTION)
         name, script, rest = _parse(others)
-        recipe = Recipe.read(RECIPES.find(name))
+        recipe = Recipe() if name is None else Recipe.read(RECIPES.find(name))
         if servers is not None:
             recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
-        path = find_script(recipe, script, name)
+        path = find_script(recipe, script, str(name))
         role = recipe.role()
     except ConfigError as error:
         leave_for_launcher(f"distca_hf.run: {error}")
@@ -87,14 +87,17 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
     return EXAMPLES.find(wanted)
 
 
-def _parse(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """Returns the recipe, the script if one is given, and the script's arguments."""
+def _parse(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """Returns the recipe and the script if they are given, and the script's arguments.
+
+    Raises:
+        ConfigError: neither is given.
+    """
     recipe, rest = _take(arguments, OPTION)
-    if recipe is None:
-        raise ConfigError(f"expected one {OPTION}, got 0")
-    if not rest or rest[0].startswith("-"):
-        return recipe, None, rest
-    return recipe, rest[0], rest[1:]
+    script = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if recipe is None and script is None:
+        raise ConfigError(f"expected {OPTION} or a script, got neither")
+    return recipe, script, rest
 
 
 def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]:

@@ -2,7 +2,7 @@
 
 | file | from | to |
 |---|---|---|
-| command | the arguments of the command line | text, picture or JSON |
+| command | the arguments of the command line | text, picture or JSON; and the report of `distca env` |
 | lengths | a file or a dataset | document lengths |
 | find_model | the name of a model, or its config.json | heads, bytes and numbers of weights |
 | request | ranks, tokens and the model, with a table of public ones | plans of micro-steps, as training makes them |
@@ -11,8 +11,7 @@
 | estimates | balance and model | speed and memory |
 | answer | all of these | one answer, with other numbers of tokens per rank |
 | print_answer, pictures | the answer | terminal and picture |
-| environment | the machine | the report of `distca env` |
 
-`baselines/` has other planners and kinds of parallelism, `bounds/` the lower bounds. Training imports nothing from
-here.
+`baselines` and `published_greedy` are other planners and kinds of parallelism. `bounds` has lower bounds of bytes, one
+of them a linear program (`relaxation`). Training imports nothing from here.
 """

@@ -1,7 +1,10 @@
-"""Command: `distca plan`, from a file of lengths to text, picture or JSON, with progress on stderr."""
+"""Commands: `distca plan`, from a file of lengths to text, picture or JSON, with progress on stderr; and `distca env`,
+versions, devices and attention kernels that can run, for bug reports."""
 
 import gc
+import importlib.metadata
 import json
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +13,11 @@ from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from distca_hf.analysis.answer import make_answer
 from distca_hf.analysis.epoch import divide_batch, pack_epoch, plan_epoch
-from distca_hf.analysis.estimates import Assumptions, Checkpointing
+from distca_hf.analysis.estimates import GIB, Assumptions, Checkpointing
 from distca_hf.analysis.find_model import find_model, read_model
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
@@ -22,12 +26,26 @@ from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.config import OverlongPolicy
 from distca_hf.errors import ConfigError
+from distca_hf.version import __version__
 
 
 # The model of all measured tables (docs/performance.md).
 DEFAULT_MODEL = "llama3-8b"
 # Width of text without a terminal: that of most terminals.
 COLUMNS = 80
+# Packages on which bugs have depended: those that training imports, and those that bring kernels.
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "trl",
+    "peft",
+    "deepspeed",
+    "liger-kernel",
+    "flash-attn-4",
+    "flash-attn",
+)
 
 
 def run_plan(
@@ -122,3 +140,46 @@ class PlanProgress:
             yield item
             self._progress.advance(task)
         self._progress.remove_task(task)
+
+
+def print_environment(console: Console) -> None:
+    """Runs `distca env`: prints versions of packages, devices, and kernels in order of preference."""
+    from distca_hf.kernels.registry import KERNELS  # imports torch, which `distca plan` does not need
+
+    console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    versions = Table("package", "version")
+    for package in PACKAGES:
+        versions.add_row(package, _version(package))
+    console.print(versions)
+    for line in _devices():
+        console.print(line)
+    kernels = Table(
+        "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
+    )
+    for kernel, entry in KERNELS.items():
+        kernels.add_row(kernel, entry.capabilities.device_type or "any device", entry.missing() or "available")
+    console.print(kernels)
+
+
+def _version(package: str) -> str:
+    """Returns the installed version of a package, or a dash."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def _devices() -> list[str]:
+    """Returns a line for each GPU and one for the libraries between them, or one line if there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return [f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}"]
+    lines = [f"devices: {torch.cuda.device_count()} GPUs"]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        lines.append(
+            f"GPU {index}: {gpu.name}, {gpu.total_memory / GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        )
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [*lines, f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}"]

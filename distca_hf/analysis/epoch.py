@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import sorted_packs
+from distca_hf.analysis.baselines import sorted_packs
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum
 from distca_hf.cost import causal_pairs_of

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import (
+from distca_hf.analysis.baselines import (
     Baseline,
     Figures,
     context_parallel,
@@ -20,10 +20,9 @@ from distca_hf.analysis.baselines.baseline import (
     ulysses,
     whole_documents,
 )
-from distca_hf.analysis.baselines.published_greedy import PUBLISHED_TOLERANCE, published_greedy
-from distca_hf.analysis.bounds import bytes_bound
-from distca_hf.analysis.bounds.placed import key_tokens_bound
+from distca_hf.analysis.bounds import bytes_bound, key_tokens_bound
 from distca_hf.analysis.epoch import OptimizerStep, Origin
+from distca_hf.analysis.published_greedy import PUBLISHED_TOLERANCE, published_greedy
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PlanError

@@ -5,10 +5,16 @@ hold tokens, ranks that compute attention, and ranks of the group.
 
 Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them.
 Integers get a gloo group, so that agreement needs no device. Their deadlines are ours.
+
+Row groups of trainers and attention servers are made to lose members. Torch has them in no list: frameworks see the
+trainers alone. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
+for a lost member for ever, and all that is launched behind them waits, too. So such a group is aborted: its kernels
+end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 """
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,12 +25,30 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca_hf.comm.heartbeats import Repeated
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.errors import ConfigError, PeerLostError
 from distca_hf.launched import launched_world_size
-from distca_hf.torch_private import default_store, num_groups
+from distca_hf.torch_private import (
+    RowGroup,
+    abort_group,
+    all_to_all_of,
+    connect_group,
+    default_store,
+    nccl_errors_end_no_process,
+    num_groups,
+)
+
+
+# Longest time for ranks that have answered to connect with each other, over gloo and over NCCL, which prepares more.
+MEET_SECONDS, NCCL_MEET_SECONDS = 10.0, 60.0
+# Seconds between two marks that are left in a stream.
+MARK_SECONDS = 1.0
+# Torch's own deadline for NCCL's exchanges: none. A lost member is noticed by its heartbeat, an exchange that does not
+# end by `StreamProgress`.
+NO_DEADLINE = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -253,3 +277,110 @@ def default_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if is_initialized() and dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def open_row_group(store: Store, rank: int, num_ranks: int, device: torch.device, timeout_seconds: float) -> RowGroup:
+    """Opens a group for rows; all ranks of it call this together.
+
+    Args:
+        store: where they meet, used by nothing else.
+        device: where the rows live; decides between NCCL and gloo.
+        timeout_seconds: deadline of an exchange over gloo.
+
+    Raises:
+        RuntimeError: some ranks did not come.
+    """
+    if device.type == "cuda":
+        return _open_nccl(store, rank, num_ranks, device)
+    timeout = timedelta(seconds=timeout_seconds)
+    # All have just answered. One that is lost meanwhile would be waited for as long as for an exchange.
+    group = dist.ProcessGroupGloo(store, rank, num_ranks, min(timeout, timedelta(seconds=MEET_SECONDS)))
+    group.set_timeout(timeout)
+    return group
+
+
+def _open_nccl(store: Store, rank: int, num_ranks: int, device: torch.device) -> RowGroup:
+    """Opens a group of NCCL that outlives its members, and connects all of them."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `_nccl_group`
+    options._timeout = NO_DEADLINE
+    options.config.blocking = 1  # a group that connects meanwhile refuses its first exchange
+    with nccl_errors_end_no_process():
+        group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    in_time(lambda: _connect(group, num_ranks, device), NCCL_MEET_SECONDS, "ranks to connect over NCCL")
+    return group
+
+
+def _connect(group: RowGroup, num_ranks: int, device: torch.device) -> None:
+    """Connects all ranks, and exchanges one element between any two: NCCL connects pairs in their first exchange."""
+    with torch.cuda.device(device):
+        connect_group(group, device)
+        rows, each = torch.zeros(num_ranks, device=device), [1] * num_ranks
+        all_to_all_of(group, device)(torch.empty_like(rows), rows, each, each).wait()
+        torch.cuda.current_stream(device).synchronize()
+
+
+def in_time(call: Callable[[], None], seconds: float, of: str) -> None:
+    """Makes a call that may never return, in a thread that is left behind then.
+
+    Args:
+        of: names the call in the error.
+
+    Raises:
+        RuntimeError: it did not return in time. Errors of the call are raised here.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="distca-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise RuntimeError(f"waited {seconds:g} s for {of}")
+    if errors:
+        raise errors[0]
+
+
+def abort(group: RowGroup) -> None:
+    """Ends all exchanges of a group of NCCL, from any thread; a group of gloo has nothing to abort."""
+    if group.name() == "nccl":
+        abort_group(group)
+
+
+class StreamProgress:
+    """For how long a GPU's stream has come no further.
+
+    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
+    because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
+
+    Args:
+        device: its current stream, in the thread that makes this object.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._mark = torch.cuda.current_stream(device), torch.cuda.Event()
+        self._passed, self._is_left = time.monotonic(), False
+        self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
+        self._thread.begin()
+
+    def stalled_seconds(self) -> float:
+        """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
+        nothing."""
+        return time.monotonic() - self._passed
+
+    def end(self) -> None:
+        """Ends looking."""
+        self._thread.end()
+
+    def _look(self) -> bool:
+        """Leaves a mark unless the last one was not passed yet, and returns True."""
+        if self._is_left and not self._mark.query():
+            return True
+        self._passed = time.monotonic()
+        self._mark.record(self._stream)
+        self._is_left = True
+        return True

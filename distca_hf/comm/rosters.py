@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from distca_hf.comm.groups import abort, open_row_group
 from distca_hf.comm.orders import read, write
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.row_groups import abort, open_row_group
 from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError

@@ -23,10 +23,10 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
+from distca_hf.comm.groups import StreamProgress
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
-from distca_hf.comm.row_groups import StreamProgress
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
@@ -134,11 +134,11 @@ class ServedTransport:
             self._wires.abort()
 
     def _look_at_exchanges(self) -> None:
-        """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats."""
+        """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats,
+        and calls nothing that may wait for the GPU."""
         if self._progress is None or self._wires is None:
             return
-        words = self._lost()
-        stalled_seconds = self._progress.stalled_seconds()
+        words, stalled_seconds = self._lost(), self._progress.stalled_seconds()
         if words is None and stalled_seconds > self._timeout_seconds:
             words = (
                 f"the GPU has come no further for {stalled_seconds:.0f} s (timeouts.exchange_seconds: "
@@ -220,6 +220,8 @@ class ServedTransport:
         self._closed = True
         self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
         self._watch.end()
+        if self._progress is not None:
+            self._progress.end()
         for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
             wires.close()
 

@@ -14,9 +14,15 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.flash import Flash2Kernel, Flash3Kernel, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
-from distca_hf.kernels.torch_kernels import CpuKernel, ReferenceKernel, TorchVarlenKernel
+from distca_hf.kernels.varlen import (
+    CpuKernel,
+    Flash2Kernel,
+    Flash3Kernel,
+    Flash4Kernel,
+    ReferenceKernel,
+    TorchVarlenKernel,
+)
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import whole_documents
+from distca_hf.analysis.baselines import whole_documents
 from distca_hf.analysis.estimates import TrainingSetup, estimate_memory, step_cost
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner

@@ -1,9 +1,9 @@
 """Measures what attention servers cost the host of a trainer: posting an attention call, and the vote on a step.
 
-    torchrun --nproc-per-node 3 -m distca_hf.run --recipe RECIPE scripts/benchmarks/server_orders.py --device cpu
+    torchrun --nproc-per-node 3 -m distca_hf.run --attention-servers 1 scripts/benchmarks/server_orders.py --device cpu
 
-RECIPE holds `plugin: {attention_servers: 1}`, and no arguments of a script. No attention is computed: calls are posted
-into the mailbox of a server that nobody started. Rank 0 writes medians, and the slowest of a hundred.
+No attention is computed: calls are posted into the mailbox of a server that nobody started. Rank 0 writes medians, and
+the slowest of a hundred.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
-from distca_hf.analysis.baselines.baseline import assign_whole_documents
+from distca_hf.analysis.baselines import assign_whole_documents
 from distca_hf.data.documents import Tokens
 from distca_hf.integrations.models.forward_watch import watch_of
 from lib.model import PRESETS

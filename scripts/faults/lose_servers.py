@@ -36,6 +36,8 @@ TRAIN = Path(__file__).with_name("lose_servers_train.py")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 # Module of the processes to harm: the supervisors that replace them run another one.
 SERVER = "distca_hf.runtime.server"
+# Characters of a training's output that are shown if it fails.
+LAST_WORDS = 6000
 # Largest difference of a loss, in fp32 and in bf16.
 LIMITS = {"cpu": 1e-5, "cuda": 1e-2}
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     with TemporaryDirectory() as folder:
         sys.exit(_compare(options, Path(folder)))
 
@@ -108,11 +111,19 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
     environment["OMP_NUM_THREADS"] = "1"
     job = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment)
     sizes: dict[str, Sizes] = {}
-    if servers:
-        sizes = _lose(options, job, Path(log.name))
-        ended.touch()
-    if job.wait() != 0:
-        sys.exit(f"the training ended with status {job.returncode}:\n{Path(log.name).read_text()[-6000:]}")
+    try:
+        if servers:
+            sizes = _lose(options, job, Path(log.name))
+            ended.touch()
+        if job.wait() != 0:
+            sys.exit(f"the training ended with status {job.returncode}")
+    except SystemExit:
+        if job.poll() is None:
+            whole = psutil.Process(job.pid)
+            for process in [*whole.children(recursive=True), whole]:
+                process.kill()
+        sys.stdout.write(Path(log.name).read_text()[-LAST_WORDS:])
+        raise
     return sizes, json.loads((folder / "losses.json").read_text())["steps"]
 
 
@@ -140,7 +151,7 @@ def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Pr
         if "'loss'" in text and taken >= number - 1 and servers:  # it trains, and all that were lost are replaced
             return max(servers, key=lambda one: one.create_time())
         time.sleep(0.05)
-    sys.exit(f"the training ended with status {job.returncode}:\n{log.read_text()[-6000:]}")
+    sys.exit(f"the training ended with status {job.returncode}")
 
 
 def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:

@@ -14,7 +14,7 @@ import distca_hf
 from distca_hf import testing
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import PlanMismatchError
-from distca_hf.integrations.trainer.weights_check import CHUNK, WeightsCheck, checksum
+from distca_hf.integrations.models.forward_check import CHUNK, WeightsCheck, bits_checksum
 from distca_hf.testing import LoopbackTransport
 from support.data import random_dataset
 from support.models import tiny_model
@@ -105,18 +105,18 @@ def test_every_kind_of_parameter_counts(name: str) -> None:
 @pytest.mark.parametrize("changed", [0, CHUNK - 1, CHUNK, CHUNK + 4])
 def test_one_element_changes_the_checksum_wherever_it_is(changed: int) -> None:
     weights = torch.ones(CHUNK + 5, dtype=torch.float16)
-    before = checksum(weights)
+    before = bits_checksum(weights)
     weights[changed] = -1
 
-    assert checksum(weights) != before
+    assert bits_checksum(weights) != before
 
 
 def test_order_of_elements_changes_the_checksum() -> None:
     weights = torch.randn(2 * CHUNK, dtype=torch.bfloat16)
 
-    assert checksum(weights) == checksum(weights.clone())
-    assert checksum(weights) != checksum(weights.flip(0))
-    assert checksum(weights) != checksum(weights.roll(CHUNK))
+    assert bits_checksum(weights) == bits_checksum(weights.clone())
+    assert bits_checksum(weights) != bits_checksum(weights.flip(0))
+    assert bits_checksum(weights) != bits_checksum(weights.roll(CHUNK))
 
 
 def _compare_sharded() -> None:

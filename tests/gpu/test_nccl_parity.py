@@ -12,7 +12,7 @@ from distca_hf.comm.groups import open_transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import Operands, choose_kernel
-from distca_hf.kernels.torch_kernels import TorchVarlenKernel
+from distca_hf.kernels.varlen import TorchVarlenKernel
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place

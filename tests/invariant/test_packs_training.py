@@ -24,7 +24,6 @@ from support.training import (
     curve_of,
     load_model,
     quiet_arguments,
-    save_initial_model,
     sft_trainer,
 )
 
@@ -106,44 +105,39 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_initial_model("llama", tmp_path_factory.mktemp("packs"))
-
-
-@pytest.fixture(scope="session")
-def references() -> dict[Run, Curve]:
-    """Filled as they are needed."""
-    return {}
-
-
 def name(run: Run) -> str:
     more = run.checkpointing, "lora" * run.lora, "sorted" * run.sort_packs
     parts = run.packs, run.seam, run.wrap, run.world_size, run.accumulation, *more
     return "-".join(str(part) for part in parts if part)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name)
-def test_losses_follow_one_process_sdpa(
-    run: Run,
-    folder: Path,
-    references: dict[Run, Curve],
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-) -> None:
+def reference_of(run: Run, initial_models: dict[str, Path], references: dict[object, Curve]) -> Curve:
+    """The same training in one process, with sdpa if that chooses the same packs."""
     # Sorting chooses other packs for a step than Trainer would: then one process must sort, too.
     implementation, seam = ("distca", "attach") if run.sort_packs else ("sdpa", "none")
     alone = Run(
         run.packs, seam, 1, "none", run.accumulation, lora=run.lora, sort_packs=run.sort_packs, steps=run.steps
     )
     if alone not in references:
-        references[alone] = train(alone, folder, implementation)
-    curve = run_ranks(run.world_size, train, tmp_path, run, folder)[0]
+        references[alone] = train(alone, initial_models["llama"], implementation)
+    return references[alone]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name)
+def test_losses_follow_one_process_sdpa(
+    run: Run,
+    initial_models: dict[str, Path],
+    references: dict[object, Curve],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    expected = reference_of(run, initial_models, references)
+    curve = run_ranks(run.world_size, train, tmp_path, run, initial_models["llama"])[0]
 
     assert len(curve.losses) == run.steps
     assert curve.distributed_type == DISTRIBUTED_TYPES[run.wrap.rstrip("123")]
     assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
-    assert_same_curve(curve, references[alone], record_property)
+    assert_same_curve(curve, expected, record_property)
     before, after = curve.imbalance
     assert (before < 1.1) == run.sort_packs, before
     assert after < min(1.1, before), (before, after)

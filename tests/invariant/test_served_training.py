@@ -16,8 +16,6 @@ from support.training import (
     MANY_STEPS,
     Curve,
     assert_same_curve,
-    save_initial_model,
-    train_reference,
 )
 
 
@@ -56,42 +54,20 @@ def name(value: object) -> str:
     return placed.name(value) if isinstance(value, placed.Run) else packs.name(value)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="session")
-def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_initial_model("llama", tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="session")
-def references() -> dict[object, Curve]:
-    """Filled as they are needed."""
-    return {}
-
-
-def reference_of(run: placed.Run | packs.Run, initial: Path, references: dict[object, Curve]) -> Curve:
-    """The same training in one process with sdpa."""
-    if isinstance(run, placed.Run):
-        key: object = run.accumulation, run.steps
-        if key not in references:
-            references[key] = train_reference(initial, run.accumulation, run.lora, run.steps)
-    else:
-        alone = key = packs.Run(run.packs, "none", 1, "none", run.accumulation, steps=run.steps)
-        if key not in references:
-            references[key] = packs.train(alone, initial, "sdpa")
-    return references[key]
-
-
 @pytest.mark.parametrize(("servers", "run"), RUNS, ids=name)
 def test_losses_follow_one_process_sdpa(
     servers: int,
     run: placed.Run | packs.Run,
-    initial: Path,
+    initial_models: dict[str, Path],
     references: dict[object, Curve],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    expected = reference_of(run, initial, references)
-    train = placed.train if isinstance(run, placed.Run) else packs.train
-    curve = run_ranks(run.world_size, train, tmp_path, run, initial, servers=servers)[0]
+    if isinstance(run, placed.Run):
+        train, expected = placed.train, placed.reference_of(run, initial_models, references)
+    else:
+        train, expected = packs.train, packs.reference_of(run, initial_models, references)
+    curve = run_ranks(run.world_size, train, tmp_path, run, initial_models["llama"], servers=servers)[0]
 
     if isinstance(run, packs.Run) or run.loop != "plain":
         wrap = run.wrap.rstrip("123") if run.world_size > 1 else "ddp"  # Accelerate sees a group of one

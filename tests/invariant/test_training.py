@@ -13,7 +13,6 @@ from support.training import (
     Curve,
     Run,
     assert_same_curve,
-    save_initial_model,
     train,
     train_reference,
 )
@@ -44,33 +43,28 @@ RUNS = [
 PLAIN_CLASSES = {"none": "Qwen3ForCausalLM", "ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}
 
 
-@pytest.fixture(scope="session")
-def initial_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: save_initial_model(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "qwen3")}
-
-
-@pytest.fixture(scope="session")
-def references() -> dict[tuple[str, int, bool, int], Curve]:
-    """Filled as they are needed."""
-    return {}
-
-
 def name(run: Run) -> str:
     parts = run.model, run.wrap, run.world_size, run.loop, run.accumulation, run.checkpointing, "lora" * run.lora
     return "-".join(str(part) for part in parts if part)
+
+
+def reference_of(run: Run, initial_models: dict[str, Path], references: dict[object, Curve]) -> Curve:
+    """The same training in one process with sdpa."""
+    key = run.model, run.accumulation, run.lora, run.steps
+    if key not in references:
+        references[key] = train_reference(initial_models[run.model], run.accumulation, run.lora, run.steps)
+    return references[key]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name)
 def test_losses_follow_one_process_sdpa(
     run: Run,
     initial_models: dict[str, Path],
-    references: dict[tuple[str, int, bool, int], Curve],
+    references: dict[object, Curve],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    key = run.model, run.accumulation, run.lora, run.steps
-    if key not in references:
-        references[key] = train_reference(initial_models[run.model], run.accumulation, run.lora, run.steps)
+    expected = reference_of(run, initial_models, references)
     if run.world_size == 1:
         curve = train(run, initial_models[run.model])
     else:
@@ -80,4 +74,4 @@ def test_losses_follow_one_process_sdpa(
     assert len(curve.losses) == run.steps
     assert curve.distributed_type == wrapped
     assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
-    assert_same_curve(curve, references[key], record_property)
+    assert_same_curve(curve, expected, record_property)

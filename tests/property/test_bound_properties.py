@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.bounds import bytes_bound
-from distca_hf.analysis.bounds.relaxation import keys_worth, slopes
+from distca_hf.analysis.relaxation import keys_worth, slopes
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.bounds.placed import key_value_bytes_bound
+from distca_hf.analysis.bounds import key_value_bytes_bound
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order, place

@@ -244,6 +244,14 @@ def test_script_runs_as_if_python_ran_it_with_everything_prepared(write: Write, 
     assert done.stdout.splitlines() == [f"{argv}|[]|neighbour|{path}|{path}", "recipe|shell|77|True"]
 
 
+def test_a_script_runs_without_a_recipe(script: Path, tmp_path: Path) -> None:
+    """With settings of its own: for attention servers nothing else is needed."""
+    done = launched("project/script.py", "--attention-servers", "0", cwd=tmp_path, FROM_SHELL="", FROM_RECIPE="")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("['project/script.py']|[]|neighbour|")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -268,8 +276,9 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "expected one --recipe, got 0"),
-        (["script.py"], "expected one --recipe, got 0"),
+        ([], "expected --recipe or a script, got neither"),
+        (["--lr", "1"], "expected --recipe or a script, got neither"),
+        (["script.py"], "'script.py' is no file and no shipped example"),
         (["script.py", "--recipe"], "expected a value behind --recipe, got none"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
         (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
@@ -286,7 +295,7 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
-    assert lines[-1].startswith("usage: python -m distca_hf.run --recipe RECIPE [--attention-servers N] [SCRIPT]")
+    assert lines[-1].startswith("usage: python -m distca_hf.run [--recipe RECIPE] [--attention-servers N] [SCRIPT]")
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0)])
@@ -296,10 +305,10 @@ def test_mistake_is_said_once_on_a_node_and_to_the_launcher(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
-        run.main(["script.py"])
+        run.main(["--lr", "1"])
 
     assert len(capsys.readouterr().err.splitlines()) == lines
-    assert "expected one --recipe, got 0" in (tmp_path / "error.json").read_text()
+    assert "expected --recipe or a script, got neither" in (tmp_path / "error.json").read_text()
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])

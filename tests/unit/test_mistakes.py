@@ -462,7 +462,7 @@ def test_error_of_another_package_is_on_the_page_of_errors(
         ("plugin: {", ["--recipe", "recipe.yaml", "lora"], "cannot read recipe.yaml"),
         ("plugins: {}", ["--recipe", "recipe.yaml", "lora"], "unknown section 'plugins'. Did you mean 'plugin'?"),
         ("plugin: {}", ["--recipe", "recipe.yaml"], "expected a script"),
-        ("", ["lora"], "expected one --recipe, got 0"),
+        ("", [], "expected --recipe or a script, got neither"),
         ("plugin: {token_per_rank: 1}", ["--recipe", "recipe.yaml", "lora"], "Did you mean 'tokens_per_rank'?"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Forward watch: hooks that find or make the plan of every batch of an enabled model, and check the pass around it.
+"""Forward watch: a model is checked once, when it is enabled, and from then on watched in every forward pass.
 
-Batches of `plugin.dataloader` bring their plan along. Any other batch that an enabled model trains on is planned here,
-right before its forward pass.
+Hooks find or make the plan of every batch, and check the pass around it. Batches of `plugin.dataloader` bring their
+plan along. Any other batch that an enabled model trains on is planned here, right before its forward pass.
 """
 
 from collections.abc import Callable, Collection
@@ -16,6 +16,7 @@ from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.preview import RunReport
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
+from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
@@ -24,6 +25,7 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
+from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.parts import (
     attention_layers,
@@ -308,3 +310,74 @@ def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
         return {}
     share = max(1, plan.label_tokens) / plan.transport.world_size
     return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}
+
+
+def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: int | None = None) -> nn.Module:
+    """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
+    `accelerator.prepare`).
+
+    The model can train on any packed batch: ranks plan it together, and attention tasks move between them. With
+    batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over all
+    labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one (for
+    accumulation, say).
+
+    Args:
+        model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
+            one.
+        plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
+        longest_document_tokens: longest document that the model will see. Sliding windows and some rotary embeddings
+            are refused or accepted by it. By default the longest that all ranks together can hold.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedAttentionError: the model would compute something else than its own attention; gives all reasons.
+        ConfigError: the model was not loaded for distca.
+    """
+    config = plugin.config
+    longest = (
+        longest_document_tokens
+        if longest_document_tokens is not None
+        else config.tokens_per_rank * len(plugin.members.token_ranks)
+    )
+    check_model(model, longest, config.kernel, plugin.device)
+    inner = transformers_model(model)
+    watch = watch_of(inner)
+    if watch is None or watch.root is not model or watch.context is not plugin:
+        if watch is not None:
+            log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
+            watch.leave({model, inner})
+        watch = ForwardWatch(model, plugin)
+        watch.enter()
+    for number, layer in enumerate(attention_layers(inner).values()):
+        settings = LayerSettings(
+            config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running
+        )
+        setattr(layer, LAYER_SETTINGS, settings)
+    return model
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that leaves a model as it is now: not enabled, or enabled as before.
+
+    Raises:
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    inner = transformers_model(model)
+    earlier = watch_of(inner)
+    settings_of_layers = {layer: vars(layer).get(LAYER_SETTINGS) for layer in attention_layers(inner).values()}
+
+    def restore() -> None:
+        watch = watch_of(inner)
+        if watch is not None and watch is not earlier:
+            watch.leave({model, inner})
+            if earlier is not None:
+                earlier.enter()
+        for layer, settings in settings_of_layers.items():
+            if settings is not None:
+                setattr(layer, LAYER_SETTINGS, settings)
+            elif hasattr(layer, LAYER_SETTINGS):
+                delattr(layer, LAYER_SETTINGS)
+
+    return restore

@@ -26,10 +26,9 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, PlanSource, Reading
 from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.enable import enable
-from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
+from distca_hf.integrations.models.forward_check import WeightsCheck
+from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
-from distca_hf.integrations.trainer.weights_check import WeightsCheck
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
@@ -216,9 +215,7 @@ class DistCACallback(TrainerCallback):
             metrics = reading.basic()
         else:
             metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)
-        logs.update(metrics)
-        if state.log_history:  # already holds a copy of this log
-            state.log_history[-1].update(metrics)
+        add_metrics(metrics, logs, state)
 
     def _read(self, meter: Meter | None, step: int) -> Reading | None:
         """Returns a reading of the training; None if nothing was planned. A collective call: every rank reads after
@@ -250,6 +247,13 @@ def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
             return handler
         frame = frame.f_back
     return None
+
+
+def add_metrics(metrics: Mapping[str, float], logs: dict[str, float], state: TrainerState) -> None:
+    """Adds metrics to a log of Trainer's, which its history holds a copy of already."""
+    logs.update(metrics)
+    if state.log_history:
+        state.log_history[-1].update(metrics)
 
 
 def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, object], None]) -> None:

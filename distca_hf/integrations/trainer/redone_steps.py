@@ -30,6 +30,7 @@ from distca_hf.integrations.redo import (
     served_transport,
 )
 from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.callback import add_metrics
 from distca_hf.parallel_context import ParallelContext
 
 
@@ -103,9 +104,7 @@ class RedoneSteps(TrainerCallback):
         if busy is not None:
             metrics["distca/server_busy_fraction"] = busy
         self._logged, self._busy_before = self.count, transport.speeds.busy
-        logs.update(metrics)
-        if state.log_history:  # already holds a copy of this log
-            state.log_history[-1].update(metrics)
+        add_metrics(metrics, logs, state)
 
     def _training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.baselines.baseline import (
+from distca_hf.analysis.baselines import (
     Baseline,
     context_parallel,
     fill_groups,
@@ -15,7 +15,7 @@ from distca_hf.analysis.baselines.baseline import (
     ulysses,
     whole_documents,
 )
-from distca_hf.analysis.baselines.published_greedy import fill_head_and_tail, plan_published_greedy
+from distca_hf.analysis.published_greedy import fill_head_and_tail, plan_published_greedy
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.planning.plan import Plan

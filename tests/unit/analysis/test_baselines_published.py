@@ -7,7 +7,7 @@ leave a rank, 8 KB and 4 KB per token (Llama-3-8B): tolerance 0.1, then other to
 import numpy as np
 import pytest
 
-from distca_hf.analysis.baselines.published_greedy import plan_published_greedy, published_greedy
+from distca_hf.analysis.published_greedy import plan_published_greedy, published_greedy
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between

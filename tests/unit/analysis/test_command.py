@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis import command
-from distca_hf.analysis.baselines.baseline import Baseline, Figures, figures_of
+from distca_hf.analysis.baselines import Baseline, Figures, figures_of
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.first_step import make_report, run_baselines
 from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, preset

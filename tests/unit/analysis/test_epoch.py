@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_choices
-from distca_hf.analysis.baselines.baseline import sorted_packs
+from distca_hf.analysis.baselines import sorted_packs
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_order, plan_epoch
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.batches import loader

@@ -21,14 +21,14 @@ from support.models import tiny_model
 from support.readings import READING
 
 
+# Of the micro-batches of `TWO`, matrices take 6 x 200 = 1,200, attention 0.7 x 4,000 = 2,800.
+COST = StepCost(token_seconds=6.0, pair_seconds=0.7)
 TWO = Preview(np.array([100, 100]), np.array([1000, 3000]), np.array([1.5, 3.5]), np.array([1.0, 1.0]))
 
 
 def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
-    # Matrices take 6 x 200 = 1,200, attention 0.7 x 4,000 = 2,800; before it was 0.7 x (1,500 + 10,500) = 8,400.
-    cost = StepCost(token_seconds=6.0, pair_seconds=0.7)
-
-    assert second_line(TWO, cost, 4, "seen") == (
+    # In the order of the data attention took 0.7 x (1,500 + 10,500) = 8,400.
+    assert second_line(TWO, COST, 4, "seen") == (
         "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is about 70% of a step; "
         "steps should be 2.40 times as fast as in the order of the data (seen)"
     )
@@ -49,9 +49,7 @@ SERVED = replace(TWO, speeds=(1.0, 1.0, 1.0, 0.5, 0.5))
 
 def test_servers_take_a_part_of_the_time_of_attention() -> None:
     # Three trainers, and servers that are one trainer together: attention takes 2,800 x 3 / 4.
-    cost = StepCost(token_seconds=6.0, pair_seconds=0.7)
-
-    assert second_line(SERVED, cost, 3, "seen") == (
+    assert second_line(SERVED, COST, 3, "seen") == (
         "attention time of the busiest rank 2.50 -> 0.75 times the mean of the trainers; attention is about 70% of a "
         "step; steps should be 2.91 times as fast as in the order of the data (seen)"
     )

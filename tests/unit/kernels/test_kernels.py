@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels import registry, torch_kernels
+from distca_hf.kernels import registry, varlen
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -27,7 +27,7 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.registry import KERNELS, OPTIONS, Capabilities, Entry, Operands, choose_kernel, chosen_kernel
 from distca_hf.kernels.rows import merge
-from distca_hf.kernels.torch_kernels import BLOCK_ROWS, CpuKernel, ReferenceKernel, TorchVarlenKernel
+from distca_hf.kernels.varlen import BLOCK_ROWS, CpuKernel, ReferenceKernel, TorchVarlenKernel
 
 
 BOTH = pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
@@ -178,7 +178,7 @@ def test_outputs_and_gradients_are_exact(kernel: Kernel, heads: tuple[int, int],
 def test_reference_computes_softcap(
     monkeypatch: pytest.MonkeyPatch, softcap: float, causal: bool, block_rows: int
 ) -> None:
-    monkeypatch.setattr(torch_kernels, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(varlen, "BLOCK_ROWS", block_rows)
     case = dataclasses.replace(Case.draw(TASKS["prefixed"], causal=causal), softcap=softcap)
 
     assert_close(computed(ReferenceKernel(), case), exact(case))
@@ -251,7 +251,7 @@ def test_tasks_longer_than_a_block_are_exact(kernel: Kernel, tasks: list[tuple[i
 def test_reference_does_not_depend_on_the_size_of_its_blocks(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], block_rows: int
 ) -> None:
-    monkeypatch.setattr(torch_kernels, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(varlen, "BLOCK_ROWS", block_rows)
     case = Case.draw([(10, 10), (5, 12), (1, 7), (0, 0), (11, 12)], heads, dims=(8, 6))
 
     assert_close(computed(ReferenceKernel(), case), exact(case))

@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from distca_hf.analysis.bounds.placed import key_tokens_bound
+from distca_hf.analysis.bounds import key_tokens_bound
 from distca_hf.cost import causal_pairs, imbalance
 from distca_hf.placement.accordion import Goal
 from distca_hf.placement.heuristics import HEAVY, deal_in_groups

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distca_hf.analysis.baselines.published_greedy import published_greedy
+from distca_hf.analysis.published_greedy import published_greedy
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import largest_rank_bytes
-from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
+from distca_hf.analysis.baselines import largest_rank_bytes
 from distca_hf.analysis.bounds import bytes_bound
+from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.planning.transfers import bytes_between

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from distca_hf.analysis.baselines.published_greedy import plan_published_greedy
-from distca_hf.analysis.bounds.placed import key_value_bytes_bound
+from distca_hf.analysis.bounds import key_value_bytes_bound
 from distca_hf.analysis.epoch import OptimizerStep, pack_first_step
 from distca_hf.analysis.first_step import make_report
+from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import place, work_in_order

@@ -3,7 +3,7 @@
 import statistics
 from functools import cache
 
-from distca_hf.analysis.baselines.baseline import largest_rank_bytes
+from distca_hf.analysis.baselines import largest_rank_bytes
 from distca_hf.analysis.request import preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner

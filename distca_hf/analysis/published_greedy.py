@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.analysis.baselines.baseline import Baseline
+from distca_hf.analysis.baselines import Baseline
 from distca_hf.arrays import IntArray, run_starts, run_stops
 from distca_hf.cost import TokenBytes, causal_pairs, causal_pairs_of
 from distca_hf.layout import Layout, check_document_tokens

@@ -1,4 +1,6 @@
-"""Fixed: a lower bound of the bytes of all plans for a fixed layout. A linear program, for tests and reports.
+"""Bounds: bytes that every plan, or every layout, as balanced as a given one has to move.
+
+**A fixed layout** (`bytes_bound`): a lower bound of the bytes of all plans. A linear program, for tests and reports.
 
 Every plan gives a feasible point of the program, and the objective at that point is at most the bytes of the plan. So
 the optimum is a lower bound. Units are *rows* (one token of one group of heads) and work (pairs x groups). Variables
@@ -12,24 +14,41 @@ queries and keys that arrive. Constraints:
     bytes that a rank sends <= largest, bytes that it receives <= largest
 
 Either `largest` or the sum of sent bytes is minimised.
+
+**Placed layouts** (`key_tokens_bound`): a lower bound of the keys and values of layouts as balanced as a given one.
+
+Keys are counted for one document at a time. Let b1 = length >= b2 >= b3 ... be the last positions that ranks hold of
+it. A rank that holds position b - 1 needs the keys of all b tokens before, of which it has its own. So the ranks
+together receive at least b2 + b3 + ... tokens. All tokens after b(j+1) are on j ranks. These hold no more than j
+ranks' tokens and compute no more than j ranks' work. The other tokens that they hold have at least the work of the
+lightest tokens of the batch:
+
+    work(b .. length) + lightest(j x fewest_tokens - (length - b))  <=  j x most_work
+    length - b                                                      <=  j x most_tokens
+
+The smallest b that satisfies both bounds b(j+1) from below. It is valid for all layouts whose ranks compute the
+queries they hold, in any number of segments. Layouts that divide heads (stripes) may need less.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.analysis.bounds.relaxation import Holdings, LinearProgram, keys_worth, slopes
+from distca_hf.analysis.relaxation import Holdings, LinearProgram, keys_worth, slopes
 from distca_hf.arrays import IntArray
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.errors import PlanError
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, check_document_tokens
 
 
 # Number of lines above each curve; more make the bound tighter and slower.
 NUM_SLOPES = 13
 # Share of the optimum that is subtracted, so that rounding inside the solver never makes the bound too large.
 ROUNDING = 1e-6
+# Number of parts of the range in each step of the search for the smallest position; two steps find 1/65,536 of it.
+PARTS = 256
 
 
 @dataclass(frozen=True)
@@ -264,3 +283,100 @@ class _Bound:
                 self.program.at_most([*moved, (self.largest, -1)], 0)
             total += sent
         return total
+
+
+def key_value_bytes_bound(layout: Layout, token_bytes: TokenBytes | None = None) -> int:
+    """Returns the fewest forward bytes of one layer of any layout as balanced as this one.
+
+    These layouts have the same documents. Their ranks have at most the largest work of this one, and tokens in its
+    range.
+    """
+    token_bytes = token_bytes or TokenBytes()
+    return token_bytes.key_value * key_tokens_bound(
+        layout.document_tokens,
+        layout.num_ranks,
+        most_work=int(layout.rank_work.max()),
+        fewest_tokens=int(layout.rank_tokens.min()),
+        most_tokens=int(layout.rank_tokens.max()),
+    )
+
+
+def key_tokens_bound(
+    document_tokens: Sequence[int] | IntArray, num_ranks: int, most_work: int, fewest_tokens: int, most_tokens: int
+) -> int:
+    """Returns the tokens whose keys and values have to move, of all ranks together.
+
+    Args:
+        document_tokens: lengths, in tokens.
+        num_ranks: ranks.
+        most_work: most attended pairs of a rank.
+        fewest_tokens, most_tokens: range of the tokens of a rank.
+
+    Raises:
+        PackingError: a length is out of range.
+    """
+    lengths = check_document_tokens(document_tokens)
+    light = _LightestTokens(lengths)
+    moved = 0
+    for length, documents in zip(*np.unique(lengths, return_counts=True), strict=True):
+        for ranks in range(1, num_ranks):
+            tail = _longest_tail(int(length), light, ranks * most_work, ranks * fewest_tokens, ranks * most_tokens)
+            if tail >= length:
+                break
+            moved += int(documents) * (int(length) - tail)
+    return moved
+
+
+class _LightestTokens:
+    """Work of the lightest tokens of a batch: the tokens at position 0 of all documents, then at 1, and so on."""
+
+    def __init__(self, lengths: IntArray) -> None:
+        lengths = np.sort(lengths)
+        self._reach = np.concatenate([[0], np.unique(lengths)])  # positions at which documents end
+        self._documents = len(lengths) - np.searchsorted(lengths, self._reach, side="right")  # that are longer
+        steps = np.diff(self._reach)
+        self._tokens = np.concatenate([[0], np.cumsum(steps * self._documents[:-1])])
+        self._work = np.concatenate(
+            [[0], np.cumsum(causal_pairs_of(self._reach[:-1], self._reach[1:]) * self._documents[:-1])]
+        )
+
+    def work(self, tokens: IntArray) -> IntArray:
+        """Returns the attended pairs of a number of lightest tokens; of all tokens if there are fewer."""
+        tokens = np.clip(tokens, 0, self._tokens[-1])
+        at = np.minimum(np.searchsorted(self._tokens, tokens, side="right") - 1, len(self._tokens) - 2)
+        if at.size and len(self._reach) == 1:
+            return np.zeros_like(tokens)
+        # Positions before `position` are full in all longer documents; `more` tokens are at that position.
+        full, more = np.divmod(tokens - self._tokens[at], np.maximum(1, self._documents[at]))
+        position = self._reach[at] + full
+        pairs = causal_pairs_of(self._reach[at], position) * self._documents[at]
+        return self._work[at] + pairs + more * (position + 1)
+
+
+def _longest_tail(length: int, light: _LightestTokens, most_work: int, fewest_tokens: int, most_tokens: int) -> int:
+    """Returns the most tokens at the end of a document that may fit some ranks together, or a few more.
+
+    Args:
+        length: tokens of the document.
+        light: the lightest tokens of the batch.
+        most_work, fewest_tokens, most_tokens: limits of these ranks together.
+    """
+
+    def may_fit(fewest: IntArray, most: IntArray) -> np.ndarray:
+        """Checks whether a tail of `fewest` to `most` tokens may fit: work of the fewest, beside the most of them."""
+        tail_work = causal_pairs_of(length - fewest, np.full_like(fewest, length))
+        return (fewest <= most_tokens) & (tail_work + light.work(fewest_tokens - most) <= most_work)
+
+    low, high = 0, length
+    if may_fit(np.array([high]), np.array([high])).all():
+        return length
+    while high - low > 1:
+        borders = np.unique(np.linspace(low, high, PARTS + 1).astype(np.int64))
+        fitting = np.flatnonzero(may_fit(borders[:-1], borders[1:]))
+        if len(fitting) == 0:
+            return low
+        finer = int(borders[fitting[-1]]), int(borders[fitting[-1] + 1])
+        if finer == (low, high):
+            break
+        low, high = finer
+    return high

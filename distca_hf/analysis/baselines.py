@@ -2,6 +2,17 @@
 
 Plans and baselines are counted alike. Groups of ranks, where a baseline has them, are filled in order. The baselines
 here are ordinary ways to train, without a planner: a group of ranks shares every document, or packing alone balances.
+They are written from their papers, as the published planner of DistCA is (`published_greedy`).
+
+| function | owner ranks of tokens | ranks that compute |
+|---|---|---|
+| published_greedy | ranks filled in order | query shards move from loaded to idle ranks (DistCA) |
+| context_parallel | every document on all ranks of a group, zigzag | every rank its tokens, all keys gathered |
+| ulysses | ranks filled in order | every rank of a group some heads of all its tokens |
+| whole_documents | longest document first to the least loaded rank | every rank its documents |
+| sorted_packs | packs filled in order, sorted by cost over an optimizer step | every rank its pack |
+
+Each is one pure function from lengths to a `Baseline` (the last: one for each micro-step).
 
 **Context parallelism** (Llama 3, arXiv 2407.21783, section 3.3.2; for each document separately as in WLB-LLM, arXiv
 2503.17924). A document is cut into two chunks per rank. Rank r has the r-th chunk and the r-th from the end, so that

@@ -1,0 +1,113 @@
+"""Groups of NCCL that lose a member: nothing is started on one that was aborted, and no call waits for ever."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from distca_hf.comm import rosters
+from distca_hf.comm.groups import in_time
+from distca_hf.comm.rollcall import RollCall
+from distca_hf.comm.rosters import RosterTransport
+from distca_hf.comm.transport import AllToAll
+from distca_hf.errors import ServerLostError
+
+
+class Work:
+    """An operation that has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Group:
+    """A group of NCCL with a GPU that takes its time."""
+
+    def __init__(self) -> None:
+        self.started = self.aborted = 0
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def name(self) -> str:
+        return "nccl"
+
+    def alltoall_base(
+        self, received: torch.Tensor, rows: torch.Tensor, into: Sequence[int], outof: Sequence[int], options: object
+    ) -> Work:
+        self.started += 1
+        self.begun.set()
+        assert self.goes_on.wait(60.0)
+        return Work()
+
+    def abort(self) -> None:
+        self.aborted += 1
+        self.goes_on.set()
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+@pytest.fixture
+def transport(group: Group) -> Iterator[RosterTransport]:
+    rollcall = RollCall(torch.distributed.HashStore(), 0, range(2))
+    opened = RosterTransport(group, rollcall, torch.device("cuda", 0), 1, lambda: "server 0 is lost", lambda: True)
+    yield opened
+    opened.close()
+
+
+def _asked() -> AllToAll:
+    return AllToAll(torch.zeros(2, 1), [1, 1], [1, 1], "layer 3")
+
+
+def test_nothing_is_started_on_an_aborted_group(group: Group, transport: RosterTransport) -> None:
+    transport.exchange(_asked())
+    transport.abort()
+    with pytest.raises(ServerLostError, match="rank 0, layer 3: server 0 is lost"):
+        transport.exchange(_asked())
+    assert (group.started, group.aborted) == (1, 1)
+
+
+def test_an_exchange_that_does_not_start_is_aborted(
+    group: Group, transport: RosterTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rosters, "START_SECONDS", 0.01)
+    group.goes_on.clear()
+    starting = threading.Thread(target=transport.exchange, args=(_asked(),))
+    starting.start()
+    assert group.begun.wait(60.0)
+    transport.abort()
+    starting.join(60.0)
+    assert not starting.is_alive()
+    assert group.aborted == 1
+
+
+def test_closing_aborts_once(group: Group, transport: RosterTransport) -> None:
+    assert transport.is_at_rest
+    transport.close()
+    transport.close()
+    assert group.aborted == 1
+
+
+def test_a_call_that_never_returns_is_left_behind() -> None:
+    never = threading.Event()
+    with pytest.raises(RuntimeError, match=r"waited 0.01 s for ranks"):
+        in_time(never.wait, 0.01, "ranks")
+    never.set()
+
+
+def test_errors_of_a_call_in_time_are_raised() -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error 3")
+
+    with pytest.raises(RuntimeError, match="NCCL error 3"):
+        in_time(fail, 60.0, "ranks")
+    in_time(lambda: None, 60.0, "ranks")
