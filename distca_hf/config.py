@@ -1,4 +1,4 @@
-"""All settings in one dataclass, rarely used ones in groups; the only place that reads the environment.
+"""All settings in one dataclass, rarely used ones in groups; only this file and `launched` read the environment.
 
 A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>` or
 `DISTCA_<GROUP>_<FIELD>`, the default.

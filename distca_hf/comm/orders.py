@@ -111,7 +111,7 @@ class CallOrder(NamedTuple):
         plan: number of the plan.
         phase: a `Phase`.
         query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
-        dtype: number of their dtype in `comm.rosters.DTYPES`.
+        dtype: number of their dtype in `comm.served_transport.DTYPES`.
         spec: numbers of an `AttentionSpec`, as doubles.
     """
 

@@ -1,16 +1,16 @@
 """Served transport: a trainer's transport whose exchanges reach attention servers, and which outlives those that are
 lost.
 
-    window of an optimizer step    begin ── exchanges ── end: vote
-                                              │            ├─ all well ───────────── the window counts
-    a server is lost ─────────────────────────┘            └─ spoiled: new roster ── the window runs again
+    an optimizer step    begin ── exchanges ── end: vote
+                                    │            ├─ all well ───────────── the step counts
+    a server is lost ───────────────┘            └─ spoiled: new roster ── the step runs again
 
-Outside of a window a lost server ends the job. Inside, the window is spoiled: attention gives zeros and exchanges
+Outside of a step a lost server ends the job. Inside, the step is spoiled: attention gives zeros and exchanges
 nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
 into the launcher's store, where the others look.
 
 Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
-needs a number of it. There the thread that looks at heartbeats spoils the window, and aborts the exchanges.
+needs a number of it. There the thread that looks at heartbeats spoils the step, and aborts the exchanges.
 """
 
 import os
@@ -62,7 +62,7 @@ class ServedTransport:
         roster: number of the present connection.
         members: servers that take part.
         servers: their part in plans; None if none does.
-        spoiled: words about the server that was lost in this window; None if none was.
+        spoiled: words about the server that was lost in this step; None if none was.
         servers_lost: how many were lost so far.
         speeds: of servers, from times of the steps that counted.
     """
@@ -104,7 +104,7 @@ class ServedTransport:
         """Starts an uneven all-to-all among trainers and members.
 
         Raises:
-            ServerLostError: a server was lost; inside a window, the window is spoiled.
+            ServerLostError: a server was lost; inside a step that can run again, the step is spoiled.
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
@@ -112,20 +112,20 @@ class ServedTransport:
         try:
             return ServedExchange(self, self._wires.exchange(asked))
         except (PeerLostError, StepTimeoutError) as error:
-            raise self.loss(error) from error
+            raise self.failure(error) from error
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         return self.among_trainers.gather(values, where)
 
-    def loss(self, error: DistCAError) -> DistCAError:
-        """Returns the error to raise for a failed exchange; inside a window it is spoiled."""
+    def failure(self, error: DistCAError) -> DistCAError:
+        """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""
         if not self._in_window:
             return error
         self._spoil(str(error))
         return ServerLostError(self.spoiled)
 
     def _spoil(self, words: str) -> None:
-        """Spoils the window, here and for all trainers."""
+        """Spoils the step, here and for all trainers."""
         if self.spoiled is None:
             self.spoiled = words  # before the abort: rows of an aborted exchange look like others
             self._watch.spoil(self.roster, words)
@@ -162,13 +162,12 @@ class ServedTransport:
         leave_for_launcher(words)
         os._exit(1)
 
-    def begin_window(self) -> None:
-        """Begins the window of an optimizer step that can run again: a lost server spoils it, and does not end the
-        job."""
+    def begin_step(self) -> None:
+        """Begins an optimizer step that can run again: a lost server spoils it, and does not end the job."""
         self._in_window = True
 
-    def end_window(self) -> bool:
-        """Ends a window, and returns whether it counts: on all trainers, or on none. Trainers call it together.
+    def end_step(self) -> bool:
+        """Ends a step, and returns whether it counts: on all trainers, or on none. Trainers call it together.
 
         Servers that were lost are left out from now on, and those that came take part.
 
@@ -176,7 +175,7 @@ class ServedTransport:
             PeerLostError: a trainer was lost; or no roster could be opened.
         """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the window
+            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
         if self.spoiled is not None:
             self._wait_for_suspects()
         shown = [int(self.spoiled is None), *self._fresh()]
@@ -344,7 +343,7 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows on their way; a lost server may spoil the window."""
+    """Rows on their way; a lost server may spoil the step."""
 
     def __init__(self, transport: ServedTransport, exchange: Exchange) -> None:
         self._transport, self._exchange = transport, exchange
@@ -353,7 +352,7 @@ class ServedExchange:
         try:
             return self._exchange.wait()
         except (PeerLostError, StepTimeoutError) as error:
-            raise self._transport.loss(error) from error
+            raise self._transport.failure(error) from error
 
 
 class PlanOrders:
@@ -369,7 +368,7 @@ class PlanOrders:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a server was lost in this window: attention gives zeros."""
+        """Whether a server was lost in this step: attention gives zeros."""
         return self._transport.spoiled is not None
 
     def call(
@@ -381,7 +380,7 @@ class PlanOrders:
             spec: numbers of an `AttentionSpec`.
 
         Raises:
-            ServerLostError: this window is spoiled.
+            ServerLostError: this step is spoiled.
         """
         if self._transport.spoiled is not None:
             raise ServerLostError(self._transport.spoiled)

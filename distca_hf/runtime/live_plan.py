@@ -239,7 +239,7 @@ class LivePlan:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a server was lost in this window: attention gives zeros and exchanges nothing until its end."""
+        """Whether a server was lost in this step: attention gives zeros and exchanges nothing until its end."""
         return self._orders is not None and self._orders.is_spoiled
 
     @property

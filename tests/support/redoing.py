@@ -1,4 +1,4 @@
-"""Training in which windows are spoiled and run again, with a script in the place of attention servers."""
+"""Training in which steps are spoiled and run again, with a script in the place of attention servers."""
 
 import random
 from collections.abc import Callable, Collection
@@ -22,7 +22,7 @@ NOT_REPEATED = ("second", "runtime", "_ms", "slowest", "mbytes")
 
 
 class Script:
-    """Says of which runs of a window a server is lost in, counted over a training; in place of a transport.
+    """Says of which runs of a step a server is lost in, counted over a training; in place of a transport.
 
     Attributes:
         runs: that began so far.
@@ -36,10 +36,10 @@ class Script:
         self.spoiled, self.from_call = spoiled, from_call
         self.runs = self._calls = 0
 
-    def begin_window(self) -> None:
+    def begin_step(self) -> None:
         self.runs, self._calls = self.runs + 1, 0
 
-    def end_window(self) -> bool:
+    def end_step(self) -> bool:
         return self.runs not in self.spoiled
 
     def spoils_call(self) -> bool:
