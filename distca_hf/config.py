@@ -247,9 +247,10 @@ class DistCAConfig(Settings):
     )
     server_speed: float = _setting(
         "server_speed",
-        1.0,
-        "Speed of an attention server relative to a trainer: plans give it work in proportion.",
-        positive=True,
+        0.0,
+        "Speed of an attention server relative to a trainer: plans give it work in proportion. 0: measured in "
+        "training, for each server.",
+        at_least=0,
     )
     kernel_times: str = _setting(
         "kernel_times",

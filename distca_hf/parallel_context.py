@@ -25,6 +25,10 @@ from distca_hf.settings import values_of
 from distca_hf.torch_private import wrapper_that_runs
 
 
+# Relative speed of an attention server until it is measured: that of a trainer.
+UNMEASURED_SPEED = 1.0
+
+
 class ParallelContext:
     """Settings, and the transports between the ranks that follow them: one for each device.
 
@@ -63,7 +67,7 @@ class ParallelContext:
         # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
         in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
         nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
-        speeds = (self.config.server_speed,) * len(nodes)
+        speeds = (self.config.server_speed or UNMEASURED_SPEED,) * len(nodes)
         return Servers(speeds, self.config.trainers_attend, nodes)
 
     @property
@@ -156,6 +160,11 @@ class ParallelContext:
             raise ConfigError(
                 "debug.check_exchanges compares exchanges of trainers alone, and attention servers take part in them; "
                 "leave one of the two out"
+            )
+        if self.config.deterministic and not self.config.server_speed:
+            raise ConfigError(
+                "deterministic=True wants the same gradients in every run, and server_speed=0 measures speeds, which "
+                "differ from run to run and divide attention between trainers and servers: give a server_speed"
             )
         if not self.members.are_the_job:
             raise ConfigError(

@@ -27,6 +27,7 @@ from distca_hf.comm.groups import StreamProgress
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.served import Servers
@@ -39,6 +40,8 @@ log = get_logger(__name__)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rosters that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
+# Plans without a vote on a step, before a warning that speeds are not measured.
+UNVOTED_PLANS = 100
 # Seconds between two looks at heartbeats.
 LOOK_SECONDS = 0.05
 
@@ -61,6 +64,7 @@ class ServedTransport:
         servers: their part in plans; None if none does.
         spoiled: words about the server that was lost in this step; None if none was.
         servers_lost: how many were lost so far.
+        speeds: of servers, from times of the steps that counted.
     """
 
     def __init__(
@@ -86,9 +90,10 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_window = self._closed = False
+        self._in_window = self._closed = self._has_voted = False
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
+        self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
         self._plans, self._alive = 0, set[int]()
         if settings.get("kv_residency") == "keep":
             log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
@@ -173,9 +178,13 @@ class ServedTransport:
             torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
         if self.spoiled is not None:
             self._wait_for_suspects()
-        rows = self.gather([int(self.spoiled is None), *self._fresh()], "vote on a step").wait()
-        counts, members = all(row[0] for row in rows), _agreed(rows)
-        self._in_window = False
+        shown = [int(self.spoiled is None), *self._fresh()]
+        rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
+        counts, members = all(row[0] for row in rows), _agreed([row[: len(shown)] for row in rows])
+        self._in_window, self._has_voted = False, True
+        if counts:
+            self.speeds.note([row[len(shown) :] for row in rows])
+            self.servers = self.speeds.present()
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -187,6 +196,11 @@ class ServedTransport:
             integers: the plan.
         """
         self._plans += 1
+        if self._plans == UNVOTED_PLANS and not self._has_voted and self.speeds.stopwatch is not None:
+            log.warning(
+                "attention servers count as fast as trainers: their speed is measured where steps can run again "
+                "(plugin.attach, plugin.attempts); for this training give a server_speed"
+            )
         orders = PlanOrders(self, self._plans)
         self._alive.add(self._plans)
         weakref.finalize(orders, self._alive.discard, self._plans)
@@ -281,7 +295,8 @@ class ServedTransport:
                 good, problem = 0, str(error)
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
-                self.servers = self._all.some([member.server for member in members])
+                self.speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
+                self.servers = self.speeds.present()
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return

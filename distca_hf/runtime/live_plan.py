@@ -18,11 +18,13 @@ import torch
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
 from distca_hf.comm.served_transport import PlanOrders
+from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.flops import ATTENTION_BACKWARD
+from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
@@ -87,6 +89,7 @@ class LivePlan:
         orders: posts its calls to attention servers; None if they take no part.
         may_keep: whether rows of other ranks may be kept until backward.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
+        stopwatch: measures this rank's kernels; None where nobody asks for their times.
 
     Attributes:
         numbers: numbers of every rank in the agreement, by name.
@@ -109,6 +112,7 @@ class LivePlan:
         orders: PlanOrders | None = None,
         may_keep: bool = True,
         replan: Callable[[], Planned | None] | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self.micro_batch = micro_batch
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
@@ -124,7 +128,7 @@ class LivePlan:
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
         self.retention = Retention(config, facts, may_keep and orders is None)
-        self._orders = orders
+        self._orders, self._stopwatch = orders, stopwatch
         self.handle = _register.add(self, config.plans_in_flight)
 
     def __copy__(self) -> "LivePlan":
@@ -224,9 +228,14 @@ class LivePlan:
     def order_call(
         self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec
     ) -> None:
-        """Posts an attention call to attention servers, if there are any, right before its exchanges."""
+        """Posts an attention call to attention servers, if there are any, right before its exchanges. Kernels that
+        follow are measured as those of this call."""
         if self._orders is not None:
             self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec)
+        if self._stopwatch is not None:
+            work, heads, dims = self.facts.work[self.transport.rank], q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
+            flops = 2 * dims * heads * work // self.facts.rows_per_token
+            self._stopwatch.begin_call(flops if phase is Phase.FORWARD else round(ATTENTION_BACKWARD * flops))
 
     @property
     def is_spoiled(self) -> bool:
@@ -279,7 +288,7 @@ class LivePlan:
             for x in (q, k, v):
                 self._check_fit(x, where)
             kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v, sinks_N), spec)
-        return kernel
+        return kernel if self._stopwatch is None else MeasuredKernel(kernel, self._stopwatch.kernel)
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, Phase, PlanOrde
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
 from distca_hf.comm.served_transport import DTYPES
+from distca_hf.comm.speeds import Reading, Stopwatch, report
 from distca_hf.config import DistCAConfig, config_of
 from distca_hf.errors import (
     ConfigError,
@@ -139,12 +140,16 @@ class Service:
 
     Attributes:
         config: settings of the trainers' plugin.
+        report: shows trainers what was measured since the roster began.
+        stopwatch: of this server's kernels.
         plans: live plans by number.
     """
 
     transport: RosterTransport
     config: DistCAConfig
     device: torch.device
+    report: Callable[[Reading], None]
+    stopwatch: Stopwatch
     plans: dict[int, LivePlan] = field(default_factory=dict)
     rows: dict[tuple[int, ...], NoRows] = field(default_factory=dict)
 
@@ -154,6 +159,7 @@ class Service:
         Raises:
             PlanMismatchError: it is not the plan that the trainers made.
         """
+        self.report(self.stopwatch.read())  # once per micro-batch, and not beside its calls
         plan = plan_from_integers(order.integers)
         if plan.fingerprint != order.fingerprint:
             raise PlanMismatchError(
@@ -171,6 +177,7 @@ class Service:
             self.config,
             fingerprint=plan.fingerprint,
             may_keep=False,
+            stopwatch=self.stopwatch,
         )
 
     @torch.no_grad()
@@ -343,12 +350,14 @@ class Server:
         except Exception as error:  # of a driver, too: trainers would wait for an answer
             invitation.refuse(self._member.server, f"{type(error).__name__}: {error}")
             raise
+        show = partial(report, invitation.store, self._member.server)
+        show(Reading())  # before the answer, so that trainers find it
         transport = invitation.accept(
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
         )
         # Containers may share the name of a host and not its processes.
         self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if _is_running(one)]
-        return Service(transport, config, device)
+        return Service(transport, config, device, show, Stopwatch(device))
 
     def _lost(self, roster: int) -> str | None:
         """Returns words about a roster that trainers have given up; None for others."""

@@ -172,7 +172,7 @@ def settings() -> Numbers:
     for given in (
         {"server_speed": 0.3, "trainers_attend": not launched_servers()},
         {"server_speed": 4.0, "kv_residency": "keep"},
-        {"kv_residency": "refetch", "deterministic": True},
+        {"kv_residency": "refetch", "deterministic": True, "server_speed": 1.0},
     ):
         plugin = new_plugin(**given)
         numbers += loop(plugin, enabled(plugin))

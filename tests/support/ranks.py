@@ -66,13 +66,17 @@ def run_ranks(
     *arguments: Any,
     backend: str = "gloo",
     servers: int = 0,
+    before_serving: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank.
 
     Args:
         servers: attention servers beside them; they must end well, too, and have no result.
+        before_serving: called in every server first.
     """
-    outcomes = start_ranks(world_size, function, folder, *arguments, backend=backend, servers=servers)
+    outcomes = start_ranks(
+        world_size, function, folder, *arguments, backend=backend, servers=servers, before_serving=before_serving
+    )
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed:
         raise AssertionError(

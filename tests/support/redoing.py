@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from distca_hf.comm.speeds import ServerSpeeds
+from distca_hf.planning.served import Servers
 from support.data import random_dataset
 from support.models import tiny_model
 from support.training import SEED, computing_arguments, quiet_arguments, sft_trainer
@@ -28,6 +30,7 @@ class Script:
 
     rank = servers_lost = 0
     members = ()
+    speeds = ServerSpeeds(Servers((1.0,)), False, torch.device("cpu"))
 
     def __init__(self, spoiled: Collection[int] = (), from_call: int = 3) -> None:
         self.spoiled, self.from_call = spoiled, from_call

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from distca_hf.comm.speeds import Reading
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.redo import (
@@ -64,6 +65,7 @@ class RedoneSteps(TrainerCallback):
 
     def __init__(self, trainer: Trainer, context: ParallelContext) -> None:
         self.count = self._logged = 0
+        self._busy_before = Reading()
         self._trainer, self._context = trainer, context
         self._run_micro_batch = trainer.training_step
         self._step: RepeatableStep | None = None
@@ -88,7 +90,8 @@ class RedoneSteps(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Adds how many windows ran again since the log before, and how many servers there are and were lost."""
+        """Adds how many windows ran again since the log before, how many servers there are and were lost, and for
+        which share of the time they computed."""
         if logs is None or "loss" not in logs or self._context.config.metrics != "all":
             return
         transport = served_transport(self._context, args.device)
@@ -97,7 +100,10 @@ class RedoneSteps(TrainerCallback):
             "distca/servers": float(len(transport.members)),
             "distca/servers_lost": float(transport.servers_lost),
         }
-        self._logged = self.count
+        busy = transport.speeds.busy.since(self._busy_before).busy_fraction
+        if busy is not None:
+            metrics["distca/server_busy_fraction"] = busy
+        self._logged, self._busy_before = self.count, transport.speeds.busy
         add_metrics(metrics, logs, state)
 
     def _training_step(
