@@ -1,4 +1,4 @@
-"""All settings in one dataclass, rarely used ones in groups; the only place that reads the environment.
+"""All settings in one dataclass, rarely used ones in groups; only this file and `launched` read the environment.
 
 A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>` or
 `DISTCA_<GROUP>_<FIELD>`, the default.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distca_hf.errors import ConfigError, UnknownSettingError, nearest
-from distca_hf.launched import CARVED, read_servers
+from distca_hf.launched import LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
     described,
@@ -247,9 +247,10 @@ class DistCAConfig(Settings):
     )
     server_speed: float = _setting(
         "server_speed",
-        1.0,
-        "Speed of an attention server relative to a trainer: plans give it work in proportion.",
-        positive=True,
+        0.0,
+        "Speed of an attention server relative to a trainer: plans give it work in proportion. 0: measured in "
+        "training, for each server.",
+        at_least=0,
     )
     kernel_times: str = _setting(
         "kernel_times",
@@ -330,7 +331,8 @@ def unknown_environment_settings() -> dict[str, str | None]:
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
-    unknown = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)} - set(variables.values()) - {CARVED}
+    given = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)}
+    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
 

@@ -8,6 +8,10 @@ import difflib
 from collections import abc
 
 
+# Characters of another package's message that a message of ours holds.
+LONGEST_LINE = 300
+
+
 class DistCAError(Exception):
     """Base of everything raised on purpose."""
 
@@ -58,6 +62,11 @@ class StoreLostError(PeerLostError):
 
 class StepTimeoutError(DistCAError, TimeoutError):
     """An exchange did not finish before its deadline."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the beginning of another package's message; the name of the error's class if it has none."""
+    return str(error).partition("\n")[0][:LONGEST_LINE] or type(error).__name__
 
 
 def and_more(others: int) -> str:

@@ -13,7 +13,7 @@ from distca_hf.errors import ConfigError
 
 
 # Variable of the environment that says how many servers each node has, once roles are taken: "1,1".
-CARVED = "DISTCA_CARVED"
+LAUNCHED_SERVERS = "DISTCA_LAUNCHED_SERVERS"
 # Exit status of an attention server that has nobody to serve: the trainers or their launcher are gone.
 TRAINERS_GONE = 3
 NO_STORE = (
@@ -48,10 +48,10 @@ class Role:
         LOCAL_RANK, and so the device, stays as it was launched; so does the number of the node. Servers are ranks
         behind all trainers: no line of a log then has the rank of both.
         """
-        carved = {CARVED: ",".join(map(str, self.servers_of_nodes))}
+        launched = {LAUNCHED_SERVERS: ",".join(map(str, self.servers_of_nodes))}
         if self.is_server:
-            return carved | {"RANK": str(self.num_trainers + self.number)}
-        return carved | {
+            return launched | {"RANK": str(self.num_trainers + self.number)}
+        return launched | {
             "RANK": str(self.number),
             "WORLD_SIZE": str(self.num_trainers),
             "LOCAL_WORLD_SIZE": str(self.trainers_per_node),
@@ -161,9 +161,9 @@ def launched_nodes() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
-def carved_servers() -> tuple[int, ...]:
+def launched_servers() -> tuple[int, ...]:
     """Returns how many processes of each node were made attention servers; () if none."""
-    return read_servers(os.environ[CARVED]) if CARVED in os.environ else ()
+    return read_servers(os.environ[LAUNCHED_SERVERS]) if LAUNCHED_SERVERS in os.environ else ()
 
 
 def launched_process() -> LaunchedProcess:
@@ -174,10 +174,10 @@ def launched_process() -> LaunchedProcess:
     """
     if not is_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ConfigError(NO_STORE)
-    if CARVED in os.environ:
+    if LAUNCHED_SERVERS in os.environ:
         raise ConfigError(
-            f"{CARVED}={os.environ[CARVED]}: this process has its role already. Where its script starts another "
-            f"training, remove {CARVED} from the environment of that one"
+            f"{LAUNCHED_SERVERS}={os.environ[LAUNCHED_SERVERS]}: this process has its role already. Where its "
+            f"script starts another training, remove {LAUNCHED_SERVERS} from the environment of that one"
         )
     return LaunchedProcess(
         rank=launched_rank(),
@@ -258,19 +258,19 @@ def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes:
         )
 
 
-def check_carved(attention_servers: str, trainers_attend: bool, carved: tuple[int, ...]) -> None:
+def check_launched_servers(attention_servers: str, trainers_attend: bool, launched: tuple[int, ...]) -> None:
     """Checks that a plugin asks for the servers that were launched.
 
     Args:
         attention_servers: the plugin's setting.
         trainers_attend: the plugin's setting.
-        carved: servers of each node that were launched; () for none.
+        launched: servers of each node that were launched; () for none.
 
     Raises:
         ConfigError: it asks for others, or only servers may attend and there are none.
     """
     wanted = read_servers(attention_servers)
-    if not any(carved):
+    if not any(launched):
         if any(wanted):
             raise ConfigError(
                 f"attention_servers={attention_servers}, but no server was launched: start the script with distca "
@@ -282,8 +282,8 @@ def check_carved(attention_servers: str, trainers_attend: bool, carved: tuple[in
                 "let trainers attend"
             )
         return
-    if len(wanted) not in (1, len(carved)) or servers_of_nodes(attention_servers, len(carved)) != carved:
+    if len(wanted) not in (1, len(launched)) or servers_of_nodes(attention_servers, len(launched)) != launched:
         raise ConfigError(
-            f"attention_servers={attention_servers} in the plugin, but {','.join(map(str, carved))} servers were "
+            f"attention_servers={attention_servers} in the plugin, but {','.join(map(str, launched))} servers were "
             "launched on the nodes: give the number in the recipe or with --attention-servers, and none in the script"
         )

@@ -19,10 +19,14 @@ from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
-from distca_hf.launched import carved_servers, check_carved, launched_ranks_per_node
+from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
 from distca_hf.planning.served import Servers
 from distca_hf.settings import values_of
 from distca_hf.torch_private import wrapper_that_runs
+
+
+# Relative speed of an attention server until it is measured: that of a trainer.
+UNMEASURED_SPEED = 1.0
 
 
 class ParallelContext:
@@ -52,18 +56,18 @@ class ParallelContext:
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        return Members.of(self._group, sum(carved_servers()))
+        return Members.of(self._group, sum(launched_servers()))
 
     @property
     def servers(self) -> Servers | None:
         """Attention servers that take part in training; None if there are none."""
-        per_node = carved_servers()
+        per_node = launched_servers()
         if not sum(per_node):
             return None
         # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
         in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
         nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
-        speeds = (self.config.server_speed,) * len(nodes)
+        speeds = (self.config.server_speed or UNMEASURED_SPEED,) * len(nodes)
         return Servers(speeds, self.config.trainers_attend, nodes)
 
     @property
@@ -149,13 +153,18 @@ class ParallelContext:
         Raises:
             ConfigError: servers were asked for and none were started, or others; or a setting does not work with them.
         """
-        check_carved(self.config.attention_servers, self.config.trainers_attend, carved_servers())
+        check_launched_servers(self.config.attention_servers, self.config.trainers_attend, launched_servers())
         if self.servers is None:
             return
         if self.config.debug.check_exchanges:
             raise ConfigError(
                 "debug.check_exchanges compares exchanges of trainers alone, and attention servers take part in them; "
                 "leave one of the two out"
+            )
+        if self.config.deterministic and not self.config.server_speed:
+            raise ConfigError(
+                "deterministic=True wants the same gradients in every run, and server_speed=0 measures speeds, which "
+                "differ from run to run and divide attention between trainers and servers: give a server_speed"
             )
         if not self.members.are_the_job:
             raise ConfigError(

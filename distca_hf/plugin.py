@@ -110,15 +110,15 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         )
 
     def attempts(
-        self, model: torch.nn.Module, window: Sequence[Mapping[str, Any]]
+        self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
     ) -> Iterator[AbstractContextManager[object]]:
         """Yields attempts at an optimizer step in a loop of your own: one, and another while an attention server was
         lost in it.
 
         ```python
-        for attempt in plugin.attempts(model, window):
+        for attempt in plugin.attempts(model, batches):
             with attempt:                                 # all sums of the step begin in here
-                for batch in window:
+                for batch in batches:
                     model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -129,13 +129,13 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
 
         Args:
             model: as the loop calls it, wrapped or not; without gradients of earlier steps.
-            window: all batches of the step on this rank.
+            batches: all batches of the step on this rank.
 
         Raises:
             ConfigError: the model was not enabled, or is an engine of DeepSpeed; or an attempt was not entered.
             PeerLostError: servers were lost in four attempts.
         """
-        return attempts(model, window, self)
+        return attempts(model, batches, self)
 
     def attach(self, trainer: "Trainer") -> None:
         """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.

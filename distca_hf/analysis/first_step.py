@@ -238,7 +238,7 @@ def run_baselines(request: PlanRequest, batches: Sequence[IntArray]) -> Iterator
     """Yields name, micro-steps and seconds of every baseline; each has the same documents in the same order.
 
     Args:
-        request: world and model.
+        request: ranks and model.
         batches: lengths of the documents of every micro-step.
     """
     for run in _each_micro_step(request):

@@ -289,6 +289,7 @@ class PlacedLoader:
             agreement=agreement,
             orders=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
             replan=None if served is None else Replanner(served, self.preparer, prepared, number),
+            stopwatch=None if served is None else served.speeds.stopwatch,
         )
         batch = {
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},

@@ -103,8 +103,9 @@ class PackPlanner:
         if not layout.num_documents:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
         servers = self._servers if trains else None  # evaluation uses none
-        if isinstance(self._transport, ServedTransport) and trains:
-            servers = self._transport.servers  # some may be lost
+        served = self._transport if isinstance(self._transport, ServedTransport) and trains else None
+        if served is not None:
+            servers = served.servers  # some may be lost
         plan, topology = self._plan(layout, servers)
         num_chunks = self._config.num_chunks(topology)
         mine = rank_plan(plan, self._transport.rank, num_chunks, layout.rank_work)
@@ -122,6 +123,7 @@ class PackPlanner:
             config=self._config,
             fingerprint=plan.fingerprint,
             orders=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
+            stopwatch=None if served is None else served.speeds.stopwatch,
         )
 
     def _plan(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:

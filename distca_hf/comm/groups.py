@@ -29,7 +29,7 @@ from distca_hf.comm.heartbeats import Repeated
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.errors import ConfigError, PeerLostError
+from distca_hf.errors import ConfigError, PeerLostError, first_line
 from distca_hf.launched import launched_world_size
 from distca_hf.torch_private import (
     RowGroup,
@@ -230,7 +230,7 @@ def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, er
         f"rank {members.rank} waited {waited_seconds:.0f} s for all {len(members.row_ranks)} ranks to open their "
         f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "
         f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
-        f"timeouts.agreement_seconds. Cause: {str(error).partition(chr(10))[0][:300]}"
+        f"timeouts.agreement_seconds. Cause: {first_line(error)}"
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distca_hf.errors import first_line
 from distca_hf.launched import TRAINERS_GONE
 from distca_hf.telemetry import get_logger
 
@@ -149,9 +150,7 @@ class Heartbeat:
             self._store.set(_beat(self._server), f"{self._incarnation}.{self._count}")
             self._spoiled.look()
         except RuntimeError as error:
-            self._leave(
-                f"the launcher's store is gone, and with it the job ({str(error).partition(chr(10))[0][:300]})"
-            )
+            self._leave(f"the launcher's store is gone, and with it the job ({first_line(error)})")
         try:
             if self._pipe is not None:
                 os.write(self._pipe, b".")

@@ -26,7 +26,7 @@ import numpy as np
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
-from distca_hf.errors import PlanMismatchError, StoreLostError
+from distca_hf.errors import PlanMismatchError, StoreLostError, first_line
 from distca_hf.launched import launched_store
 
 
@@ -111,7 +111,7 @@ class CallOrder(NamedTuple):
         plan: number of the plan.
         phase: a `Phase`.
         query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
-        dtype: number of their dtype in `comm.rosters.DTYPES`.
+        dtype: number of their dtype in `comm.served_transport.DTYPES`.
         slot: number under which a server keeps rows that it received in forward until backward; 0: it keeps none.
         spec: numbers of an `AttentionSpec`, as doubles.
     """
@@ -213,7 +213,7 @@ def open_store(timeout_seconds: float) -> Store:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
         raise StoreLostError(
-            f"the launcher's store at {host}:{port} cannot be reached: {str(error).partition(chr(10))[0][:300]}"
+            f"the launcher's store at {host}:{port} cannot be reached: {first_line(error)}"
         ) from error
     return PrefixStore(f"distca_hf/servers/{attempt}", store)
 
@@ -241,7 +241,7 @@ class Outbox:
             except RuntimeError as error:
                 raise StoreLostError(
                     f"attention server {server[0]} cannot be reached: the launcher's store is gone "
-                    f"({str(error).partition(chr(10))[0][:300]})"
+                    f"({first_line(error)})"
                 ) from error
 
 
@@ -281,7 +281,7 @@ class Inbox:
         except RuntimeError as error:
             raise StoreLostError(
                 f"attention server {self._server}: the launcher's store is gone, and with it the job "
-                f"({str(error).partition(chr(10))[0][:300]})"
+                f"({first_line(error)})"
             ) from error
         return message
 
@@ -314,9 +314,7 @@ def has_ended(store: Store, trainer: int) -> bool:
     try:
         return bool(store.check([_ended(trainer)]))
     except RuntimeError as error:
-        raise StoreLostError(
-            f"the launcher's store is gone, and with it the job ({str(error).partition(chr(10))[0][:300]})"
-        ) from error
+        raise StoreLostError(f"the launcher's store is gone, and with it the job ({first_line(error)})") from error
 
 
 def _ended(trainer: int) -> str:

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distca_hf.errors import DistCAError, PeerLostError
+from distca_hf.errors import DistCAError, PeerLostError, first_line
 from distca_hf.telemetry import NAME, OF_THIS_RANK, get_logger, leave_for_launcher, this_rank
 from distca_hf.torch_private import default_store
 
@@ -102,8 +102,7 @@ class RollCall:
                     break
                 time.sleep(POLL_SECONDS)
         except RuntimeError as error:
-            words = str(error).partition("\n")[0] or type(error).__name__
-            return {0: f"cannot be asked, and with it the job's store is gone ({words})", **found}
+            return {0: f"cannot be asked, and with it the job's store is gone ({first_line(error)})", **found}
         return found | {
             rank: f"does not answer after {self._patience_seconds:g} s (killed, stopped, or not in this exchange)"
             for rank in sorted(waiting)

@@ -27,7 +27,7 @@ from distca_hf.comm.orders import read, write
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
-from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
 from distca_hf.torch_private import RowGroup
 from distca_hf.version import __version__
 
@@ -53,6 +53,12 @@ class Member(NamedTuple):
 
     server: int
     incarnation: int
+
+
+def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
+    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
+    starts = zip(*(row[1:] for row in rows), strict=True)
+    return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
 
 
 class Answers(NamedTuple):
@@ -137,9 +143,7 @@ class RosterTransport(TorchTransport):
     def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
         """Returns the error to raise for a failed exchange."""
         if self._may_spoil():
-            return ServerLostError(
-                f"rank {self.rank}, {where}: {self._lost() or str(error).partition(chr(10))[0][:300]}"
-            )
+            return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
         words = self._lost()
         known = super().failure(error, where, began)
         return ServerLostError(f"{known}" if words is None else f"{known} Of attention servers: {words}")
@@ -301,7 +305,7 @@ def meet(
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {rank} waited in vain for all {num_trainers} trainers and {len(members)} attention "
-            f"servers to open their group. Cause: {str(error).partition(chr(10))[0][:300]}"
+            f"servers to open their group. Cause: {first_line(error)}"
         ) from error
     rollcall.announce_uncaught_errors()
     return RosterTransport(group, rollcall, device, num_trainers, lost, may_spoil, traffic)

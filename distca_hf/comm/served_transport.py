@@ -1,16 +1,16 @@
 """Served transport: a trainer's transport whose exchanges reach attention servers, and which outlives those that are
 lost.
 
-    window of an optimizer step    begin ── exchanges ── end: vote
-                                              │            ├─ all well ───────────── the window counts
-    a server is lost ─────────────────────────┘            └─ spoiled: new roster ── the window runs again
+    an optimizer step    begin ── exchanges ── end: vote
+                                    │            ├─ all well ───────────── the step counts
+    a server is lost ───────────────┘            └─ spoiled: new roster ── the step runs again
 
-Outside of a window a lost server ends the job. Inside, the window is spoiled: attention gives zeros and exchanges
+Outside of a step a lost server ends the job. Inside, the step is spoiled: attention gives zeros and exchanges
 nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
 into the launcher's store, where the others look.
 
 Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
-needs a number of it. There the thread that looks at heartbeats spoils the window, and aborts the exchanges.
+needs a number of it. There the thread that looks at heartbeats spoils the step, and aborts the exchanges.
 """
 
 import math
@@ -27,7 +27,8 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.groups import StreamProgress
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
-from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.served import Servers
@@ -40,6 +41,8 @@ log = get_logger(__name__)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rosters that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
+# Plans without a vote on a step, before a warning that speeds are not measured.
+UNVOTED_PLANS = 100
 # Seconds between two looks at heartbeats.
 LOOK_SECONDS = 0.05
 
@@ -60,8 +63,9 @@ class ServedTransport:
         roster: number of the present connection.
         members: servers that take part.
         servers: their part in plans; None if none does.
-        spoiled: words about the server that was lost in this window; None if none was.
+        spoiled: words about the server that was lost in this step; None if none was.
         servers_lost: how many were lost so far.
+        speeds: of servers, from times of the steps that counted.
         room_bytes: that rows may take on each member until backward.
     """
 
@@ -88,9 +92,10 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_window = self._closed = False
+        self._in_window = self._closed = self._has_voted = False
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
+        self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
         self._plans, self._alive = 0, set[int]()
         self._watch.begin(self._look_at_exchanges)
         self._open(self._all_members(patience_seconds), patience_seconds)
@@ -99,7 +104,7 @@ class ServedTransport:
         """Starts an uneven all-to-all among trainers and members.
 
         Raises:
-            ServerLostError: a server was lost; inside a window, the window is spoiled.
+            ServerLostError: a server was lost; inside a step that can run again, the step is spoiled.
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
@@ -107,20 +112,20 @@ class ServedTransport:
         try:
             return ServedExchange(self, self._wires.exchange(asked))
         except (PeerLostError, StepTimeoutError) as error:
-            raise self.loss(error) from error
+            raise self.failure(error) from error
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         return self.among_trainers.gather(values, where)
 
-    def loss(self, error: DistCAError) -> DistCAError:
-        """Returns the error to raise for a failed exchange; inside a window it is spoiled."""
+    def failure(self, error: DistCAError) -> DistCAError:
+        """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""
         if not self._in_window:
             return error
         self._spoil(str(error))
         return ServerLostError(self.spoiled)
 
     def _spoil(self, words: str) -> None:
-        """Spoils the window, here and for all trainers."""
+        """Spoils the step, here and for all trainers."""
         if self.spoiled is None:
             self.spoiled = words  # before the abort: rows of an aborted exchange look like others
             self._watch.spoil(self.roster, words)
@@ -157,13 +162,12 @@ class ServedTransport:
         leave_for_launcher(words)
         os._exit(1)
 
-    def begin_window(self) -> None:
-        """Begins the window of an optimizer step that can run again: a lost server spoils it, and does not end the
-        job."""
+    def begin_step(self) -> None:
+        """Begins an optimizer step that can run again: a lost server spoils it, and does not end the job."""
         self._in_window = True
 
-    def end_window(self) -> bool:
-        """Ends a window, and returns whether it counts: on all trainers, or on none. Trainers call it together.
+    def end_step(self) -> bool:
+        """Ends a step, and returns whether it counts: on all trainers, or on none. Trainers call it together.
 
         Servers that were lost are left out from now on, and those that came take part.
 
@@ -171,12 +175,16 @@ class ServedTransport:
             PeerLostError: a trainer was lost; or no roster could be opened.
         """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the window
+            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
         if self.spoiled is not None:
             self._wait_for_suspects()
-        rows = self.gather([int(self.spoiled is None), *self._fresh()], "vote on a step").wait()
-        counts, members = all(row[0] for row in rows), _agreed(rows)
-        self._in_window = False
+        shown = [int(self.spoiled is None), *self._fresh()]
+        rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
+        counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
+        self._in_window, self._has_voted = False, True
+        if counts:
+            self.speeds.note([row[len(shown) :] for row in rows])
+            self.servers = self.speeds.present()
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -188,6 +196,11 @@ class ServedTransport:
             integers: the plan.
         """
         self._plans += 1
+        if self._plans == UNVOTED_PLANS and not self._has_voted and self.speeds.stopwatch is not None:
+            log.warning(
+                "attention servers count as fast as trainers: their speed is measured where steps can run again "
+                "(plugin.attach, plugin.attempts); for this training give a server_speed"
+            )
         orders = PlanOrders(self, self._plans)
         self._alive.add(self._plans)
         weakref.finalize(orders, self._alive.discard, self._plans)
@@ -228,7 +241,7 @@ class ServedTransport:
                 f"{', '.join(map(str, silent))} of {self._all.count}, and found no heartbeat; look at its own words"
             )
         rows = self.gather(self._fresh(), "attention servers").wait()
-        return _agreed([[1, *row] for row in rows])
+        return agreed([[1, *row] for row in rows])
 
     def _fresh(self) -> list[int]:
         """Returns the starts of each server, counted from 1; 0 for one that is lost."""
@@ -282,11 +295,12 @@ class ServedTransport:
                 good, problem = 0, str(error)
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
-                self.servers = self._all.some([member.server for member in members])
+                self.speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
+                self.servers = self.speeds.present()
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return
-            members = _agreed(rows)
+            members = agreed(rows)
         raise PeerLostError(
             f"rank {self.rank}: {OPENINGS} rosters of attention servers could not be opened, one after the other; the "
             f"last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
@@ -329,7 +343,7 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows on their way; a lost server may spoil the window."""
+    """Rows on their way; a lost server may spoil the step."""
 
     def __init__(self, transport: ServedTransport, exchange: Exchange) -> None:
         self._transport, self._exchange = transport, exchange
@@ -338,7 +352,7 @@ class ServedExchange:
         try:
             return self._exchange.wait()
         except (PeerLostError, StepTimeoutError) as error:
-            raise self._transport.loss(error) from error
+            raise self._transport.failure(error) from error
 
 
 class PlanOrders:
@@ -356,7 +370,7 @@ class PlanOrders:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a server was lost in this window: attention gives zeros."""
+        """Whether a server was lost in this step: attention gives zeros."""
         return self._transport.spoiled is not None
 
     def call(
@@ -371,20 +385,13 @@ class PlanOrders:
         """Posts an attention call on tensors like these.
 
         Args:
-            spec: numbers of an `AttentionSpec`.
-            slot: see `CallOrder`.
+            spec, slot: see `CallOrder`.
 
         Raises:
-            ServerLostError: this window is spoiled.
+            ServerLostError: this step is spoiled.
         """
         if self._transport.spoiled is not None:
             raise ServerLostError(self._transport.spoiled)
         shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
         dtype = DTYPES.index(q_TNH.dtype)
         self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, tuple(spec)))
-
-
-def _agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
-    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
-    starts = zip(*(row[1:] for row in rows), strict=True)
-    return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)

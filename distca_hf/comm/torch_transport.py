@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
-from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError, first_line
 from distca_hf.torch_private import AllToAllFunction, RowGroup, all_to_all_of
 
 
@@ -155,8 +155,7 @@ class TorchTransport:
         in_words = self._rollcall.missing_in_words(0.0 if began is None else time.monotonic() - began)
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
         missing = "; ".join(in_words) or "all ranks still answer"
-        cause = str(error).partition("\n")[0][:300] or type(error).__name__
-        message = f"rank {self.rank}, {where}: {missing}. Last exchanges: {recent}. Cause: {cause}"
+        message = f"rank {self.rank}, {where}: {missing}. Last exchanges: {recent}. Cause: {first_line(error)}"
         if "timed out" in str(error).lower():
             return StepTimeoutError(
                 f"{message}. Deadlines are timeouts.exchange_seconds and timeouts.agreement_seconds."

@@ -1,10 +1,10 @@
-"""Redo: the window of an optimizer step runs again if an attention server was lost in it.
+"""Redo: an optimizer step runs again if an attention server was lost in it.
 
     begin ── forward and backward of all micro-batches ──▶ counts? ── yes ──▶ clip, step
       ▲                                                       │ no
       └──────── gradients discarded, states restored ◀────────┘
 
-Attention gives zeros from the moment that a server is lost until the window ends. So a window always runs to its last
+Attention gives zeros from the moment that a server is lost until the step ends. So a step always runs to its last
 micro-batch, and collectives of FSDP and ZeRO stay matched. Its gradients are discarded then. Random states and sums
 are restored, so that the second run gives the numbers that the first one would have given.
 """
@@ -29,7 +29,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Most times that one window runs again.
+# Most times that one step runs again.
 MOST_REDOS = 3
 
 # Puts a state back as it was when the function was made.
@@ -37,7 +37,7 @@ Restore = Callable[[], object]
 Batch = Mapping[str, Any]
 
 
-class Window:
+class RepeatableStep:
     """The micro-batches of one optimizer step, until their gradients are known to be whole.
 
     Args:
@@ -53,19 +53,19 @@ class Window:
         self.redos = 0
         self._transport, self._where = transport, where
         self._restore = [one() for one in keep]
-        transport.begin_window()
+        transport.begin_step()
 
     def counts(self) -> bool:
-        """Ends the window, behind the backward pass of its last micro-batch. A collective call.
+        """Ends the step, behind the backward pass of its last micro-batch. A collective call.
 
         Returns:
-            Whether its gradients are whole. If not, states are restored and the window is open again: the caller
+            Whether its gradients are whole. If not, states are restored and the step is open again: the caller
             discards the gradients and runs all micro-batches once more.
 
         Raises:
             PeerLostError: servers were lost in every run.
         """
-        if self._transport.end_window():
+        if self._transport.end_step():
             return True
         if self.redos == MOST_REDOS:
             raise PeerLostError(
@@ -77,7 +77,7 @@ class Window:
         log.warning("%s runs again: an attention server was lost in it", self._where)
         for restore in self._restore:
             restore()
-        self._transport.begin_window()
+        self._transport.begin_step()
         return False
 
 
@@ -143,13 +143,13 @@ def served_transport(context: ParallelContext, device: torch.device) -> ServedTr
 
 
 def attempts(
-    model: nn.Module, window: Sequence[Batch], context: ParallelContext
+    model: nn.Module, batches: Sequence[Batch], context: ParallelContext
 ) -> Iterator[AbstractContextManager[object]]:
     """Yields one attempt at an optimizer step, and another one while attention servers were lost in it.
 
     Args:
         model: as the loop calls it, wrapped or not; its gradients are those of this step alone.
-        window: all batches of the step on this rank.
+        batches: all batches of the step on this rank.
 
     Raises:
         ConfigError: the model was not enabled, or an engine steps by itself; or an attempt was not entered.
@@ -168,10 +168,10 @@ def attempts(
             "plugin.attempts got an engine of DeepSpeed, which steps in the midst of an attempt: train with a Trainer "
             "and plugin.attach(trainer), or leave attempts out; then a lost attention server ends the job"
         )
-    placed = [batch for batch in window if batch.get("distca_plan") is not None]
+    placed = [batch for batch in batches if batch.get("distca_plan") is not None]
     device = tokens_of(placed[0]).device if placed else context.device
     keep = [lambda: keep_random_states(device), lambda: keep_packs(watch)]
-    step, results = Window(served_transport(context, device), "an optimizer step", keep), list[bool]()
+    step, results = RepeatableStep(served_transport(context, device), "an optimizer step", keep), list[bool]()
     while True:
         yield _attempt(step, results)
         if not results:
@@ -182,7 +182,7 @@ def attempts(
 
 
 @contextmanager
-def _attempt(step: Window, results: list[bool]) -> Iterator[None]:
+def _attempt(step: RepeatableStep, results: list[bool]) -> Iterator[None]:
     """Adds to the results whether the gradients of a `with` block count."""
     with refuse_steps():
         yield

@@ -18,16 +18,18 @@ import torch
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
 from distca_hf.comm.served_transport import PlanOrders
+from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.flops import ATTENTION_BACKWARD
+from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.retention import Retention
+from distca_hf.runtime.retention import Retention, Slots
 
 
 class Planned(NamedTuple):
@@ -86,6 +88,7 @@ class LivePlan:
         fingerprint: of the plan.
         orders: posts its calls to attention servers; None if they take no part.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
+        stopwatch: measures this rank's kernels; None where nobody asks for their times.
 
     Attributes:
         numbers: numbers of every rank in the agreement, by name.
@@ -107,6 +110,7 @@ class LivePlan:
         fingerprint: int = 0,
         orders: PlanOrders | None = None,
         replan: Callable[[], Planned | None] | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self.micro_batch = micro_batch
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
@@ -121,10 +125,9 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self._orders = orders
+        self._orders, self._stopwatch = orders, stopwatch
         self.retention = self._new_retention()
-        self._slots: set[int] = set()
-        self._last_slot = 0
+        self._slots = Slots()
         self.handle = _register.add(self, config.plans_in_flight)
 
     def __copy__(self) -> "LivePlan":
@@ -235,13 +238,8 @@ class LivePlan:
         Returns:
             The slot in which they do; 0: they do not.
         """
-        if self._orders is None:
-            return 0
-        slot = self._last_slot + 1 if keeps else 0
-        self._orders.call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
-        if keeps:
-            self._last_slot = slot
-            self._slots.add(slot)
+        slot = self._slots.open() if keeps and self._orders is not None else 0
+        self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
         return slot
 
     def order_backward(
@@ -256,16 +254,30 @@ class LivePlan:
         Returns:
             Whether rows were kept, by this rank and by servers.
         """
-        if self._orders is None:
-            return self.retention.keeps is True
-        number = len(slot) if len(slot) in self._slots else 0
-        self._orders.call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
-        self._slots.discard(number)
-        return number > 0
+        number = self._slots.close(slot)
+        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
+        return self.retention.keeps is True if self._orders is None else number > 0
+
+    def _order_call(
+        self,
+        phase: Phase,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        slot: int,
+    ) -> None:
+        """Posts a call. Kernels that follow are measured as those of this call."""
+        if self._orders is not None:
+            self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec, slot)
+        if self._stopwatch is not None:
+            work, heads, dims = self.facts.work[self.transport.rank], q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
+            flops = 2 * dims * heads * work // self.facts.rows_per_token
+            self._stopwatch.begin_call(flops if phase is Phase.FORWARD else round(ATTENTION_BACKWARD * flops))
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a server was lost in this window: attention gives zeros and exchanges nothing until its end."""
+        """Whether a server was lost in this step: attention gives zeros and exchanges nothing until its end."""
         return self._orders is not None and self._orders.is_spoiled
 
     @property
@@ -314,7 +326,7 @@ class LivePlan:
             for x in (q, k, v):
                 self._check_fit(x, where)
             kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v, sinks_N), spec)
-        return kernel
+        return kernel if self._stopwatch is None else MeasuredKernel(kernel, self._stopwatch.kernel)
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, Phase, PlanOrde
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
 from distca_hf.comm.served_transport import DTYPES
+from distca_hf.comm.speeds import Reading, Stopwatch, report
 from distca_hf.config import DistCAConfig, config_of
 from distca_hf.errors import (
     ConfigError,
@@ -139,16 +140,18 @@ class Service:
 
     Attributes:
         config: settings of the trainers' plugin.
-        plans: live plans by number.
-        kept: rows that calls of forward have received, by plan and slot.
+        report: shows trainers what was measured since the roster began.
+        stopwatch: of this server's kernels.
+        plans: live plans by number, and rows that are kept for their backward passes, by slot.
     """
 
     transport: RosterTransport
     config: DistCAConfig
     device: torch.device
-    plans: dict[int, LivePlan] = field(default_factory=dict)
+    report: Callable[[Reading], None]
+    stopwatch: Stopwatch
+    plans: dict[int, tuple[LivePlan, dict[int, Kept]]] = field(default_factory=dict)
     rows: dict[tuple[int, ...], NoRows] = field(default_factory=dict)
-    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
 
     def take_plan(self, order: PlanOrder) -> None:
         """Routes a plan, and drops those that no trainer holds any more.
@@ -156,6 +159,7 @@ class Service:
         Raises:
             PlanMismatchError: it is not the plan that the trainers made.
         """
+        self.report(self.stopwatch.read())  # once per micro-batch, and not beside its calls
         plan = plan_from_integers(order.integers)
         if plan.fingerprint != order.fingerprint:
             raise PlanMismatchError(
@@ -164,16 +168,17 @@ class Service:
             )
         mine = rank_plan(plan, self.transport.rank, order.num_chunks)
         pinned = PinnedRankPlan.prepare(mine, pin=self.device.type == "cuda")
-        self.plans = {number: live for number, live in self.plans.items() if number >= order.oldest}
-        self.kept = {place: kept for place, kept in self.kept.items() if place[0] >= order.oldest}
-        self.plans[order.plan] = LivePlan(
+        self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
+        live = LivePlan(
             order.micro_batch,
             {mine.mask: pinned.to(self.device)},
             mine.facts,
             self.transport,
             self.config,
             fingerprint=plan.fingerprint,
+            stopwatch=self.stopwatch,
         )
+        self.plans[order.plan] = live, {}
 
     @torch.no_grad()
     def call(self, order: CallOrder) -> None:
@@ -182,25 +187,23 @@ class Service:
         Raises:
             PlanError: there is no such plan; or nothing was kept for it.
         """
-        plan = self.plans.get(order.plan)
-        if plan is None:
+        if order.plan not in self.plans:
             raise PlanError(f"a call names plan {order.plan}, this server holds {', '.join(map(str, self.plans))}")
+        plan, kept = self.plans[order.plan]
         shapes = order[2:7]
         rows = self.rows.get(shapes)
         if rows is None:
             rows = self.rows[shapes] = NoRows.of(order, self.device)
-        spec, place = spec_of(*order.spec), (order.plan, order.slot)
-        plan.retention.follow(keeps=order.slot > 0)
+        spec, slot = spec_of(*order.spec), order.slot
+        plan.retention.follow(keeps=slot > 0)
         if order.phase == Phase.FORWARD:
-            _, _, kept = attend(rows.q, rows.k, rows.v, spec, plan)
-            if order.slot:
-                self.kept[place] = kept
-            return
-        if order.slot and place not in self.kept:
-            raise PlanError(f"a call names slot {order.slot} of plan {order.plan}, in which nothing is kept here")
-        kept = self.kept.pop(place) if order.slot else rows.kept
-        attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
-        attend_backward(rows.out, attended, kept, spec, plan)
+            _, _, received = attend(rows.q, rows.k, rows.v, spec, plan)
+            kept.update({slot: received} if slot else {})
+        elif slot and slot not in kept:
+            raise PlanError(f"a call names slot {slot} of plan {order.plan}, and rows of {list(kept)} are kept here")
+        else:
+            attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
+            attend_backward(rows.out, attended, kept.pop(slot, rows.kept), spec, plan)
 
 
 class Server:
@@ -351,12 +354,14 @@ class Server:
         except Exception as error:  # of a driver, too: trainers would wait for an answer
             invitation.refuse(self._member.server, f"{type(error).__name__}: {error}")
             raise
+        show = partial(report, invitation.store, self._member.server)
+        show(Reading())  # before the answer, so that trainers find it
         transport = invitation.accept(
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
         )
         # Containers may share the name of a host and not its processes.
         self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if _is_running(one)]
-        return Service(transport, config, device)
+        return Service(transport, config, device, show, Stopwatch(device))
 
     def _lost(self, roster: int) -> str | None:
         """Returns words about a roster that trainers have given up; None for others."""

@@ -39,8 +39,8 @@ def main() -> None:
     call = CallOrder(1, Phase.FORWARD, 32, 8, 128, 128, 2, 0, SPEC)
 
     def vote() -> None:
-        transport.begin_window()
-        transport.end_window()
+        transport.begin_step()
+        transport.end_step()
 
     _write("posting a call", _seconds(lambda: outbox.post(Order(Kind.CALL, 1, call.numbers())), options.repeats))
     _write("vote on a step", _seconds(vote, options.votes))

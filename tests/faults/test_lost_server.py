@@ -36,14 +36,14 @@ def _train(folder: Path, harmed: bool, phase: str, trainers_attend: bool = True)
         window = [next(batches), next(batches)]
         while True:
             if transport is not None:
-                transport.begin_window()
+                transport.begin_step()
             total = 0.0
             for number, batch in enumerate(window):
                 model.set_requires_gradient_sync(number == 1)
                 loss = model(**batch).loss
                 loss.backward()
                 total += loss.item()
-            if transport is None or transport.end_window():
+            if transport is None or transport.end_step():
                 break
             again += 1
             optimizer.zero_grad()

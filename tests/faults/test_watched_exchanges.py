@@ -65,16 +65,16 @@ def _lose(folder: Path, transport: ServedTransport) -> None:
 
 
 def _watched(folder: Path) -> list[object]:
-    """Words and votes of windows: one as it should be, and one behind the loss of the server."""
+    """Words and votes of steps: one as it should be, and one behind the loss of the server."""
     (transport, _), step = Trainer.begin()
-    transport.begin_window()
+    transport.begin_step()
     step.run()
-    seen: list[object] = [transport.end_window()]
+    seen: list[object] = [transport.end_step()]
     _lose(folder, transport)
-    seen.append(transport.spoiled)  # between windows nothing is lost
-    transport.begin_window()
+    seen.append(transport.spoiled)  # between steps nothing is lost
+    transport.begin_step()
     wait_until(lambda: transport.spoiled)
-    seen += [transport.spoiled, transport.end_window(), len(transport.members)]
+    seen += [transport.spoiled, transport.end_step(), len(transport.members)]
     return seen
 
 

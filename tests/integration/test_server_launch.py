@@ -18,7 +18,7 @@ SERVER = """
 import json, os, sys, types
 
 def supervise(number, num_trainers, num_servers):
-    seen = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "DISTCA_CARVED")]
+    seen = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "DISTCA_LAUNCHED_SERVERS")]
     with open(os.path.join(os.environ["SEEN"], f"server{number}.json"), "w") as file:
         json.dump([num_trainers, num_servers, *seen], file)
     return 0
@@ -26,7 +26,15 @@ def supervise(number, num_trainers, num_servers):
 module = sys.modules["distca_hf.supervisor"] = types.ModuleType("distca_hf.supervisor")
 module.supervise = supervise
 """
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "DISTCA_CARVED")
+NUMBERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "DISTCA_LAUNCHED_SERVERS",
+)
 NOTE = f"""
 import json, os, sys
 def note(*more):

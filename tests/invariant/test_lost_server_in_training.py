@@ -23,9 +23,9 @@ TRAINERS = 2
 
 def train(run: Run | packs.Run, initial: Path, folder: Path, phase: str) -> tuple[Curve, int]:
     """Trains while a server is lost in the last micro-batch of a step; also returns how often a step ran again."""
-    from distca_hf.integrations.redo import Window
+    from distca_hf.integrations.redo import RepeatableStep
 
-    again, load, counts = [], training.load_model, Window.counts
+    again, load, counts = [], training.load_model, RepeatableStep.counts
 
     def load_and_watch(*arguments: Any) -> nn.Module:
         model = load(*arguments)
@@ -33,13 +33,13 @@ def train(run: Run | packs.Run, initial: Path, folder: Path, phase: str) -> tupl
             ServerHarm(folder, LOST_AT * run.accumulation, phase).watch(model.model.layers[1])
         return model
 
-    def noted(window: Window) -> bool:
-        does_count = counts(window)
-        again.extend([] if does_count else [window])
+    def noted(step: RepeatableStep) -> bool:
+        does_count = counts(step)
+        again.extend([] if does_count else [step])
         return does_count
 
     training.load_model = packs.load_model = load_and_watch
-    Window.counts = noted
+    RepeatableStep.counts = noted
     curve = training.train(run, initial) if isinstance(run, Run) else packs.train(run, initial)
     return curve, len(again)
 

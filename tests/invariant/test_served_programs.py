@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 import distca_hf
-from distca_hf.launched import carved_servers
+from distca_hf.launched import launched_servers
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
@@ -170,9 +170,9 @@ def plugins_in_turn_and_at_once() -> Numbers:
 def settings() -> Numbers:
     numbers: Numbers = []
     for given in (
-        {"server_speed": 0.3, "trainers_attend": not carved_servers()},
+        {"server_speed": 0.3, "trainers_attend": not launched_servers()},
         {"server_speed": 4.0, "kv_residency": "keep"},
-        {"kv_residency": "refetch", "deterministic": True},
+        {"kv_residency": "refetch", "deterministic": True, "server_speed": 1.0},
     ):
         plugin = new_plugin(**given)
         numbers += loop(plugin, enabled(plugin))

@@ -66,13 +66,17 @@ def run_ranks(
     *arguments: Any,
     backend: str = "gloo",
     servers: int = 0,
+    before_serving: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Runs `function(*arguments)` on every rank of a group, successfully; returns the results by rank.
 
     Args:
         servers: attention servers beside them; they must end well, too, and have no result.
+        before_serving: called in every server first.
     """
-    outcomes = start_ranks(world_size, function, folder, *arguments, backend=backend, servers=servers)
+    outcomes = start_ranks(
+        world_size, function, folder, *arguments, backend=backend, servers=servers, before_serving=before_serving
+    )
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed:
         raise AssertionError(
@@ -188,7 +192,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         os.environ.update(
             TORCHELASTIC_USE_AGENT_STORE="True",
             MASTER_PORT=str(job.launcher_port),
-            DISTCA_CARVED=str(job.servers),
+            DISTCA_LAUNCHED_SERVERS=str(job.servers),
             DISTCA_ATTENTION_SERVERS=str(job.servers),
         )
     if backend == "nccl":

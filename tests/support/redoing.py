@@ -1,4 +1,4 @@
-"""Training in which windows are spoiled and run again, with a script in the place of attention servers."""
+"""Training in which steps are spoiled and run again, with a script in the place of attention servers."""
 
 import random
 from collections.abc import Callable, Collection
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from distca_hf.comm.speeds import ServerSpeeds
+from distca_hf.planning.served import Servers
 from support.data import random_dataset
 from support.models import tiny_model
 from support.training import SEED, computing_arguments, quiet_arguments, sft_trainer
@@ -20,7 +22,7 @@ NOT_REPEATED = ("second", "runtime", "_ms", "slowest", "mbytes")
 
 
 class Script:
-    """Says of which runs of a window a server is lost in, counted over a training; in place of a transport.
+    """Says of which runs of a step a server is lost in, counted over a training; in place of a transport.
 
     Attributes:
         runs: that began so far.
@@ -28,15 +30,16 @@ class Script:
 
     rank = servers_lost = 0
     members = ()
+    speeds = ServerSpeeds(Servers((1.0,)), False, torch.device("cpu"))
 
     def __init__(self, spoiled: Collection[int] = (), from_call: int = 3) -> None:
         self.spoiled, self.from_call = spoiled, from_call
         self.runs = self._calls = 0
 
-    def begin_window(self) -> None:
+    def begin_step(self) -> None:
         self.runs, self._calls = self.runs + 1, 0
 
-    def end_window(self) -> bool:
+    def end_step(self) -> bool:
         return self.runs not in self.spoiled
 
     def spoils_call(self) -> bool:

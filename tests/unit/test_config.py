@@ -24,10 +24,10 @@ from distca_hf.config import (
 from distca_hf.errors import ConfigError, UnknownSettingError
 from distca_hf.launched import (
     LaunchedProcess,
-    carved_servers,
     launched_node,
     launched_nodes,
     launched_process,
+    launched_servers,
     launched_world_size,
 )
 from distca_hf.plugin import DistCAPlugin
@@ -51,7 +51,7 @@ DEFAULTS = {
     "ranks_per_node": 0,
     "attention_servers": "0",
     "trainers_attend": True,
-    "server_speed": 1.0,
+    "server_speed": 0.0,
     "kernel_times": "",
     "deterministic": False,
     "save_on_signal": True,
@@ -655,17 +655,17 @@ def test_other_texts_take_no_numbers() -> None:
     assert "kernel_times=1 must be of type str, not int" in refusal(kernel_times=1)
 
 
-@pytest.mark.parametrize("wrong", [0, -0.5, float("nan"), float("inf")])
-def test_speed_of_servers_is_positive_and_finite(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [-1, -0.5, float("nan"), float("inf")])
+def test_speed_of_servers_is_at_least_0_and_finite(wrong: float) -> None:
     assert f"server_speed={wrong} must be" in refusal(server_speed=wrong)
     assert DistCAConfig(server_speed=2).server_speed == 2.0
 
 
-def test_carved_servers_are_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert carved_servers() == ()
-    monkeypatch.setenv("DISTCA_CARVED", "0,8")
+def test_launched_servers_are_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched_servers() == ()
+    monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "0,8")
 
-    assert carved_servers() == (0, 8)
+    assert launched_servers() == (0, 8)
     assert unknown_environment_settings() == {}
 
 
@@ -701,9 +701,9 @@ def test_servers_need_the_store_of_a_launcher(missing: str, monkeypatch: pytest.
 
 
 def test_roles_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (LAUNCHED | {"DISTCA_CARVED": "1"}).items():
+    for name, value in (LAUNCHED | {"DISTCA_LAUNCHED_SERVERS": "1"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="DISTCA_CARVED=1: this process has its role already"):
+    with pytest.raises(ConfigError, match="DISTCA_LAUNCHED_SERVERS=1: this process has its role already"):
         launched_process()
 
 

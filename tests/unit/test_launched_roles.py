@@ -15,12 +15,20 @@ from distca_hf.cli import app
 from distca_hf.recipe import EXAMPLES
 
 
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "DISTCA_CARVED")
+NUMBERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "DISTCA_LAUNCHED_SERVERS",
+)
 SCRIPT = f"""
 import os, sys
 from distca_hf.config import DistCAConfig
-from distca_hf.launched import carved_servers
-print([os.environ.get(name) for name in {NUMBERS}], DistCAConfig().attention_servers, carved_servers(), sys.argv[1:])
+from distca_hf.launched import launched_servers
+print([os.environ.get(name) for name in {NUMBERS}], DistCAConfig().attention_servers, launched_servers(), sys.argv[1:])
 """
 
 
@@ -133,9 +141,12 @@ def test_server_is_prepared_by_the_recipe_and_ranks_behind_the_trainers(
     with pytest.raises(SystemExit):
         run.main(["--recipe", recipe_of(tmp_path, attention_servers=1, kernel="reference"), str(script)])
 
-    told = {name: in_process.environment[name] for name in ("RANK", "LOCAL_RANK", "DISTCA_CARVED", "DISTCA_KERNEL")}
+    told = {
+        name: in_process.environment[name]
+        for name in ("RANK", "LOCAL_RANK", "DISTCA_LAUNCHED_SERVERS", "DISTCA_KERNEL")
+    }
     assert in_process.served == [(0, 4, 2)]
-    assert told == {"RANK": "4", "LOCAL_RANK": "2", "DISTCA_CARVED": "1,1", "DISTCA_KERNEL": "reference"}
+    assert told == {"RANK": "4", "LOCAL_RANK": "2", "DISTCA_LAUNCHED_SERVERS": "1,1", "DISTCA_KERNEL": "reference"}
 
 
 @pytest.mark.parametrize(

@@ -195,3 +195,19 @@ def test_missing_ranks_are_named_by_both_numbers_where_they_differ() -> None:
         "rank 1 (rank 3 of the job) left: ValueError: bad row"
     ]
     assert list(RollCall(store, 0, range(2), 0.0).missing_in_words()) == ["rank 1 left: ValueError: bad row"]
+
+
+# --- attention servers
+
+
+def test_measured_speeds_and_equal_gradients_in_every_run_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_CARVED", "1")
+    servers = {"attention_servers": "1", "deterministic": True}
+    with pytest.raises(ConfigError, match="server_speed=0 measures speeds, which differ from run to run"):
+        ParallelContext(DistCAConfig(**servers))
+    given = ParallelContext(DistCAConfig(**servers, server_speed=0.5)).servers
+    assert given is not None
+    assert given.speeds == (0.5,)
+    measured = ParallelContext(DistCAConfig(attention_servers="1")).servers
+    assert measured is not None
+    assert measured.speeds == (1.0,)

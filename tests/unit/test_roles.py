@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.errors import ConfigError
-from distca_hf.launched import CARVED, LaunchedProcess, Role, check_carved, read_servers, servers_of_nodes
+from distca_hf.launched import (
+    LAUNCHED_SERVERS,
+    LaunchedProcess,
+    Role,
+    check_launched_servers,
+    read_servers,
+    servers_of_nodes,
+)
 
 
 def launched(num_nodes: int, processes: int) -> list[LaunchedProcess]:
@@ -96,7 +103,7 @@ def test_environment_numbers_trainers_as_if_nothing_else_was_launched(job: tuple
     assert num_trainers % int(local) == 0
     assert sorted(ranks) == list(range(len(found))), "servers have ranks behind those of trainers"
     assert all("LOCAL_RANK" not in role.environment() for role in found)
-    assert {role.environment()[CARVED] for role in found} == {",".join(map(str, found[0].servers_of_nodes))}
+    assert {role.environment()[LAUNCHED_SERVERS] for role in found} == {",".join(map(str, found[0].servers_of_nodes))}
 
 
 @pytest.mark.parametrize(
@@ -151,14 +158,14 @@ def test_unequal_nodes_are_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("servers", "carved"), [("0", ()), ("0,0", ()), ("1", (1,)), ("1", (1, 1)), ("1,1", (1, 1)), ("0,8", (0, 8))]
+    ("servers", "launched"), [("0", ()), ("0,0", ()), ("1", (1,)), ("1", (1, 1)), ("1,1", (1, 1)), ("0,8", (0, 8))]
 )
-def test_plugin_asks_for_the_servers_that_are_there(servers: str, carved: tuple[int, ...]) -> None:
-    check_carved(servers, trainers_attend=True, carved=carved)
+def test_plugin_asks_for_the_servers_that_are_there(servers: str, launched: tuple[int, ...]) -> None:
+    check_launched_servers(servers, trainers_attend=True, launched=launched)
 
 
 @pytest.mark.parametrize(
-    ("servers", "trainers_attend", "carved", "told"),
+    ("servers", "trainers_attend", "launched", "told"),
     [
         ("1", True, (), "attention_servers=1, but no server was launched: start the script with distca train"),
         ("0,8", False, (), "attention_servers=0,8, but no server was launched"),
@@ -169,9 +176,9 @@ def test_plugin_asks_for_the_servers_that_are_there(servers: str, carved: tuple[
     ],
 )
 def test_plugin_that_asks_for_other_servers_is_refused(
-    servers: str, trainers_attend: bool, carved: tuple[int, ...], told: str
+    servers: str, trainers_attend: bool, launched: tuple[int, ...], told: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_carved(servers, trainers_attend, carved)
+        check_launched_servers(servers, trainers_attend, launched)
 
     assert told in str(refused.value)

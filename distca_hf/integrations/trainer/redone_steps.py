@@ -1,7 +1,7 @@
 """Redone steps: a Trainer runs the micro-batches of an optimizer step again if an attention server was lost in them.
 
-`training_step` is replaced on the instance. Behind the last backward pass of a window, and before Trainer clips
-gradients, ranks agree whether the window counts (see `integrations.redo`). Trainer sees one step, with the loss, norm
+`training_step` is replaced on the instance. Behind the last backward pass of a step, and before Trainer clips
+gradients, ranks agree whether the step counts (see `integrations.redo`). Trainer sees one step, with the loss, norm
 and sums of the run that counts.
 """
 
@@ -17,12 +17,13 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from distca_hf.comm.speeds import Reading
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.redo import (
     Batch,
+    RepeatableStep,
     Restore,
-    Window,
     keep_packs,
     keep_random_states,
     refuse_steps,
@@ -56,17 +57,18 @@ def cannot_redo(trainer: Trainer) -> Iterator[str]:
 
 
 class RedoneSteps(TrainerCallback):
-    """Windows of a Trainer's optimizer steps.
+    """Optimizer steps of a Trainer, which may run again.
 
     Attributes:
-        count: times that a window has run again.
+        count: times that a step has run again.
     """
 
     def __init__(self, trainer: Trainer, context: ParallelContext) -> None:
         self.count = self._logged = 0
+        self._busy_before = Reading()
         self._trainer, self._context = trainer, context
-        self._run_step = trainer.training_step
-        self._window: Window | None = None
+        self._run_micro_batch = trainer.training_step
+        self._step: RepeatableStep | None = None
         self._micro_batches: list[tuple[Batch, torch.Tensor | int | None]] = []
 
     def install(self, attachment: Attachment) -> None:
@@ -77,7 +79,7 @@ class RedoneSteps(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Forgets a window that another callback has left in its midst."""
+        """Forgets a step that another callback has left in its midst."""
         self._micro_batches.clear()
 
     def on_log(
@@ -88,7 +90,8 @@ class RedoneSteps(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Adds how many windows ran again since the log before, and how many servers there are and were lost."""
+        """Adds how many windows ran again since the log before, how many servers there are and were lost, and for
+        which share of the time they computed."""
         if logs is None or "loss" not in logs or self._context.config.metrics != "all":
             return
         transport = served_transport(self._context, args.device)
@@ -97,21 +100,24 @@ class RedoneSteps(TrainerCallback):
             "distca/servers": float(len(transport.members)),
             "distca/servers_lost": float(transport.servers_lost),
         }
-        self._logged = self.count
+        busy = transport.speeds.busy.since(self._busy_before).busy_fraction
+        if busy is not None:
+            metrics["distca/server_busy_fraction"] = busy
+        self._logged, self._busy_before = self.count, transport.speeds.busy
         add_metrics(metrics, logs, state)
 
     def _training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Runs a micro-batch. The last one of a window returns when the window counts."""
+        """Runs a micro-batch. The last one of a step returns when the step counts."""
         if not self._micro_batches:
-            self._window = self._begin()
+            self._step = self._begin()
         self._micro_batches.append((copy(inputs), num_items_in_batch))
         loss = self._run(model, inputs, num_items_in_batch)
         if not self._trainer.accelerator.sync_gradients:
             return loss
-        assert self._window is not None
-        while not self._window.counts():
+        assert self._step is not None
+        while not self._step.counts():
             self.count += 1
             self._discard_gradients(model)
             loss = self._run_again(model)
@@ -120,8 +126,8 @@ class RedoneSteps(TrainerCallback):
             self._engine.step()
         return loss
 
-    def _begin(self) -> Window:
-        """Begins a window before its first micro-batch."""
+    def _begin(self) -> RepeatableStep:
+        """Begins a step before its first micro-batch."""
         trainer = self._trainer
         device = trainer.args.device
         transport, watch = served_transport(self._context, device), watch_of(trainer.model)
@@ -129,15 +135,15 @@ class RedoneSteps(TrainerCallback):
         if self._engine is not None:
             _check_engine(self._engine)
         keep = [lambda: keep_random_states(device), lambda: keep_packs(watch), lambda: _keep_sums(trainer)]
-        return Window(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
+        return RepeatableStep(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
 
     def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Runs forward and backward of a micro-batch."""
         with refuse_steps(), _held(self._engine):
-            return self._run_step(model, inputs, num_items_in_batch)
+            return self._run_micro_batch(model, inputs, num_items_in_batch)
 
     def _run_again(self, model: nn.Module) -> torch.Tensor:
-        """Runs all micro-batches of the window as Trainer does, and returns the loss of the last one."""
+        """Runs all micro-batches of the step as Trainer does, and returns the loss of the last one."""
         trainer, last = self._trainer, len(self._micro_batches) - 1
         for number, (inputs, num_items_in_batch) in enumerate(self._micro_batches):
             trainer.accelerator.gradient_state._set_sync_gradients(number == last)
@@ -148,7 +154,7 @@ class RedoneSteps(TrainerCallback):
         return loss
 
     def _without_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Returns the context in which Trainer runs all micro-batches of a window but the last one."""
+        """Returns the context in which Trainer runs all micro-batches of a step but the last one."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if self._engine is not None or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
@@ -165,7 +171,7 @@ class RedoneSteps(TrainerCallback):
         return None if wrapped is None else wrapped.engine
 
     def _discard_gradients(self, model: nn.Module) -> None:
-        """Discards all gradients of the window."""
+        """Discards all gradients of the step."""
         if self._engine is None:
             model.zero_grad()
         else:
