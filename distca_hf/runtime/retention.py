@@ -30,6 +30,7 @@ import torch
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.telemetry import warn
 
 
 @dataclass(eq=False, slots=True)
@@ -144,6 +145,12 @@ class Retention:
             elif setting == "auto" or is_served:
                 kept = kept_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.layers_kept
                 self.keeps = kept <= self._budget_bytes
+                if setting == "keep" and not self.keeps:
+                    warn(
+                        f"kv_residency='keep': attention servers have room for {self._room_bytes} bytes of rows, too "
+                        "little for some micro-batches; their rows are sent again for backward",
+                        stacklevel=2,
+                    )
             else:
                 self.keeps = True
         return self.keeps
