@@ -243,7 +243,10 @@ class Invitation:
         here = roster_store(store, roster)
         content = read(here, "opened", patience_seconds)
         if content is None:
-            raise PeerLostError(f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s")
+            raise PeerLostError(
+                f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s; look at its own "
+                "words"
+            )
         members = [Member(*member) for member in cast(list[list[int]], content["members"])]
         settings = cast(dict[str, object], content["settings"])
         return cls(here, members, str(content["device"]), settings, str(content["version"]))

@@ -55,6 +55,8 @@ log = get_logger(__name__)
 
 # Seconds between two looks for the words of trainers.
 LOOK_SECONDS = 0.05
+# Longest time for trainers to give up a roster of which an exchange has failed here.
+GIVE_UP_SECONDS = 25.0
 # Longest time that a server serves after SIGTERM or SIGINT, where no trainer is on its host to be looked for: less
 # than launchers wait before they kill.
 LEAVE_SECONDS = 25.0
@@ -304,7 +306,11 @@ class Server:
                 self._services[order.roster] = service
             return
         if order.roster not in self._services:
-            raise PlanMismatchError(f"an order of kind {order.kind.name} came before its roster was opened")
+            raise PlanMismatchError(
+                f"attention server {self._member.server}: an order of kind {order.kind.name} is of roster "
+                f"{order.roster}, and open are {', '.join(map(str, self._services)) or 'none'}; nothing was computed "
+                "for it. Restart the job"
+            )
         service = self._services[order.roster]
         if order.kind is Kind.PLAN:
             service.take_plan(PlanOrder.of(order.numbers))
@@ -316,7 +322,7 @@ class Server:
     def _is_lost(self, roster: int) -> bool:
         """Returns whether trainers have given a roster up, after an exchange of it has failed here: their words take a
         moment. Trainers that have ended, or that a signal ended, give nothing up."""
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + GIVE_UP_SECONDS
         while time.monotonic() < deadline and self._status() is None:
             if self._heartbeat.is_spoiled(roster):
                 return True
