@@ -46,7 +46,7 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
-from distca_hf.supervisor import LEAVING
+from distca_hf.supervisor import LEAVING, is_running
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 
@@ -256,7 +256,7 @@ class Server:
 
     def _status(self) -> int | None:
         """Returns the exit status if there is nothing more to serve."""
-        are_gone = bool(self._trainers_here) and not any(map(_is_running, self._trainers_here))
+        are_gone = bool(self._trainers_here) and not any(map(is_running, self._trainers_here))
         if any(has_ended(self._store, trainer) for trainer in range(self._num_trainers)):
             return 0
         if self._signal is not None and self._may_leave(*self._signal):
@@ -276,7 +276,7 @@ class Server:
         if not self._services:
             return True
         if self._trainers_here:
-            return not any(map(_is_running, self._trainers_here))
+            return not any(map(is_running, self._trainers_here))
         return time.monotonic() - since > LEAVE_SECONDS
 
     def _follow(self, order: Order) -> None:
@@ -366,7 +366,7 @@ class Server:
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
         )
         # Containers may share the name of a host and not its processes.
-        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if _is_running(one)]
+        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
         return Service(transport, config, device, show, Stopwatch(device))
 
     def _lost(self, roster: int) -> str | None:
@@ -389,15 +389,6 @@ class Server:
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
-
-
-def _is_running(process: int) -> bool:
-    """Returns whether there is a process with this number on this host."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":
