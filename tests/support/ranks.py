@@ -24,8 +24,8 @@ from support.commands import HANG_SECONDS
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# What a Trainer, DeepSpeed and we import late would take seconds of every rank; pytest and the model as much time as all
-# else in a short run.
+# What a Trainer, DeepSpeed and we import late would take seconds of every rank. In a short run pytest takes as much as
+# all else.
 CONTEXT.set_forkserver_preload(
     [
         "torch._inductor.compile_fx",
