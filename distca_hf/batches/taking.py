@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import PlanOrders, ServedTransport
+from distca_hf.comm.served_transport import PostedPlan, ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
@@ -57,7 +57,7 @@ def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: 
     return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
 
 
-def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_chunks: int) -> PlanOrders | None:
+def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_chunks: int) -> PostedPlan | None:
     """Posts the plan of a micro-batch to attention servers; None if it has none, and needs none."""
     if plan is None:
         return None
