@@ -26,7 +26,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.groups import StreamProgress
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
-from distca_hf.comm.rosters import Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+from distca_hf.comm.rosters import Losses, Member, RosterTransport, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
@@ -79,7 +79,7 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
-        self.roster, self.servers_lost = 0, 0
+        self.roster, self.servers_lost, self._losses = 0, 0, Losses()
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -183,6 +183,7 @@ class ServedTransport:
         counts, members = all(row[0] for row in rows), _agreed([row[: len(shown)] for row in rows])
         self._in_window, self._has_voted = False, True
         if counts:
+            self._losses.note_step(self.members)
             self.speeds.note([row[len(shown) :] for row in rows])
             self.servers = self.speeds.present()
         if not counts or members != self.members:
@@ -244,9 +245,9 @@ class ServedTransport:
         return _agreed([[1, *row] for row in rows])
 
     def _fresh(self) -> list[int]:
-        """Returns the starts of each server, counted from 1; 0 for one that is lost."""
-        seen = (self._watch.incarnation(server) for server in range(self._all.count))
-        return [0 if incarnation is None else incarnation + 1 for incarnation in seen]
+        """Returns the starts of each server, counted from 1; 0 for one that is lost, or was lost too often."""
+        seen = enumerate(map(self._watch.incarnation, range(self._all.count)))
+        return [0 if start is None or self._losses.is_excluded(server) else start + 1 for server, start in seen]
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
@@ -276,14 +277,15 @@ class ServedTransport:
         """
         problem = ""
         for _ in range(OPENINGS):
+            earlier = self.members if self.roster else members
+            self._retire(members)
+            members = tuple(member for member in members if not self._losses.is_excluded(member.server))
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
                     "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with "
                     "servers, or with trainers_attend=True"
                 )
-            earlier = self.members if self.roster else members
-            self._retire(members)
             asked = self._store.add("rosters", 1) if self.rank == 0 else 0
             self.roster = self.gather([asked], "number of the roster").wait()[0][0]
             self.members, self.spoiled = members, None
@@ -314,6 +316,7 @@ class ServedTransport:
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
         names = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
+        self._losses.names |= names
         return meet(
             here,
             self.rank,
@@ -330,9 +333,9 @@ class ServedTransport:
     def _retire(self, members: tuple[Member, ...]) -> None:
         """Lets go of the present roster. Its group ends once no exchange of it is under way."""
         lost = [member for member in self.members if member not in members]
-        for server, incarnation in lost:
+        for member in lost:
             self.servers_lost += 1
-            log.warning("attention server %d (start %d) takes part no more", server, incarnation)
+            self._losses.note(member)
         if self._wires is not None:
             self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)

@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.orders import write
 from distca_hf.comm.rosters import Member
-from distca_hf.errors import StoreLostError
+from distca_hf.errors import StoreLostError, first_line
 from distca_hf.planning.served import Servers
 
 
@@ -294,8 +294,7 @@ class ServerSpeeds:
             found = self._here.multi_get([_key(server) for server, _ in self._members])
         except RuntimeError as error:
             raise StoreLostError(
-                "times of attention servers cannot be read: the launcher's store is gone "
-                f"({str(error).partition(chr(10))[0][:300]})"
+                f"times of attention servers cannot be read: the launcher's store is gone ({first_line(error)})"
             ) from error
         now = [Reading(**json.loads(text)) for text in found]
         last, self._last_reports = self._last_reports, now
