@@ -103,7 +103,10 @@ def train(
     ] = None,
     attention_servers: Annotated[
         str | None,
-        typer.Option(help="processes of each node that compute attention for the others, instead of the recipe's"),
+        typer.Option(
+            help="attention servers of each node, its last processes: one number, or one for each node (0,8); "
+            "instead of the recipe's number"
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
 ) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from distca_hf.arrays import (
+    BoolArray,
     IntArray,
     ceil_div,
     chained,
@@ -214,6 +215,18 @@ class Layout:
         """`[segments]` first row of each segment on its rank."""
         first = offsets(self.segment_tokens)
         return first[:-1] - first[self.rank_segments[:-1]][self.segment_rank]
+
+    @cached_property
+    def segment_in_stripe(self) -> BoolArray:
+        """`[segments]` whether a segment is a part of a stripe."""
+        inside = np.zeros(len(self.segment_document), dtype=bool)
+        for stripe in self.stripes:
+            inside |= (
+                (self.segment_document == stripe.document)
+                & (self.segment_start >= stripe.start)
+                & (self.segment_stop <= stripe.stop)
+            )
+        return inside
 
     @cached_property
     def rank_tokens(self) -> IntArray:

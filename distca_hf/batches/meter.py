@@ -30,7 +30,7 @@ class PlanSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeterReading:
     """Counts and times of all ranks since the reading before; equal on all of them.
 
     Attributes:
@@ -154,7 +154,7 @@ class Meter:
         traffic = self._transport.traffic
         return Moment(time.perf_counter(), traffic.bytes_sent, traffic.waited_seconds)
 
-    def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> Reading | None:
+    def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> MeterReading | None:
         """Returns a reading and begins the next one; None if nothing was planned. A collective call: every rank
         reads at the same steps.
 
@@ -170,7 +170,7 @@ class Meter:
         by_rank = Agreement.start(self._transport, Occasion.REPORT, step, {}, mine).wait()
         return self._reading(totals, passed.seconds, by_rank, dtype)
 
-    def read_alone(self, source: PlanSource) -> Reading:
+    def read_alone(self, source: PlanSource) -> MeterReading:
         """Returns a reading without the other ranks: times and bytes are of this one."""
         totals, passed = source.totals.since(self._totals), self._now().since(self._began)
         mine = {name: [value] for name, value in self._mine(source, passed).items()}
@@ -189,11 +189,11 @@ class Meter:
 
     def _reading(
         self, totals: PlanTotals, seconds: float, by_rank: Mapping[str, Sequence[int]], dtype: torch.dtype | None
-    ) -> Reading:
+    ) -> MeterReading:
         """Returns the reading of the numbers of all ranks."""
         num_ranks = self._transport.world_size
         most = {name: max(values) for name, values in by_rank.items()}
-        return Reading(
+        return MeterReading(
             num_ranks=num_ranks,
             seconds=seconds,
             totals=totals,

@@ -60,7 +60,7 @@ def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_ch
     """Posts the plan of a micro-batch to attention servers; None if it has none, and needs none."""
     if plan is None:
         return None
-    assert isinstance(transport, ServedTransport)  # whoever plans with servers trains with them
+    assert isinstance(transport, ServedTransport)  # a plan with servers comes of a transport that reaches them
     return transport.order_plan(micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
 
 

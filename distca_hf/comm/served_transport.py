@@ -90,7 +90,7 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_window = self._closed = self._has_voted = False
+        self._in_step = self._closed = self._has_voted = False
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
@@ -108,7 +108,7 @@ class ServedTransport:
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
-        self._has_exchanged_outside |= not self._in_window
+        self._has_exchanged_outside |= not self._in_step
         try:
             return ServedExchange(self, self._wires.exchange(asked))
         except (PeerLostError, StepTimeoutError) as error:
@@ -119,7 +119,7 @@ class ServedTransport:
 
     def failure(self, error: DistCAError) -> DistCAError:
         """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""
-        if not self._in_window:
+        if not self._in_step:
             return error
         self._spoil(str(error))
         return ServerLostError(self.spoiled)
@@ -147,7 +147,7 @@ class ServedTransport:
         if words is None:
             return
         words = f"rank {self.rank}, after the start of {list(self.traffic.recent)[-1:] or 'no exchange'}: {words}"
-        if self._in_window:
+        if self._in_step:
             self._spoil(words)
         elif self._has_exchanged_outside:
             self._end_process(words)
@@ -164,7 +164,7 @@ class ServedTransport:
 
     def begin_step(self) -> None:
         """Begins an optimizer step that can run again: a lost server spoils it, and does not end the job."""
-        self._in_window = True
+        self._in_step = True
 
     def end_step(self) -> bool:
         """Ends a step, and returns whether it counts: on all trainers, or on none. Trainers call it together.
@@ -181,7 +181,7 @@ class ServedTransport:
         shown = [int(self.spoiled is None), *self._fresh()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), _agreed([row[: len(shown)] for row in rows])
-        self._in_window, self._has_voted = False, True
+        self._in_step, self._has_voted = False, True
         if counts:
             self._losses.note_step(self.members)
             self.speeds.note([row[len(shown) :] for row in rows])
@@ -326,7 +326,7 @@ class ServedTransport:
             self._timeout_seconds,
             names,
             self._lost,
-            lambda: self._in_window,
+            lambda: self._in_step,
             self.traffic,
         )
 

@@ -1,8 +1,14 @@
 """Transport: rows and small integers between ranks. The only interface through which data leaves a rank.
 
 An exchange is an uneven all-to-all of rows. It is started, runs beside other work, and is waited for; every rank
-starts the same exchanges in the same order. Implementations: `LocalTransport` (one rank), `TorchTransport` (process
-groups, in `comm.torch_transport`), and for tests `LoopbackTransport` and `FaultTransport` in `distca_hf.testing`.
+starts the same exchanges in the same order.
+
+    LocalTransport       one rank                                        here
+    TorchTransport       the ranks of process groups                     comm.torch_transport
+    RosterTransport      trainers and attention servers                  comm.rosters
+    ServedTransport      a trainer's end of these, one after the other   comm.served_transport
+    CheckedTransport     another one, with each exchange compared        comm.agreement
+    LoopbackTransport, FaultTransport                                    distca_hf.testing
 """
 
 import time
@@ -102,7 +108,7 @@ class Exchange(Protocol):
     """Rows on their way."""
 
     def wait(self) -> torch.Tensor:
-        """Rows received from all ranks, grouped by source.
+        """Returns the rows received from all ranks, grouped by source.
 
         Raises:
             PeerLostError, StepTimeoutError: the exchange failed; names the ranks and the place.

@@ -200,20 +200,15 @@ def _moved(layout: Layout) -> float:
     A rank needs those of all tokens of a document up to its last one, less its own. Stripes also move queries and
     outputs, and the keys of each head to one rank.
     """
-    of_stripe = np.zeros(len(layout.segment_document), dtype=bool)
     moved = 0.0
     for stripe in layout.stripes:
         ranks, tokens = stripe.stop_rank - stripe.first_rank, stripe.stop - stripe.start
         moved += (1 + QUERY_AND_OUTPUT_PARTS) * tokens * (ranks - 1) / ranks + stripe.start
-        of_stripe |= (
-            (layout.segment_document == stripe.document)
-            & (layout.segment_start >= stripe.start)
-            & (layout.segment_stop <= stripe.stop)
-        )
-    held = (layout.segment_rank * layout.num_documents + layout.segment_document)[~of_stripe]
+    alone = ~layout.segment_in_stripe
+    held = (layout.segment_rank * layout.num_documents + layout.segment_document)[alone]
     last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
-    np.maximum.at(last, held, layout.segment_stop[~of_stripe])
-    return moved + int(last.sum()) - int(layout.segment_tokens[~of_stripe].sum())
+    np.maximum.at(last, held, layout.segment_stop[alone])
+    return moved + int(last.sum()) - int(layout.segment_tokens[alone].sum())
 
 
 class SortedPackSampler:

@@ -1,6 +1,6 @@
 """The one shape that all kernels have: their arguments, their results, and room for both.
 
-A new kernel is a file beside this one, and an entry with its capabilities in `kernels.registry`.
+A new kernel is a class in a file beside this one, and an entry with its capabilities in `kernels.registry`.
 
 Tensor names end in their shape:
     T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value

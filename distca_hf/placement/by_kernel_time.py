@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.arrays import BoolArray, IntArray
+from distca_hf.arrays import IntArray
 from distca_hf.cost import Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import TILE_TOKENS, Layout, as_int_array, join_neighbours
@@ -171,7 +171,7 @@ class TimedCost:
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
     """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe's equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
-    total, alone = _stripe_seconds(layout, times), ~_find_striped(layout)
+    total, alone = _stripe_seconds(layout, times), ~layout.segment_in_stripe
     np.add.at(total, layout.segment_rank[alone], seconds[alone])
     return total
 
@@ -292,23 +292,11 @@ def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) ->
     return Layout.from_segments(layout.document_tokens, held, stripes=layout.stripes)
 
 
-def _find_striped(layout: Layout) -> BoolArray:
-    """Marks segments that are parts of stripes: `[segments]`."""
-    in_stripe = np.zeros(len(layout.segment_document), dtype=bool)
-    for stripe in layout.stripes:
-        in_stripe |= (
-            (layout.segment_document == stripe.document)
-            & (layout.segment_start >= stripe.start)
-            & (layout.segment_stop <= stripe.stop)
-        )
-    return in_stripe
-
-
 def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
     """Parts the segments of each rank: segments of stripes, and all others."""
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
-    in_stripe = _find_striped(layout)
+    in_stripe = layout.segment_in_stripe
     for rank in range(layout.num_ranks):
         for segment, of_stripe in zip(layout.held_by(rank), in_stripe[layout.segments_of(rank)], strict=True):
             (of_stripes if of_stripe else free)[rank].append(segment)

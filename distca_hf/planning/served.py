@@ -138,7 +138,7 @@ def plan_served(
         head_groups,
         topology=None if topology is None else servers.topology(topology),
         token_bytes=token_bytes,
-        capacities=speeds,
+        speeds=speeds,
         tolerance=SERVED_TOLERANCE,
     )
     return replace(plan, speeds=speeds)

@@ -25,9 +25,9 @@ VOCABULARY = 4096
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8, help="steps of each mix that are timed")
+    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a micro-batch")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

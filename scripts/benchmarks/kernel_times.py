@@ -97,11 +97,13 @@ def _random(rows: int, heads: int, options: argparse.Namespace) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--kernel", default=DistCAConfig().kernel)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
+    parser.add_argument("--head-dim", type=int, default=128, help="dimension of a head")
+    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to write the table to, for the setting kernel_times"
+    )
     options = parser.parse_args()
     shapes = ((1, options.heads), (1, options.kv_heads), (1, options.kv_heads))
     q, k, v = (torch.empty(t, h, options.head_dim, device="cuda", dtype=torch.bfloat16) for t, h in shapes)

@@ -42,11 +42,13 @@ Batches = Iterator[dict[str, object]]
 
 def main() -> None:
     parser = shared_options(__doc__)
-    parser.add_argument("--mix", default="prolong_up")
+    parser.add_argument("--mix", default="prolong_up", help="of document lengths, a name of lib/planning/mixes.py")
     parser.add_argument("--longest", type=int, help="longest document; by default as many tokens as a rank holds")
-    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--parts", type=int, default=3)
+    parser.add_argument(
+        "--tokens-per-rank", type=int, default=65_536, help="most tokens of a micro-batch on each rank"
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of each way to make batches")
+    parser.add_argument("--parts", type=int, default=3, help="to report the steps in")
     on_all_ranks(measure, parse_shared(parser, WAYS))
 
 

@@ -52,7 +52,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__)
     parser.add_argument("--head", choices=[*HEADS], default="none", help="none is Transformers' own")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
     parser.set_defaults(checkpointing="saved")
     return parse_shared(parser, MODES)
 

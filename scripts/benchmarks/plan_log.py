@@ -34,9 +34,9 @@ FIGURES = ("imbalance_before", "imbalance")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lengths", type=Path)
+    parser.add_argument("lengths", type=Path, help="file of document lengths, as distca plan reads it")
     parser.add_argument("--shorter", type=int, default=64, help="divide all lengths by it")
-    parser.add_argument("--tokens-per-rank", type=int, default=2048)
+    parser.add_argument("--tokens-per-rank", type=int, default=2048, help="most tokens of a micro-batch on each rank")
     options = parser.parse_args()
     lengths = ceil_div(read_lengths(options.lengths).tokens, options.shorter)
     logged = train(lengths, options.tokens_per_rank)

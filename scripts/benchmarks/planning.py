@@ -77,8 +77,8 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="numbers of ranks to plan for")
+    parser.add_argument("--seeds", type=int, default=3, help="batches that are drawn for every row")
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:

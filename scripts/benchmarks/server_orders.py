@@ -27,9 +27,9 @@ SPEC = (0.125, 1.0, 0.0, 0.0, 0.0)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=2000)
-    parser.add_argument("--votes", type=int, default=200)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--repeats", type=int, default=2000, help="calls to post")
+    parser.add_argument("--votes", type=int, default=200, help="steps to vote on")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where trainers compute")
     options = parser.parse_args()
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     plugin = DistCAPlugin()

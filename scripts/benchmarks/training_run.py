@@ -260,16 +260,30 @@ def compare(packing: dict[str, Any], distca: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["distca", "moving", "packing"], default="distca")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
+    parser.add_argument(
+        "--mode",
+        choices=["distca", "moving", "packing"],
+        default="distca",
+        help="distca, or one of the ways to compare it with (see above)",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="to train")
+    parser.add_argument(
+        "--tokens-per-rank", type=int, default=65_536, help="most tokens of a micro-batch on each rank"
+    )
     # Just over half of four ranks' tokens: every batch holds exactly one.
-    parser.add_argument("--long-tokens", type=int, default=131_200)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--packing-attention", default="flash_attention_4")
-    parser.add_argument("--checkpointed-attention", choices=["save", "recompute"], default="save")
-    parser.add_argument("--out", default="training_run.json")
-    parser.add_argument("--compare", nargs=2, metavar=("PACKING", "DISTCA"))
+    parser.add_argument("--long-tokens", type=int, default=131_200, help="tokens of the long document of every batch")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--packing-attention", default="flash_attention_4", help="attn_implementation of packing")
+    parser.add_argument(
+        "--checkpointed-attention", choices=["save", "recompute"], default="save", help="setting of this name"
+    )
+    parser.add_argument("--out", default="training_run.json", help="file to write times and losses to")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("PACKING", "DISTCA"),
+        help="files of two runs: prints their ratio, and trains nothing",
+    )
     options = parser.parse_args()
     if options.compare:
         runs = [json.loads(Path(path).read_text()) for path in options.compare]

@@ -44,7 +44,7 @@ LIMITS = {"cpu": 1e-5, "cuda": 1e-2}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a trainer holds, to see growth.
+    """Sizes of a trainer, to see growth.
 
     Attributes:
         mebibytes, gpu_mebibytes: of the host's memory, and of the GPU's, other processes on it counted, too.
@@ -58,15 +58,17 @@ class Sizes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2")
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--how", choices=SIGNALS, default="kill")
+    parser.add_argument("--trainers", type=int, default=2, help="processes that train")
+    parser.add_argument("--servers", type=int, default=2, help="attention servers")
+    parser.add_argument(
+        "--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2", help="trains under DDP, FSDP2 or ZeRO-3"
+    )
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an optimizer step")
+    parser.add_argument("--how", choices=SIGNALS, default="kill", help="servers are lost: killed, or stopped")
     parser.add_argument("--losses", type=int, default=10, help="servers to lose, one after the other")
-    parser.add_argument("--device", choices=LIMITS, default="cpu")
-    parser.add_argument("--one-gpu", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=LIMITS, default="cpu", help="where all processes compute")
+    parser.add_argument("--one-gpu", action="store_true", help="all processes share the first GPU")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of losses")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     with TemporaryDirectory() as folder:

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def on_gpus(wrap: str) -> dict[str, Any]:
-    """Arguments of `TrainingArguments` on GPUs, as users write them."""
+    """Returns arguments of `TrainingArguments` on GPUs, as users write them."""
     arguments: dict[str, Any] = {"bf16": True}
     if wrap == "fsdp2":
         config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "reshard_after_forward": True}

@@ -92,11 +92,23 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transformers", type=Path, action="append", required=True, metavar="PATH")
-    parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="FAMILY")
+    parser.add_argument(
+        "--transformers",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="PATH",
+        help="source tree of Transformers with its tests; given again, a tree with files that the first lacks",
+    )
+    parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="FAMILY", help="models to test")
     parser.add_argument("--json", type=Path, help="where the outcomes go, after every family")
     parser.add_argument("--page", type=Path, help="the Markdown page whose section about these tests is replaced")
-    parser.add_argument("--compare", type=Path, metavar="EARLIER.json")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="EARLIER.json",
+        help="outcomes of an earlier run: tests that passed then and fail now are printed",
+    )
     return parser.parse_args()
 
 

@@ -166,18 +166,18 @@ def described(plan: Plan) -> list[tuple[object, ...]]:
 
 @settings(max_examples=60)
 @given(SEEDS, st.integers(2, 9), HEAD_GROUPS, st.booleans())
-def test_ranks_compute_by_capacity(seed: int, num_ranks: int, head_groups: int, spanning: bool) -> None:
+def test_ranks_compute_by_speed(seed: int, num_ranks: int, head_groups: int, spanning: bool) -> None:
     rng = random.Random(seed)
     draw = random_layout if spanning else packed_layout
     layout = draw(rng, num_ranks, longest_tokens=2000)
-    capacities = [rng.choice([0, 1, 1, 2.5]) for _ in range(num_ranks - 1)] + [1]
-    plan = plan_by_moving(layout, head_groups, capacities=capacities)
+    speeds = [rng.choice([0, 1, 1, 2.5]) for _ in range(num_ranks - 1)] + [1]
+    plan = plan_by_moving(layout, head_groups, speeds=speeds)
     plan.validate()
     work = plan.work * (head_groups // plan.tasks.head_groups)
     total = layout.rank_work.sum() * head_groups
-    share = total * np.array(capacities) / sum(capacities)
+    share = total * np.array(speeds) / sum(speeds)
 
-    assert np.all(work[np.array(capacities) == 0] == 0)
+    assert np.all(work[np.array(speeds) == 0] == 0)
     mean = total / num_ranks
     query = layout.longest_document_tokens * head_groups
     assert np.all(work <= (1 + TOLERANCE) * share + num_ranks * (slack_of(layout, mean) + query))

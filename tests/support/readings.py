@@ -1,10 +1,10 @@
 """A reading of the meter, as a training of eight ranks would give it."""
 
-from distca_hf.batches.meter import Reading
+from distca_hf.batches.meter import MeterReading
 from distca_hf.planning.plan import PlanTotals
 
 
-READING = Reading(
+READING = MeterReading(
     num_ranks=8,
     seconds=2.0,
     plan_seconds=0.02,

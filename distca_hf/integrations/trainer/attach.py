@@ -47,8 +47,9 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     Attaching again undoes the attachment before; the last plugin counts.
 
     Raises:
-        ConfigError: all settings that would make the loss wrong, or would silently have no effect; or the attachment
-            before cannot be undone, as for `detach`.
+        ConfigError: all settings that would make the loss wrong, or would silently have no effect; beside attention
+            servers, also those whose steps could not run again; or the attachment before cannot be undone, as for
+            `detach`.
         UnsupportedAttentionError: the model cannot run on distca.
         PackingError: the dataset cannot be packed.
     """

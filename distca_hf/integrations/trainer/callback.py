@@ -23,7 +23,7 @@ from transformers.trainer_utils import has_length
 
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.meter import Meter, PlanSource, Reading
+from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_check import WeightsCheck
@@ -217,7 +217,7 @@ class DistCACallback(TrainerCallback):
             metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)
         add_metrics(metrics, logs, state)
 
-    def _read(self, meter: Meter | None, step: int) -> Reading | None:
+    def _read(self, meter: Meter | None, step: int) -> MeterReading | None:
         """Returns a reading of the training; None if nothing was planned. A collective call: every rank reads after
         the same steps."""
         watch = watch_of(self._model)

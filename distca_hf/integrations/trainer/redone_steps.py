@@ -90,8 +90,8 @@ class RedoneSteps(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Adds how many windows ran again since the log before, how many servers there are and were lost, and for
-        which share of the time they computed."""
+        """Adds how many steps ran again since the log before, and how many servers there are and were lost. Also
+        adds for which share of the time servers computed."""
         if logs is None or "loss" not in logs or self._context.config.metrics != "all":
             return
         transport = served_transport(self._context, args.device)

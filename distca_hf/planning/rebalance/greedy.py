@@ -47,27 +47,27 @@ SHORT = 10
 Offer = tuple[float, int, list[Column]]  # room, rank, columns of the stack for this rank
 
 
-def work_limits(total_work: int, num_ranks: int, capacities: Sequence[float] | None, tolerance: float) -> list[float]:
-    """Returns `[ranks]` most work of each rank: its share of all work, by capacity, and the tolerance above it.
+def work_limits(total_work: int, num_ranks: int, speeds: Sequence[float] | None, tolerance: float) -> list[float]:
+    """Returns `[ranks]` most work of each rank: its share of all work, by speed, and the tolerance above it.
 
     Every rank has the same tolerance, as a bound on the largest one. A tolerance for receiving ranks alone would leave
     the work that all of them lack on the rank that gives.
 
     Raises:
-        ConfigError: not one capacity for each rank, none above 0, or larger ones than a sum can have.
+        ConfigError: not one speed for each rank, none above 0, or larger ones than a sum can have.
     """
-    speeds = [1.0] * num_ranks if capacities is None else [float(capacity) for capacity in capacities]
+    speeds = [1.0] * num_ranks if speeds is None else [float(speed) for speed in speeds]
     if len(speeds) != num_ranks:
-        raise ConfigError(f"capacities has {len(speeds)} numbers for {num_ranks} ranks; give one for each rank")
+        raise ConfigError(f"speeds has {len(speeds)} numbers for {num_ranks} ranks; give one for each rank")
     wrong = [rank for rank, speed in enumerate(speeds) if not 0 <= speed < float("inf")]
     if wrong:
-        raise ConfigError(f"the capacity of rank {wrong[0]} is {speeds[wrong[0]]}; it must be a number of at least 0")
+        raise ConfigError(f"the speed of rank {wrong[0]} is {speeds[wrong[0]]}; it must be a number of at least 0")
     total_speed = sum(speeds)
     if total_speed == 0:
-        raise ConfigError(f"the capacities of all {num_ranks} ranks are 0; one of them must compute")
+        raise ConfigError(f"the speeds of all {num_ranks} ranks are 0; one of them must compute")
     if total_speed == float("inf"):
         raise ConfigError(
-            f"the capacities of {num_ranks} ranks add up to {total_speed}; only their ratios count, so divide them all"
+            f"the speeds of {num_ranks} ranks add up to {total_speed}; only their ratios count, so divide them all"
         )
     share = (1 + tolerance) * total_work / total_speed
     return [share * speed for speed in speeds]

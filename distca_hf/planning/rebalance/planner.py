@@ -1,4 +1,4 @@
-"""Rebalancing: a plan for a layout that must stay as it is, because its batches were packed before.
+"""Rebalancing: a plan for a layout that stays as it is, for packs of others or with attention servers.
 
 Tokens stay where they are. Ranks with more than their share of the work give queries to others. They give the latest
 queries of some heads of their longest documents: these have most work for the same bytes. `head_stacks` finds the
@@ -85,14 +85,14 @@ class Candidates:
         head_groups: int,
         topology: Topology | None,
         token_bytes: TokenBytes,
-        capacities: Sequence[float] | None,
+        speeds: Sequence[float] | None,
         mask: Mask = CAUSAL_MASK,
     ) -> None:
         self._layout = layout
         self._head_groups = head_groups
         self._topology = topology or Topology(layout.num_ranks, layout.num_ranks)
         self._token_bytes = token_bytes
-        self._capacities = capacities
+        self._speeds = speeds
         self._mask = mask
         self._held_work = layout.rank_work_of(mask)
         self._documents = DocumentsByRank(layout, self._held_work, mask)
@@ -168,7 +168,7 @@ class Candidates:
         return Plan(self._layout, tasks_of(self._layout, candidate.stacks, self._head_groups, self._mask))
 
     def _limits(self, tolerance: float) -> list[float]:
-        return work_limits(self._total_work, self._layout.num_ranks, self._capacities, tolerance)
+        return work_limits(self._total_work, self._layout.num_ranks, self._speeds, tolerance)
 
     def _donors(self, prices: Prices, strategy: Strategy) -> Donors:
         return Donors(self._documents, self._head_groups, self._token_bytes, prices, strategy, self._mask)
@@ -177,7 +177,7 @@ class Candidates:
         return MovedBytes.count(self._segments, stacks, self._head_groups, self._token_bytes, self._topology.node_of)
 
     def _overload(self, work: list[int], limits: list[float]) -> float:
-        """Returns the largest work above a limit, less the slack of tiles; ranks of capacity 0 have no slack."""
+        """Returns the largest work above a limit, less the slack of tiles; ranks of speed 0 have no slack."""
         above = [done - limit - (self._slack if limit else 0.0) for done, limit in zip(work, limits, strict=True)]
         return max(0.0, *above)
 
@@ -205,7 +205,7 @@ class Candidates:
             gaps = WorkGaps.of(donors.work, limits)
         moves.balance(gaps.surplus, gaps.room)
 
-        # 2. Ranks of capacity 0 give everything that is left.
+        # 2. Ranks of speed 0 give everything that is left.
         for rank, limit in enumerate(limits):
             if limit == 0 and donors.work[rank]:
                 room = {other: most - donors.work[other] for other, most in enumerate(limits) if most}
@@ -227,12 +227,12 @@ def plan_by_moving(
     *,
     topology: Topology | None = None,
     token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
-    capacities: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
     bytes_limit: int | None = None,
     mask: Mask = CAUSAL_MASK,
     tolerance: float = TOLERANCE,
 ) -> Plan:
-    """Plans a layout so that no rank computes more than 1.025 times its share, plus a tile of the longest document.
+    """Plans a layout so that no rank computes more than its share, the tolerance, and a tile of the longest document.
 
     Among such plans it seeks the one whose largest rank sends or receives fewest bytes.
 
@@ -242,21 +242,21 @@ def plan_by_moving(
         topology: ranks that share a node. Of candidates that are nearly as good, the one with fewest bytes between
             nodes is taken.
         token_bytes: bytes of one token in one layer.
-        capacities: `[ranks]` relative speeds; a rank of capacity 0 computes nothing.
+        speeds: `[ranks]` relative speeds; a rank of speed 0 computes nothing. By default all are equal.
         bytes_limit: most bytes that a rank may send, and most that it may receive, in one layer forward. Under a tight
             limit, work is balanced as well as it permits.
         mask: keys that queries attend.
         tolerance: most work of a rank above its share, as a fraction of the share.
 
     Raises:
-        ConfigError: head groups below 1, capacities that are no speeds, a topology of other ranks.
+        ConfigError: head groups below 1, speeds below 0 or all 0, a topology of other ranks.
         PlanError: no plan meets the limit.
     """
     if head_groups < 1:
         raise ConfigError(f"head_groups={head_groups} must be at least 1")
     if topology is not None and topology.num_ranks != layout.num_ranks:
         raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks}")
-    candidates = Candidates(layout, head_groups, topology, token_bytes, capacities, mask)
+    candidates = Candidates(layout, head_groups, topology, token_bytes, speeds, mask)
     best = _best(candidates, layout.num_ranks, topology, tolerance)
     if bytes_limit is not None and best.moved.largest_rank > bytes_limit:
         best = _within(candidates, bytes_limit, best, tolerance)

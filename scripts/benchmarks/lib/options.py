@@ -25,7 +25,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     flag = argparse.BooleanOptionalAction
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--config", type=Path, help="config.json of a Transformers model")
-    model.add_argument("--preset", choices=[*MODELS], default="llama3-8b")
+    model.add_argument("--preset", choices=[*MODELS], default="llama3-8b", help="sizes of the model, without --config")
     parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
     parser.add_argument(
         "--documents",
@@ -34,18 +34,23 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
         "measured one after the other: figures of the second go to OUT.1.json",
     )
     parser.add_argument("--modes", help="comma-separated; by default all")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="times that every mode is measured, in turns")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
-    parser.add_argument("--checkpointing", choices=[*CHECKPOINTING], default="full")
+    parser.add_argument(
+        "--checkpointing",
+        choices=[*CHECKPOINTING],
+        default="full",
+        help="full recomputes attention, too; saved keeps its outputs, offloaded keeps them on the host",
+    )
     parser.add_argument("--fsdp", action=flag, default=True, help="without it gradients are not exchanged")
     parser.add_argument(
         "--reduce-dtype",
         choices=[*DTYPES],
         help="in which FSDP sums gradients; by default that of the model, as Accelerate's mixed_precision takes it",
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
     parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
-    parser.add_argument("--kernel", default=DistCAConfig().kernel)
+    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers")
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
     parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")

@@ -1,4 +1,4 @@
-"""Moving tasks: figures on the study's mixes, nodes, capacities, limits of bytes, and bad input."""
+"""Moving tasks: figures on the study's mixes, nodes, speeds, limits of bytes, and bad input."""
 
 import numpy as np
 import pytest
@@ -100,7 +100,7 @@ def test_a_node_gives_what_it_has_too_much() -> None:
 
 def test_dedicated_servers_compute_everything() -> None:
     layout = Layout.from_packs([[9000, 50, 1], [200] * 40, [], []])
-    plan = plan_by_moving(layout, 8, capacities=[0, 0, 1, 3])
+    plan = plan_by_moving(layout, 8, speeds=[0, 0, 1, 3])
     plan.validate()
 
     assert plan.work[:2].sum() == 0
@@ -136,20 +136,20 @@ def test_a_limit_names_bytes_that_a_rank_of_capacity_0_has_to_send() -> None:
     """Its tokens cannot be computed where they are, which would send nothing."""
     layout = Layout.from_packs([[1000], [1000, 1000]])
     with pytest.raises(PlanError, match=r"rank 0 has to send [1-9]\d* bytes per layer, .* bytes_limit=100;") as error:
-        plan_by_moving(layout, 8, capacities=[0, 1], bytes_limit=100)
+        plan_by_moving(layout, 8, speeds=[0, 1], bytes_limit=100)
     smallest = int(str(error.value).split("Set bytes_limit to at least ")[1].split(",")[0])
 
-    assert plan_by_moving(layout, 8, capacities=[0, 1], bytes_limit=smallest).work[0] == 0
+    assert plan_by_moving(layout, 8, speeds=[0, 1], bytes_limit=smallest).work[0] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacities": [1]}, "1 numbers for 2 ranks"),
-        ({"capacities": [1, -1]}, "rank 1 is -1.0"),
-        ({"capacities": [1, float("nan")]}, "rank 1 is nan"),
-        ({"capacities": [0, 0]}, "of all 2 ranks are 0"),
-        ({"capacities": [1e308, 1e308]}, "of 2 ranks add up to inf"),
+        ({"speeds": [1]}, "1 numbers for 2 ranks"),
+        ({"speeds": [1, -1]}, "rank 1 is -1.0"),
+        ({"speeds": [1, float("nan")]}, "rank 1 is nan"),
+        ({"speeds": [0, 0]}, "of all 2 ranks are 0"),
+        ({"speeds": [1e308, 1e308]}, "of 2 ranks add up to inf"),
         ({"topology": Topology(4, 2)}, "4 ranks, the layout 2"),
         ({"head_groups": 0}, "head_groups=0"),
     ],
