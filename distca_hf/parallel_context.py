@@ -163,8 +163,8 @@ class ParallelContext:
             )
         if self.config.deterministic and not self.config.server_speed:
             raise ConfigError(
-                "deterministic=True wants the same gradients in every run, and server_speed=0 measures speeds, which "
-                "differ from run to run and divide attention between trainers and servers: give a server_speed"
+                "deterministic=True asks for the same gradients in all runs, and server_speed=0 measures speeds, "
+                "which differ from run to run and divide attention between trainers and servers: give a server_speed"
             )
         if not self.members.are_the_job:
             raise ConfigError(

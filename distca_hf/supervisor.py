@@ -191,3 +191,12 @@ def _die_with(parent: int) -> Callable[[], None] | None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return call
+
+
+def is_running(process: int) -> bool:
+    """Returns whether there is a process with this number on this host."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# scripts/quickstart.sh: installs into .venv and trains a small Llama on Python's own sources with two CPU processes, once
-# with distca and once with sdpa. No GPU, no downloads but the packages. Writes to quickstart_output/.
+# scripts/quickstart.sh: installs into .venv and trains a small Llama on Python's own sources with two CPU processes,
+# once with distca and once with sdpa. No GPU, no downloads but the packages. Writes to quickstart_output/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh report

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# scripts/setup.sh [EXTRAS]: makes .venv in this checkout and installs distca_hf with the given extras; used by the other
-# scripts. PYTHON names the interpreter (3.11 or newer; default python3).
+# scripts/setup.sh [EXTRAS]: makes .venv in this checkout and installs distca_hf with the given extras; used by the
+# other scripts. PYTHON names the interpreter (3.11 or newer; default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:-}

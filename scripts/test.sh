@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# scripts/test.sh [PYTEST ARGUMENTS]: installs into .venv, then checks style and types and runs the test suite in two processes.
+# scripts/test.sh [PYTEST ARGUMENTS]: installs into .venv, then checks style and types and runs the test suite in two
+# processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test

@@ -144,7 +144,9 @@ class PlanProgress:
 
 def print_environment(console: Console) -> None:
     """Runs `distca env`: prints versions of packages, devices, and kernels in order of preference."""
-    from distca_hf.kernels.registry import KERNELS  # imports torch, which `distca plan` does not need
+    import torch  # which `distca plan` does not need
+
+    from distca_hf.kernels.registry import KERNELS
 
     console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
     versions = Table("package", "version")
@@ -157,7 +159,9 @@ def print_environment(console: Console) -> None:
         "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
     )
     for kernel, entry in KERNELS.items():
-        kernels.add_row(kernel, entry.capabilities.device_type or "any device", entry.missing() or "available")
+        device = entry.capabilities.device_type
+        there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
+        kernels.add_row(kernel, device or "any device", entry.missing() or there)
     console.print(kernels)
 
 

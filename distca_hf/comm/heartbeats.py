@@ -1,4 +1,4 @@
-"""Heartbeats: attention servers show that they live; trainers and servers learn which rosters are lost.
+"""Heartbeats: attention servers show that they live; trainers and servers read which rosters are lost.
 
     server     beat/<server> = "incarnation.count"   ──▶  every trainer: silent for too long is lost
                a byte in a pipe                      ──▶  the server's supervisor
@@ -104,7 +104,7 @@ class SpoiledRosters:
 
 
 class Heartbeat:
-    """A server's end: it beats, and learns that trainers have given up a roster.
+    """A server's end: it beats, and reads whether trainers have given up a roster.
 
     The process ends, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
 

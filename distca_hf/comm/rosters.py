@@ -9,6 +9,7 @@ Trainers are ranks 0 to N - 1 of the exchanges, servers come behind them in the 
 lost, or comes, a new roster is opened, with another number and another group.
 """
 
+import math
 import os
 import socket
 import threading
@@ -38,8 +39,14 @@ log = get_logger(__name__)
 # Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
 # ends no exchange, so that waiting must be able to end by itself.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
+<<<<<<< HEAD
 # Times in a row that a server may be lost before a step counted with it.
 MOST_LOSSES = 5
+=======
+# Part of a server's free memory that rows may take which it keeps until backward. The rest is for rows under way, and
+# for gradients of one layer.
+KEPT_SHARE = 0.5
+>>>>>>> main
 # Longest time for which a thread that aborts a group of NCCL waits for one that starts an exchange. Starting may
 # itself wait for a GPU that waits for a lost member.
 START_SECONDS = 1.0
@@ -57,6 +64,7 @@ class Member(NamedTuple):
     incarnation: int
 
 
+<<<<<<< HEAD
 class Losses:
     """Losses of each server in a row, without a step in between that counted. All trainers count the same ones.
 
@@ -89,6 +97,24 @@ class Losses:
     def is_excluded(self, server: int) -> bool:
         """Returns whether a server was lost too often to take part again."""
         return self._in_a_row[server] >= MOST_LOSSES
+=======
+def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
+    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
+    starts = zip(*(row[1:] for row in rows), strict=True)
+    return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
+
+
+class Answers(NamedTuple):
+    """Answers of all servers to an invitation.
+
+    Attributes:
+        names: of the servers, for messages, by their numbers.
+        room_bytes: that rows may take on each server until backward.
+    """
+
+    names: dict[int, str]
+    room_bytes: float
+>>>>>>> main
 
 
 class RosterTransport(TorchTransport):
@@ -173,9 +199,15 @@ class RosterTransport(TorchTransport):
 
 
 def place_of(device: torch.device) -> dict[str, object]:
-    """Returns the host of this process, and a number of its GPU that no other has."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    return {"host": socket.gethostname(), "gpu": gpu}
+    """Returns the host of this process, a number of its GPU that no other has, and the GPU's free bytes."""
+    if device.type != "cuda":
+        return {"host": socket.gethostname(), "gpu": None, "free_bytes": None}
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return {
+        "host": socket.gethostname(),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid),
+        "free_bytes": free_bytes,
+    }
 
 
 def roster_store(store: Store, roster: int) -> Store:
@@ -200,14 +232,14 @@ def invite(
 
 def wait_for_answers(
     here: Store, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
-) -> dict[int, str]:
-    """Returns the name of each server, for messages, by its number; all have answered.
+) -> Answers:
+    """Returns the answers of all servers.
 
     Raises:
         PeerLostError: a server does not answer; names it.
         ConfigError: a server refuses, in its words, or would share the GPU of this trainer.
     """
-    mine, names = place_of(device), {}
+    mine, names, room_bytes = place_of(device), {}, math.inf
     for server, incarnation in members:
         answer = read(here, f"server/{server}", patience_seconds)
         if answer is None:
@@ -223,7 +255,9 @@ def wait_for_answers(
                 "this trainer; launch one process for each GPU, and train on cuda:LOCAL_RANK"
             )
         names[server] = f"attention server {server} on {answer['host']}"
-    return names
+        if answer["free_bytes"] is not None:
+            room_bytes = min(room_bytes, KEPT_SHARE * cast(int, answer["free_bytes"]))
+    return Answers(names, room_bytes)
 
 
 @dataclass(frozen=True)
@@ -253,7 +287,10 @@ class Invitation:
         here = roster_store(store, roster)
         content = read(here, "opened", patience_seconds)
         if content is None:
-            raise PeerLostError(f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s")
+            raise PeerLostError(
+                f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s; look at its own "
+                "words"
+            )
         members = [Member(*member) for member in cast(list[list[int]], content["members"])]
         settings = cast(dict[str, object], content["settings"])
         return cls(here, members, str(content["device"]), settings, str(content["version"]))

@@ -13,6 +13,7 @@ Over gloo the thread that waits for an exchange notices the loss. Over NCCL the 
 needs a number of it. There the thread that looks at heartbeats spoils the step, and aborts the exchanges.
 """
 
+import math
 import os
 import time
 import weakref
@@ -26,7 +27,11 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.groups import StreamProgress
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
+<<<<<<< HEAD
 from distca_hf.comm.rosters import Losses, Member, RosterTransport, invite, meet, roster_store, wait_for_answers
+=======
+from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
+>>>>>>> main
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
@@ -65,6 +70,7 @@ class ServedTransport:
         spoiled: words about the server that was lost in this step; None if none was.
         servers_lost: how many were lost so far.
         speeds: of servers, from times of the steps that counted.
+        room_bytes: that rows may take on each member until backward.
     """
 
     def __init__(
@@ -79,7 +85,11 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
+<<<<<<< HEAD
         self.roster, self.servers_lost, self._losses = 0, 0, Losses()
+=======
+        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
+>>>>>>> main
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -95,8 +105,6 @@ class ServedTransport:
         self._has_exchanged_outside = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
         self._plans, self._alive = 0, set[int]()
-        if settings.get("kv_residency") == "keep":
-            log.warning("kv_residency='keep' has no effect: attention servers get all rows again for backward")
         self._watch.begin(self._look_at_exchanges)
         self._open(self._all_members(patience_seconds), patience_seconds)
 
@@ -180,7 +188,7 @@ class ServedTransport:
             self._wait_for_suspects()
         shown = [int(self.spoiled is None), *self._fresh()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
-        counts, members = all(row[0] for row in rows), _agreed([row[: len(shown)] for row in rows])
+        counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
         self._in_step, self._has_voted = False, True
         if counts:
             self._losses.note_step(self.members)
@@ -242,7 +250,7 @@ class ServedTransport:
                 f"{', '.join(map(str, silent))} of {self._all.count}, and found no heartbeat; look at its own words"
             )
         rows = self.gather(self._fresh(), "attention servers").wait()
-        return _agreed([[1, *row] for row in rows])
+        return agreed([[1, *row] for row in rows])
 
     def _fresh(self) -> list[int]:
         """Returns the starts of each server, counted from 1; 0 for one that is lost, or was lost too often."""
@@ -302,7 +310,7 @@ class ServedTransport:
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return
-            members = _agreed(rows)
+            members = agreed(rows)
         raise PeerLostError(
             f"rank {self.rank}: {OPENINGS} rosters of attention servers could not be opened, one after the other; the "
             f"last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
@@ -315,8 +323,12 @@ class ServedTransport:
         mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
+<<<<<<< HEAD
         names = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
         self._losses.names |= names
+=======
+        names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
+>>>>>>> main
         return meet(
             here,
             self.rank,
@@ -364,10 +376,12 @@ class PlanOrders:
 
     Attributes:
         roster: number of the connection that it was planned for.
+        room_bytes: that rows may take on each server until backward.
     """
 
     def __init__(self, transport: ServedTransport, number: int) -> None:
         self._transport, self._number, self.roster = transport, number, transport.roster
+        self.room_bytes = transport.room_bytes
 
     @property
     def is_spoiled(self) -> bool:
@@ -375,12 +389,18 @@ class PlanOrders:
         return self._transport.spoiled is not None
 
     def call(
-        self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: Sequence[float]
+        self,
+        phase: Phase,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: Sequence[float],
+        slot: int = 0,
     ) -> None:
         """Posts an attention call on tensors like these.
 
         Args:
-            spec: numbers of an `AttentionSpec`.
+            spec, slot: see `CallOrder`.
 
         Raises:
             ServerLostError: this step is spoiled.
@@ -388,10 +408,5 @@ class PlanOrders:
         if self._transport.spoiled is not None:
             raise ServerLostError(self._transport.spoiled)
         shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
-        self._transport.order_call(CallOrder(self._number, phase, *shapes, DTYPES.index(q_TNH.dtype), tuple(spec)))
-
-
-def _agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
-    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
-    starts = zip(*(row[1:] for row in rows), strict=True)
-    return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
+        dtype = DTYPES.index(q_TNH.dtype)
+        self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, tuple(spec)))

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distca_hf.batches.batch_documents import tokens_of
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import ConfigError, PeerLostError
-from distca_hf.integrations.models.forward_watch import ForwardWatch, watch_of
+from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
@@ -101,18 +101,6 @@ def keep_random_states(device: torch.device) -> Restore:
     return restore
 
 
-def keep_packs(watch: ForwardWatch) -> Restore:
-    """Keeps the counts of a model's packs: forward passes plan them, and would count them twice."""
-    packs = watch.packs
-    if packs is not None:
-        return packs.bookmark()
-
-    def restore() -> None:
-        watch.packs = None
-
-    return restore
-
-
 @contextmanager
 def refuse_steps() -> Iterator[None]:
     """Refuses steps of optimizers for the time of a `with` block: those of a lost server could not be undone.
@@ -170,7 +158,7 @@ def attempts(
         )
     placed = [batch for batch in batches if batch.get("distca_plan") is not None]
     device = tokens_of(placed[0]).device if placed else context.device
-    keep = [lambda: keep_random_states(device), lambda: keep_packs(watch)]
+    keep = [lambda: keep_random_states(device), watch.bookmark_packs]
     step, results = RepeatableStep(served_transport(context, device), "an optimizer step", keep), list[bool]()
     while True:
         yield _attempt(step, results)

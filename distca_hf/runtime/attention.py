@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.comm.orders import Phase
 from distca_hf.errors import NotFiniteError, PlanError, UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_layer_outputs, made_deterministic
 from distca_hf.runtime.device_routing import DeviceRouting
@@ -43,12 +42,14 @@ def attend(
     plan: LivePlan,
     received: Received | None = None,
     sinks_N: torch.Tensor | None = None,
+    is_differentiated: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     """Attends from every row to the causal prefix of its document, wherever that prefix is held.
 
     Args:
         received: rows of other ranks from an earlier run of the same layer; they are not sent again.
         sinks_N: scores of the heads' sinks.
+        is_differentiated: whether a backward pass may follow.
 
     Returns:
         out: `[T, N, V]`, zero in padding rows.
@@ -69,9 +70,9 @@ def attend(
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if plan.forward_pass.calls == 1:
         check_room(plan, spec, where, q_TNH, k_TGH, v_TGV)
-    plan.order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec)
-    # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
+    slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
+    # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     kv_heads = k_TGH.shape[1]
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, plan, routing, k))
@@ -103,7 +104,7 @@ def attend(
         remote_queries.finish(*as_rows(groups, out, lse))
     check_finite(plan, where, output=out)
     nothing = plan.retention.nothing(k)
-    return out, lse, _kept(keys, remote_queries, nothing) if keeps else nothing
+    return out, lse, _kept(keys, remote_queries, nothing, slot) if keeps else nothing
 
 
 class Attended(NamedTuple):
@@ -128,12 +129,11 @@ def attend_backward(
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport = plan.forward_pass.begin_backward(), plan.transport
     kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.routing(spec).backward
-    keeps, groups = plan.retention.keeps is True, routing.rows_per_token
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
-    plan.order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec)
+    keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)
@@ -185,9 +185,10 @@ def _keys_of(
     return plan.retention.nothing(k).keys
 
 
-def _kept(keys: KVDispatch, remote_queries: ForwardRemoteQueries | None, nothing: Kept) -> Kept:
+def _kept(keys: KVDispatch, remote_queries: ForwardRemoteQueries | None, nothing: Kept, slot: int) -> Kept:
     """Returns the rows of other ranks that are kept for backward; no queries, if on no rank any move."""
-    return Kept(keys.received, *(nothing.remote_queries if remote_queries is None else remote_queries.kept))
+    of_queries = nothing.remote_queries if remote_queries is None else remote_queries.kept
+    return Kept(keys.received, *of_queries, nothing.keys.new_empty((slot, 0)) if slot else nothing.slot)
 
 
 def _empty_gradients(

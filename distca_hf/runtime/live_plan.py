@@ -29,7 +29,7 @@ from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.retention import Retention
+from distca_hf.runtime.retention import Retention, Slots
 
 
 class Planned(NamedTuple):
@@ -87,7 +87,6 @@ class LivePlan:
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         fingerprint: of the plan.
         orders: posts its calls to attention servers; None if they take no part.
-        may_keep: whether rows of other ranks may be kept until backward.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
         stopwatch: measures this rank's kernels; None where nobody asks for their times.
 
@@ -110,7 +109,6 @@ class LivePlan:
         agreement: Agreement | None = None,
         fingerprint: int = 0,
         orders: PlanOrders | None = None,
-        may_keep: bool = True,
         replan: Callable[[], Planned | None] | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -127,8 +125,9 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self.retention = Retention(config, facts, may_keep and orders is None)
         self._orders, self._stopwatch = orders, stopwatch
+        self.retention = self._new_retention()
+        self._slots = Slots()
         self.handle = _register.add(self, config.plans_in_flight)
 
     def __copy__(self) -> "LivePlan":
@@ -192,7 +191,7 @@ class LivePlan:
         routings, self.facts, self.fingerprint, self._orders = planned
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
         self._kernels.clear()
-        self.retention = Retention(self.config, self.facts, self._orders is None)
+        self.retention = self._new_retention()
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
@@ -225,13 +224,52 @@ class LivePlan:
             )
         return found
 
-    def order_call(
-        self, phase: Phase, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec
+    def _new_retention(self) -> Retention:
+        return Retention(self.config, self.facts, None if self._orders is None else self._orders.room_bytes)
+
+    def order_forward(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, keeps: bool
+    ) -> int:
+        """Posts a call of forward to attention servers, if there are any, right before its exchanges.
+
+        Args:
+            keeps: whether they keep received rows until backward.
+
+        Returns:
+            The slot in which they do; 0: they do not.
+        """
+        slot = self._slots.open() if keeps and self._orders is not None else 0
+        self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
+        return slot
+
+    def order_backward(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, slot: torch.Tensor
+    ) -> bool:
+        """Posts a call of backward to attention servers, if there are any, right before its exchanges.
+
+        Args:
+            slot: of the same call of forward, see `Kept`. Servers keep it for one backward pass: for a second one rows
+                are sent again.
+
+        Returns:
+            Whether rows were kept, by this rank and by servers.
+        """
+        number = self._slots.close(slot)
+        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
+        return self.retention.keeps is True if self._orders is None else number > 0
+
+    def _order_call(
+        self,
+        phase: Phase,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        slot: int,
     ) -> None:
-        """Posts an attention call to attention servers, if there are any, right before its exchanges. Kernels that
-        follow are measured as those of this call."""
+        """Posts a call. Kernels that follow are measured as those of this call."""
         if self._orders is not None:
-            self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec)
+            self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec, slot)
         if self._stopwatch is not None:
             work, heads, dims = self.facts.work[self.transport.rank], q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
             flops = 2 * dims * heads * work // self.facts.rows_per_token

@@ -20,8 +20,8 @@ from distca_hf.runtime.retention import Kept, current_run
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
-# Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps.
-OpOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps; slot.
+OpOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # Queries, keys, values; numbers of an `AttentionSpec`; handle of the live plan; number of the layer; whether gradients
 # are needed; sinks.
 OpInputs = tuple[
@@ -52,7 +52,7 @@ def _flash_attn(
         if layer is not None:
             plan.forward_pass.check_open()
         received = run.take() if run is not None and run.recomputes else None
-        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), plan, received, sinks_N)
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), plan, received, sinks_N, needs_gradients)
     except Exception as error:
         if not _spoils(error, plan):
             _add_place(error, plan, call, "forward")
@@ -65,7 +65,7 @@ def _flash_attn(
         waits = plan.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
         run.keep(kept.received() if waits else None)
     plan.forward_pass.note_call(layer, needs_gradients)
-    return out, lse, kept.keys, *kept.remote_queries
+    return out, lse, kept.keys, *kept.remote_queries, kept.slot
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
@@ -80,7 +80,7 @@ def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *othe
     def some(like: torch.Tensor, dimensions: int) -> torch.Tensor:
         return like.new_empty([unknown_size() for _ in range(dimensions)])
 
-    return out, lse, some(k_TGH, 2), some(q_TNH, 3), some(q_TNH, 3), some(lse, 2)
+    return out, lse, some(k_TGH, 2), some(q_TNH, 3), some(q_TNH, 3), some(lse, 2), some(k_TGH, 2)
 
 
 def _flash_attn_backward(
@@ -94,13 +94,15 @@ def _flash_attn_backward(
     kept_q: torch.Tensor,
     kept_out: torch.Tensor,
     kept_lse: torch.Tensor,
+    kept_slot: torch.Tensor,
     spec: list[float],
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes gradients of q, k and v."""
     plan = find_plan(handle)
     call = plan.forward_pass.backward_calls + 1
-    attended, kept = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN), Kept(kept_keys, kept_q, kept_out, kept_lse)
+    attended = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN)
+    kept = Kept(kept_keys, kept_q, kept_out, kept_lse, kept_slot)
     try:
         return attend_backward(dout_TNV, attended, kept, spec_of(*spec), plan)
     except Exception as error:
@@ -121,9 +123,9 @@ def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, keys, remote_q, remote_out, remote_lse, sinks = ctx.saved_tensors
+    q, k, v, out, lse, keys, remote_q, remote_out, remote_lse, slot, sinks = ctx.saved_tensors
+    kept = keys, remote_q, remote_out, remote_lse, slot
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    kept = keys, remote_q, remote_out, remote_lse
     gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.handle)
     return *gradients, *[None] * 4, None if sinks is None else sink_gradients(dout, out, lse, sinks)
 

@@ -14,8 +14,12 @@ Both decisions are the same on all ranks and in all layers of a micro-batch, bec
 Checkpointing runs a region of a model in one context, and its recomputation in another (`context_fn` of
 `torch.utils.checkpoint.checkpoint`). The operator reads from them which of the two it is in (`current_run`). Calls are
 matched by their order.
+
+Attention servers keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward gets
+a number, its slot, under which they keep what they received. Backward names it.
 """
 
+import math
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,6 +30,7 @@ import torch
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.telemetry import warn
 
 
 @dataclass(eq=False, slots=True)
@@ -35,17 +40,20 @@ class Kept:
     Attributes:
         keys: `[rows, G * H + G * V]` received keys and values.
         remote_q, remote_out, remote_lse: `[remote-query rows, ...]`.
+        slot: `[number, 0]`, where attention servers keep theirs under this number; 0: they keep none. Graphs carry
+            tensors to backward, and write to memory that nobody needs any more: so it has none.
     """
 
     keys: torch.Tensor
     remote_q: torch.Tensor
     remote_out: torch.Tensor
     remote_lse: torch.Tensor
+    slot: torch.Tensor
 
     @classmethod
     def nothing(cls, k: torch.Tensor) -> "Kept":
         keys, q, out = k.new_empty((0, 0)), k.new_empty((0, 0, 0)), k.new_empty((0, 0, 0))
-        return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)))
+        return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)), k.new_empty((0, 0)))
 
     def received(self) -> "Received":
         """Returns the part that came from other ranks."""
@@ -74,13 +82,32 @@ class Received:
         return Received(self.keys.detach(), self.remote_q.detach())
 
 
+class Slots:
+    """Numbers under which attention servers keep rows, from forward until one backward pass."""
+
+    def __init__(self) -> None:
+        self._last, self._open = 0, set[int]()
+
+    def open(self) -> int:
+        """Returns the next number."""
+        self._last += 1
+        self._open.add(self._last)
+        return self._last
+
+    def close(self, slot: torch.Tensor) -> int:
+        """Returns the number of a slot (see `Kept`); 0 if it has none, or was closed before."""
+        number = len(slot) if len(slot) in self._open else 0
+        self._open.discard(number)
+        return number
+
+
 class Retention:
     """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 
     The first layer decides for all layers; all ranks decide alike, because fetching is an exchange.
 
     Args:
-        may_keep: whether the settings decide. Attention servers keep nothing, so that ranks they serve do not, either.
+        room_bytes: on each attention server; None without servers.
 
     Attributes:
         layers_kept: layers whose attention is saved for backward at the same time.
@@ -88,29 +115,44 @@ class Retention:
         keeps: whether received rows are kept until backward; None before the first layer.
     """
 
-    def __init__(self, config: DistCAConfig, facts: PlanFacts, may_keep: bool = True) -> None:
-        self._config, self._facts = config, facts
+    def __init__(self, config: DistCAConfig, facts: PlanFacts, room_bytes: float | None = None) -> None:
+        self._config, self._facts, self._room_bytes = config, facts, room_bytes
         self.layers_kept = self.attention_calls = 1
-        self.keeps: bool | None = None if may_keep else False
-        self._waits: bool | None = self.keeps
+        self.keeps: bool | None = None
+        self._waits: bool | None = None if room_bytes is None else False
         self._nothing: Kept | None = None
 
     def begin_forward_pass(self, layers_kept: int, attention_calls: int) -> None:
         """Notes how many layers the next pass has; see the attributes."""
         self.layers_kept, self.attention_calls = layers_kept, attention_calls
 
+    def follow(self, keeps: bool) -> None:
+        """Takes the decision of the trainers for the next call, on an attention server."""
+        self.keeps = keeps
+
     def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
         """Returns whether this micro-batch keeps received rows until backward.
 
         With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
-        the rank that receives most. Where attention itself is recomputed, that is one layer.
+        the rank that receives most. Where attention itself is recomputed, that is one layer. Attention servers must
+        have room for them, and keep nothing where attention is recomputed: they would keep the rows of a pass that is
+        never differentiated.
         """
         if self.keeps is None:
-            setting = self._config.kv_residency
-            if setting == "auto":
-                self.keeps = kept_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.layers_kept <= self._budget_bytes
+            setting, is_served = self._config.kv_residency, self._room_bytes is not None
+            if setting == "refetch" or (is_served and self.layers_kept != self.attention_calls):
+                self.keeps = False
+            elif setting == "auto" or is_served:
+                kept = kept_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.layers_kept
+                self.keeps = kept <= self._budget_bytes
+                if setting == "keep" and not self.keeps:
+                    warn(
+                        f"kv_residency='keep': attention servers have room for {self._room_bytes} bytes of rows, too "
+                        "little for some micro-batches; their rows are sent again for backward",
+                        stacklevel=2,
+                    )
             else:
-                self.keeps = setting == "keep"
+                self.keeps = True
         return self.keeps
 
     def waits_for_recomputation(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
@@ -134,7 +176,8 @@ class Retention:
 
     @property
     def _budget_bytes(self) -> float:
-        return self._config.kv_budget_gib * 2**30
+        given = self._config.kv_budget_gib * 2**30 if self._config.kv_residency == "auto" else math.inf
+        return given if self._room_bytes is None else min(given, self._room_bytes)
 
 
 def kept_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> int:

@@ -46,7 +46,7 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
-from distca_hf.supervisor import LEAVING
+from distca_hf.supervisor import LEAVING, is_running
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 
@@ -55,6 +55,8 @@ log = get_logger(__name__)
 
 # Seconds between two looks for the words of trainers.
 LOOK_SECONDS = 0.05
+# Longest time for trainers to give up a roster of which an exchange has failed here.
+GIVE_UP_SECONDS = 25.0
 # Longest time that a server serves after SIGTERM or SIGINT, where no trainer is on its host to be looked for: less
 # than launchers wait before they kill.
 LEAVE_SECONDS = 25.0
@@ -142,7 +144,7 @@ class Service:
         config: settings of the trainers' plugin.
         report: shows trainers what was measured since the roster began.
         stopwatch: of this server's kernels.
-        plans: live plans by number.
+        plans: live plans by number, and rows that are kept for their backward passes, by slot.
     """
 
     transport: RosterTransport
@@ -150,7 +152,7 @@ class Service:
     device: torch.device
     report: Callable[[Reading], None]
     stopwatch: Stopwatch
-    plans: dict[int, LivePlan] = field(default_factory=dict)
+    plans: dict[int, tuple[LivePlan, dict[int, Kept]]] = field(default_factory=dict)
     rows: dict[tuple[int, ...], NoRows] = field(default_factory=dict)
 
     def take_plan(self, order: PlanOrder) -> None:
@@ -168,38 +170,42 @@ class Service:
             )
         mine = rank_plan(plan, self.transport.rank, order.num_chunks)
         pinned = PinnedRankPlan.prepare(mine, pin=self.device.type == "cuda")
-        self.plans = {number: live for number, live in self.plans.items() if number >= order.oldest}
-        self.plans[order.plan] = LivePlan(
+        self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
+        live = LivePlan(
             order.micro_batch,
             {mine.mask: pinned.to(self.device)},
             mine.facts,
             self.transport,
             self.config,
             fingerprint=plan.fingerprint,
-            may_keep=False,
             stopwatch=self.stopwatch,
         )
+        self.plans[order.plan] = live, {}
 
     @torch.no_grad()
     def call(self, order: CallOrder) -> None:
         """Makes an attention call.
 
         Raises:
-            PlanError: there is no such plan.
+            PlanError: there is no such plan; or nothing was kept for it.
         """
-        plan = self.plans.get(order.plan)
-        if plan is None:
+        if order.plan not in self.plans:
             raise PlanError(f"a call names plan {order.plan}, this server holds {', '.join(map(str, self.plans))}")
+        plan, kept = self.plans[order.plan]
         shapes = order[2:7]
         rows = self.rows.get(shapes)
         if rows is None:
             rows = self.rows[shapes] = NoRows.of(order, self.device)
-        spec = spec_of(*order.spec)
+        spec, slot = spec_of(*order.spec), order.slot
+        plan.retention.follow(keeps=slot > 0)
         if order.phase == Phase.FORWARD:
-            attend(rows.q, rows.k, rows.v, spec, plan)
+            _, _, received = attend(rows.q, rows.k, rows.v, spec, plan)
+            kept.update({slot: received} if slot else {})
+        elif slot and slot not in kept:
+            raise PlanError(f"a call names slot {slot} of plan {order.plan}, and rows of {list(kept)} are kept here")
         else:
             attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
-            attend_backward(rows.out, attended, rows.kept, spec, plan)
+            attend_backward(rows.out, attended, kept.pop(slot, rows.kept), spec, plan)
 
 
 class Server:
@@ -250,7 +256,7 @@ class Server:
 
     def _status(self) -> int | None:
         """Returns the exit status if there is nothing more to serve."""
-        are_gone = bool(self._trainers_here) and not any(map(_is_running, self._trainers_here))
+        are_gone = bool(self._trainers_here) and not any(map(is_running, self._trainers_here))
         if any(has_ended(self._store, trainer) for trainer in range(self._num_trainers)):
             return 0
         if self._signal is not None and self._may_leave(*self._signal):
@@ -270,7 +276,7 @@ class Server:
         if not self._services:
             return True
         if self._trainers_here:
-            return not any(map(_is_running, self._trainers_here))
+            return not any(map(is_running, self._trainers_here))
         return time.monotonic() - since > LEAVE_SECONDS
 
     def _follow(self, order: Order) -> None:
@@ -300,7 +306,11 @@ class Server:
                 self._services[order.roster] = service
             return
         if order.roster not in self._services:
-            raise PlanMismatchError(f"an order of kind {order.kind.name} came before its roster was opened")
+            raise PlanMismatchError(
+                f"attention server {self._member.server}: an order of kind {order.kind.name} is of roster "
+                f"{order.roster}, and open are {', '.join(map(str, self._services)) or 'none'}; nothing was computed "
+                "for it. Restart the job"
+            )
         service = self._services[order.roster]
         if order.kind is Kind.PLAN:
             service.take_plan(PlanOrder.of(order.numbers))
@@ -312,7 +322,7 @@ class Server:
     def _is_lost(self, roster: int) -> bool:
         """Returns whether trainers have given a roster up, after an exchange of it has failed here: their words take a
         moment. Trainers that have ended, or that a signal ended, give nothing up."""
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + GIVE_UP_SECONDS
         while time.monotonic() < deadline and self._status() is None:
             if self._heartbeat.is_spoiled(roster):
                 return True
@@ -356,7 +366,7 @@ class Server:
             self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
         )
         # Containers may share the name of a host and not its processes.
-        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if _is_running(one)]
+        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
         return Service(transport, config, device, show, Stopwatch(device))
 
     def _lost(self, roster: int) -> str | None:
@@ -379,15 +389,6 @@ class Server:
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
-
-
-def _is_running(process: int) -> bool:
-    """Returns whether there is a process with this number on this host."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks shows them.
-# Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but `shown` run, for about half
-# an hour on four H200.
+# scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
+# shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but `shown` run,
+# for about half an hour on four H200.
 #
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above
@@ -11,9 +11,9 @@
 #   host     time of the host per attention call
 #   memory   memory that torch holds while shapes change
 #
-# DOCUMENTS replaces A, B and C, whose tokens are meant for four GPUs: on two, for example, 65536,16x4096;131072,32x4096.
-# NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes; DISTCA_EXCHANGE_CHUNKS=4 is the setting
-# that the product takes between nodes by itself.
+# DOCUMENTS replaces A, B and C, whose tokens are meant for four GPUs: on two, for example,
+# 65536,16x4096;131072,32x4096. NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes;
+# DISTCA_EXCHANGE_CHUNKS=4 is the setting that the product takes between nodes by itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: scripts/benchmarks/all_gpus.sh OUT [PART ...]}

@@ -189,6 +189,34 @@ def kinds_of_attention() -> Numbers:
     return numbers
 
 
+def bytes_of(plugin: Plugin, model: nn.Module, batch: Batch) -> tuple[float, float]:
+    """Bytes that a trainer sends in forward, and in backward, on average."""
+    transport = plugin.served(torch.device("cpu"))
+    assert transport is not None
+    begin = transport.traffic.bytes_sent
+    loss = model(**batch).loss
+    middle = transport.traffic.bytes_sent
+    loss.backward()
+    return mean(torch.tensor(middle - begin)), mean(torch.tensor(transport.traffic.bytes_sent - middle))
+
+
+def kept_on_servers() -> Numbers:
+    """Rows that servers keep are not sent for backward. A second backward pass needs them once more."""
+    numbers, sent = [], {}
+    for kv_residency in ("auto", "keep", "refetch"):
+        plugin = new_plugin(kv_residency=kv_residency)
+        model = enabled(plugin)
+        numbers += loop(plugin, model)
+        if launched_servers():
+            sent[kv_residency] = bytes_of(plugin, model, of_this_rank(0))
+        plugin.close()
+    if launched_servers():
+        assert sent["auto"] == sent["keep"]
+        assert sent["keep"][0] == sent["refetch"][0] > 0
+        assert sent["keep"][1] < 0.8 * sent["refetch"][1], sent
+    return numbers
+
+
 def few_tokens() -> Numbers:
     """Nothing moves to a server; or a rank has no tokens."""
     plugin = new_plugin()
@@ -243,6 +271,7 @@ PROGRAMS: dict[str, Callable[[], Numbers]] = {
         plugins_in_turn_and_at_once,
         settings,
         kinds_of_attention,
+        kept_on_servers,
         few_tokens,
         checkpointed,
         compiled,

@@ -348,6 +348,7 @@ def test_error_of_the_script_is_its_own(write: Write, script: Path) -> None:
 
 def test_distca_env_shows_versions_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shown = CliRunner().invoke(app, ["env"])
 
     assert shown.exit_code == 0, shown.output
@@ -355,6 +356,7 @@ def test_distca_env_shows_versions_and_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert all(kernel in shown.output for kernel in KERNELS)
     assert "devices: " in shown.output
     assert "available" in shown.output
+    assert "installed, needs a GPU" in shown.output
 
 
 def test_distca_env_shows_gpus_and_the_libraries_between_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,16 @@ class ForwardWatch:
         """Returns whether the model is in a forward pass."""
         return self._is_running
 
+    def bookmark_packs(self) -> Callable[[], None]:
+        """Returns a function that forgets all packs planned since this call: they are planned again."""
+        if self.packs is not None:
+            return self.packs.bookmark()
+
+        def forget() -> None:
+            self.packs = None
+
+        return forget
+
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
         batch = dict(zip(self._names, args, strict=False)) | kwargs

@@ -24,7 +24,6 @@ from distca_hf.integrations.redo import (
     Batch,
     RepeatableStep,
     Restore,
-    keep_packs,
     keep_random_states,
     refuse_steps,
     served_transport,
@@ -134,7 +133,7 @@ class RedoneSteps(TrainerCallback):
         assert watch is not None
         if self._engine is not None:
             _check_engine(self._engine)
-        keep = [lambda: keep_random_states(device), lambda: keep_packs(watch), lambda: _keep_sums(trainer)]
+        keep = [lambda: keep_random_states(device), watch.bookmark_packs, lambda: _keep_sums(trainer)]
         return RepeatableStep(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
 
     def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What came from other ranks is kept until backward within a budget, on all ranks alike; the rest is fetched again."""
 
+import math
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -9,13 +10,13 @@ import torch
 
 import distca_hf
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.config import DistCAConfig, Residency
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.retention import Retention, kept_bytes, received_bytes
+from distca_hf.runtime.retention import Retention, Slots, kept_bytes, received_bytes
 from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
@@ -81,6 +82,39 @@ def test_without_a_budget_only_nothing_is_kept() -> None:
     assert plan_of({"key_rows_received": (0,), "remote_query_rows": (0,)}, kv_budget_gib=0).retention.keeps_received(
         *tensors(5)
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "room_bytes", "recomputed", "keeps"),
+    [
+        ("auto", 2 * MOST, False, True),
+        ("auto", 2 * MOST - 1, False, False),
+        ("auto", math.inf, True, False),
+        ("keep", math.inf, False, True),
+        ("keep", math.inf, True, False),
+        ("refetch", math.inf, False, False),
+    ],
+)
+def test_attention_servers_keep_what_they_have_room_for(
+    setting: Residency, room_bytes: float, recomputed: bool, keeps: bool
+) -> None:
+    """And nothing of a pass that is run again before it is differentiated."""
+    retention = Retention(DistCAConfig(kv_residency=setting), plan_of(RECEIVED).facts, room_bytes)
+    retention.begin_forward_pass(layers_kept=1 if recomputed else 2, attention_calls=2)
+    assert retention.keeps_received(*tensors(5)) == keeps
+    assert not retention.waits_for_recomputation(*tensors(5))
+
+
+def test_too_little_room_on_servers_is_said() -> None:
+    retention = Retention(DistCAConfig(kv_residency="keep"), plan_of(RECEIVED).facts, MOST - 1)
+    with pytest.warns(UserWarning, match=f"servers have room for {MOST - 1} bytes"):
+        assert not retention.keeps_received(*tensors(5))
+
+
+def test_a_slot_is_open_for_one_backward_pass() -> None:
+    slots = Slots()
+    first, second = slots.open(), slots.open()
+    assert [slots.close(torch.empty(slot, 0)) for slot in (second, first, first, 0, 9)] == [second, first, 0, 0, 0]
 
 
 def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
