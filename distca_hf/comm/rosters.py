@@ -39,14 +39,11 @@ log = get_logger(__name__)
 # Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
 # ends no exchange, so that waiting must be able to end by itself.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
-<<<<<<< HEAD
 # Times in a row that a server may be lost before a step counted with it.
 MOST_LOSSES = 5
-=======
 # Part of a server's free memory that rows may take which it keeps until backward. The rest is for rows under way, and
 # for gradients of one layer.
 KEPT_SHARE = 0.5
->>>>>>> main
 # Longest time for which a thread that aborts a group of NCCL waits for one that starts an exchange. Starting may
 # itself wait for a GPU that waits for a lost member.
 START_SECONDS = 1.0
@@ -64,7 +61,6 @@ class Member(NamedTuple):
     incarnation: int
 
 
-<<<<<<< HEAD
 class Losses:
     """Losses of each server in a row, without a step in between that counted. All trainers count the same ones.
 
@@ -97,7 +93,8 @@ class Losses:
     def is_excluded(self, server: int) -> bool:
         """Returns whether a server was lost too often to take part again."""
         return self._in_a_row[server] >= MOST_LOSSES
-=======
+
+
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
     """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
     starts = zip(*(row[1:] for row in rows), strict=True)
@@ -114,7 +111,6 @@ class Answers(NamedTuple):
 
     names: dict[int, str]
     room_bytes: float
->>>>>>> main
 
 
 class RosterTransport(TorchTransport):

@@ -27,11 +27,16 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.groups import StreamProgress
 from distca_hf.comm.heartbeats import Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
-<<<<<<< HEAD
-from distca_hf.comm.rosters import Losses, Member, RosterTransport, invite, meet, roster_store, wait_for_answers
-=======
-from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
->>>>>>> main
+from distca_hf.comm.rosters import (
+    Losses,
+    Member,
+    RosterTransport,
+    agreed,
+    invite,
+    meet,
+    roster_store,
+    wait_for_answers,
+)
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
@@ -85,11 +90,7 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
-<<<<<<< HEAD
-        self.roster, self.servers_lost, self._losses = 0, 0, Losses()
-=======
-        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
->>>>>>> main
+        self.roster, self.servers_lost, self.room_bytes, self._losses = 0, 0, math.inf, Losses()
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -323,12 +324,8 @@ class ServedTransport:
         mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
-<<<<<<< HEAD
-        names = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._losses.names |= names
-=======
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
->>>>>>> main
+        self._losses.names |= names
         return meet(
             here,
             self.rank,
