@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -29,18 +28,13 @@ from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
-from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import RowGroup
 from distca_hf.version import __version__
 
 
-log = get_logger(__name__)
-
 # Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
 # ends no exchange, so that waiting must be able to end by itself.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
-# Times in a row that a server may be lost before a step counted with it.
-MOST_LOSSES = 5
 # Part of a server's free memory that rows may take which it keeps until backward. The rest is for rows under way, and
 # for gradients of one layer.
 KEPT_SHARE = 0.5
@@ -59,40 +53,6 @@ class Member(NamedTuple):
 
     server: int
     incarnation: int
-
-
-class Losses:
-    """Losses of each server in a row, without a step in between that counted. All trainers count the same ones.
-
-    Attributes:
-        names: of servers, with their hosts, by their numbers.
-    """
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self._in_a_row: Counter[int] = Counter()
-
-    def note_step(self, members: Sequence[Member]) -> None:
-        """Notes a step that counted with these members."""
-        for server, _ in members:
-            del self._in_a_row[server]
-
-    def note(self, lost: Member) -> None:
-        """Notes a loss, and warns if it is the last of this server."""
-        name = self.names.get(lost.server, f"attention server {lost.server}")
-        log.warning("%s (start %d) takes part no more", name, lost.incarnation)
-        self._in_a_row[lost.server] += 1
-        if self._in_a_row[lost.server] == MOST_LOSSES:
-            log.warning(
-                "%s was lost %d times in a row, and no step counted in between: it is left out for the rest of the "
-                "training. Look at its own words above, and at its GPU",
-                name,
-                MOST_LOSSES,
-            )
-
-    def is_excluded(self, server: int) -> bool:
-        """Returns whether a server was lost too often to take part again."""
-        return self._in_a_row[server] >= MOST_LOSSES
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:

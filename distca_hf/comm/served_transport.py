@@ -25,18 +25,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
 from distca_hf.comm.groups import StreamProgress
-from distca_hf.comm.heartbeats import Watch
+from distca_hf.comm.heartbeats import Losses, Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
-from distca_hf.comm.rosters import (
-    Losses,
-    Member,
-    RosterTransport,
-    agreed,
-    invite,
-    meet,
-    roster_store,
-    wait_for_answers,
-)
+from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
@@ -50,8 +41,6 @@ log = get_logger(__name__)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rosters that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
-# Plans without a vote on a step, before a warning that speeds are not measured.
-UNVOTED_PLANS = 100
 # Seconds between two looks at heartbeats.
 LOOK_SECONDS = 0.05
 
@@ -101,7 +90,7 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_step = self._closed = self._has_voted = False
+        self._in_step = self._closed = False
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
@@ -190,11 +179,10 @@ class ServedTransport:
         shown = [int(self.spoiled is None), *self._fresh()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
-        self._in_step, self._has_voted = False, True
+        self._in_step = False
         if counts:
-            self._losses.note_step(self.members)
-            self.speeds.note([row[len(shown) :] for row in rows])
-            self.servers = self.speeds.present()
+            self._losses.note_step(server for server, _ in self.members)
+            self.servers = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -206,11 +194,7 @@ class ServedTransport:
             integers: the plan.
         """
         self._plans += 1
-        if self._plans == UNVOTED_PLANS and not self._has_voted and self.speeds.stopwatch is not None:
-            log.warning(
-                "attention servers count as fast as trainers: their speed is measured where steps can run again "
-                "(plugin.attach, plugin.attempts); for this training give a server_speed"
-            )
+        self.speeds.note_plan()
         orders = PlanOrders(self, self._plans)
         self._alive.add(self._plans)
         weakref.finalize(orders, self._alive.discard, self._plans)
@@ -306,8 +290,8 @@ class ServedTransport:
                 good, problem = 0, str(error)
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
-                self.speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
-                self.servers = self.speeds.present()
+                here = roster_store(self._store, self.roster) if self.rank == 0 else None
+                self.servers = self.speeds.begin_roster(members, here)
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return
@@ -342,9 +326,9 @@ class ServedTransport:
     def _retire(self, members: tuple[Member, ...]) -> None:
         """Lets go of the present roster. Its group ends once no exchange of it is under way."""
         lost = [member for member in self.members if member not in members]
-        for member in lost:
+        for server, incarnation in lost:
             self.servers_lost += 1
-            self._losses.note(member)
+            self._losses.note(server, incarnation)
         if self._wires is not None:
             self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)

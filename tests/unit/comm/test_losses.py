@@ -8,7 +8,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm import served_transport
-from distca_hf.comm.rosters import MOST_LOSSES, Losses, Member
+from distca_hf.comm.heartbeats import MOST_LOSSES, Losses
+from distca_hf.comm.rosters import Member
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.speeds import Reading, ServerSpeeds
 from distca_hf.comm.transport import LocalTransport
@@ -129,7 +130,7 @@ def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptu
     losses = Losses()
     with caplog.at_level(logging.WARNING, "distca_hf"):
         for start in range(MOST_LOSSES):
-            losses.note(Member(3, start))
+            losses.note(3, start)
 
     assert caplog.records[-1].getMessage().startswith(f"attention server 3 was lost {MOST_LOSSES} times in a row")
     assert losses.is_excluded(3)
