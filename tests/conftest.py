@@ -22,6 +22,10 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--many-steps", action="store_true", help="run 50 steps of every training with attention servers")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def modules_are_no_garbage() -> Iterator[None]:
     """Accelerate collects garbage after every training, and would spend half of the time of tests with a Trainer on

@@ -287,7 +287,7 @@ class PlacedLoader:
             config=self._config,
             fingerprint=prepared.fingerprint,
             agreement=agreement,
-            orders=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
+            posted=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
             replan=None if served is None else Replanner(served, self.preparer, prepared, number),
             stopwatch=None if served is None else served.speeds.stopwatch,
         )

@@ -122,7 +122,7 @@ class PackPlanner:
             transport=self._transport if trains else self._alone,
             config=self._config,
             fingerprint=plan.fingerprint,
-            orders=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
+            posted=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
             stopwatch=None if served is None else served.speeds.stopwatch,
         )
 

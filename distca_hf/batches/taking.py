@@ -1,6 +1,7 @@
 """Taking: ranks compare versions, settings and the micro-batch before they take it.
 
-Versions and settings are compared for packs of others, too.
+Versions and settings are compared for packs of others, too. Plans of both kinds are posted to attention servers here,
+and placed batches are planned again where other servers take part.
 """
 
 from collections import Counter, defaultdict, deque
@@ -11,7 +12,7 @@ from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import PlanOrders, ServedTransport
+from distca_hf.comm.served_transport import PostedPlan, ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
@@ -56,7 +57,7 @@ def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: 
     return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
 
 
-def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_chunks: int) -> PlanOrders | None:
+def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_chunks: int) -> PostedPlan | None:
     """Posts the plan of a micro-batch to attention servers; None if it has none, and needs none."""
     if plan is None:
         return None

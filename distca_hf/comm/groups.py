@@ -9,7 +9,8 @@ Integers get a gloo group, so that agreement needs no device. Their deadlines ar
 Row groups of trainers and attention servers are made to lose members. Torch has them in no list: frameworks see the
 trainers alone. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
 for a lost member for ever, and all that is launched behind them waits, too. So their group is aborted: its kernels
-end with rows of no meaning, in a fraction of a second, and the GPU goes on.
+end with rows of no meaning, in a fraction of a second, and the GPU goes on. `StreamProgress` says for how long a GPU
+has not gone on.
 """
 
 import threading

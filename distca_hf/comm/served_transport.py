@@ -187,7 +187,7 @@ class ServedTransport:
             self._open(members, 4 * self._limit_seconds)
         return counts
 
-    def order_plan(self, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray) -> "PlanOrders":
+    def order_plan(self, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray) -> "PostedPlan":
         """Posts a plan to the members.
 
         Args:
@@ -195,12 +195,12 @@ class ServedTransport:
         """
         self._plans += 1
         self.speeds.note_plan()
-        orders = PlanOrders(self, self._plans)
+        posted = PostedPlan(self, self._plans)
         self._alive.add(self._plans)
-        weakref.finalize(orders, self._alive.discard, self._plans)
+        weakref.finalize(posted, self._alive.discard, self._plans)
         plan = PlanOrder(self._plans, min(self._alive.copy()), micro_batch, num_chunks, fingerprint, integers)
         self._outbox.post(Order(Kind.PLAN, self.roster, plan.numbers()))
-        return orders
+        return posted
 
     def order_call(self, call: CallOrder) -> None:
         """Posts an attention call to the members."""
@@ -351,8 +351,8 @@ class ServedExchange:
             raise self._transport.failure(error) from error
 
 
-class PlanOrders:
-    """Orders for one plan: its number, and the calls that are made with it. Servers may drop the plan when this object
+class PostedPlan:
+    """A plan that servers have: its number, and the calls that are made with it. Servers may drop it when this object
     is gone on the trainers.
 
     Attributes:

@@ -17,7 +17,7 @@ import torch
 
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
-from distca_hf.comm.served_transport import PlanOrders
+from distca_hf.comm.served_transport import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -36,13 +36,13 @@ class Planned(NamedTuple):
     """A micro-batch as it was planned for the attention servers that take part now.
 
     Attributes:
-        routings, facts, fingerprint, orders: see `LivePlan`.
+        routings, facts, fingerprint, posted: see `LivePlan`.
     """
 
     routings: Mapping[Mask, DeviceRankPlan]
     facts: PlanFacts
     fingerprint: int
-    orders: PlanOrders | None
+    posted: PostedPlan | None
 
 
 @dataclass
@@ -86,7 +86,7 @@ class LivePlan:
             one layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         fingerprint: of the plan.
-        orders: posts its calls to attention servers; None if they take no part.
+        posted: the plan as attention servers have it; posts calls to them. None if they take no part.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
         stopwatch: measures this rank's kernels; None where nobody asks for their times.
 
@@ -108,7 +108,7 @@ class LivePlan:
         config: DistCAConfig,
         agreement: Agreement | None = None,
         fingerprint: int = 0,
-        orders: PlanOrders | None = None,
+        posted: PostedPlan | None = None,
         replan: Callable[[], Planned | None] | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -125,7 +125,7 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self._orders, self._stopwatch = orders, stopwatch
+        self._posted, self._stopwatch = posted, stopwatch
         self.retention = self._new_retention()
         self._slots = Slots()
         self.handle = _register.add(self, config.plans_in_flight)
@@ -188,7 +188,7 @@ class LivePlan:
         planned = None if self._replan is None else self._replan()
         if planned is None:
             return
-        routings, self.facts, self.fingerprint, self._orders = planned
+        routings, self.facts, self.fingerprint, self._posted = planned
         self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
         self._kernels.clear()
         self.retention = self._new_retention()
@@ -225,7 +225,7 @@ class LivePlan:
         return found
 
     def _new_retention(self) -> Retention:
-        return Retention(self.config, self.facts, None if self._orders is None else self._orders.room_bytes)
+        return Retention(self.config, self.facts, None if self._posted is None else self._posted.room_bytes)
 
     def order_forward(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, keeps: bool
@@ -238,7 +238,7 @@ class LivePlan:
         Returns:
             The slot in which they do; 0: they do not.
         """
-        slot = self._slots.open() if keeps and self._orders is not None else 0
+        slot = self._slots.open() if keeps and self._posted is not None else 0
         self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
         return slot
 
@@ -256,7 +256,7 @@ class LivePlan:
         """
         number = self._slots.close(slot)
         self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
-        return self.retention.keeps is True if self._orders is None else number > 0
+        return self.retention.keeps is True if self._posted is None else number > 0
 
     def _order_call(
         self,
@@ -268,8 +268,8 @@ class LivePlan:
         slot: int,
     ) -> None:
         """Posts a call. Kernels that follow are measured as those of this call."""
-        if self._orders is not None:
-            self._orders.call(phase, q_TNH, k_TGH, v_TGV, spec, slot)
+        if self._posted is not None:
+            self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot)
         if self._stopwatch is not None:
             work, heads, dims = self.facts.work[self.transport.rank], q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
             flops = 2 * dims * heads * work // self.facts.rows_per_token
@@ -278,7 +278,7 @@ class LivePlan:
     @property
     def is_spoiled(self) -> bool:
         """Whether a server was lost in this step: attention gives zeros and exchanges nothing until its end."""
-        return self._orders is not None and self._orders.is_spoiled
+        return self._posted is not None and self._posted.is_spoiled
 
     @property
     def num_rows(self) -> int:

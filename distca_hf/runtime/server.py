@@ -7,7 +7,7 @@
     close      ends the group
 
 The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these,
-and results leave with them. Between two calls a server keeps nothing but plans.
+and results leave with them. Between two calls a server keeps plans, and received rows if they are kept for backward.
 
 The process is a child of a supervisor (`supervisor.py`), which starts it anew if it dies.
 """

@@ -1,6 +1,7 @@
 """Training with attention servers follows one process with sdpa: placed batches, and batches that others packed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,18 @@ from support.training import (
 STEPS = 8
 
 
-def with_packs(kind: str, *arguments: Any, steps: int = STEPS) -> packs.Run:
-    return packs.Run(kind, "attach", *arguments, steps=steps)
+def with_packs(kind: str, *arguments: Any) -> packs.Run:
+    return packs.Run(kind, "attach", *arguments, steps=STEPS)
 
 
-def with_placed(*arguments: Any, checkpointing: str = "", steps: int = STEPS) -> placed.Run:
-    return placed.Run("llama", *arguments, checkpointing=checkpointing, steps=steps)
+def with_placed(*arguments: Any, checkpointing: str = "") -> placed.Run:
+    return placed.Run("llama", *arguments, checkpointing=checkpointing, steps=STEPS)
 
 
 # Servers, and the training that they serve.
 RUNS: list[tuple[int, placed.Run | packs.Run]] = [
     (1, with_placed(1, "none", "plain", 1)),
-    (1, with_placed(2, "ddp", "plain", 3, steps=MANY_STEPS)),
+    (1, with_placed(2, "ddp", "plain", 3)),
     (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="non-reentrant")),
     (2, with_placed(2, "fsdp2", "trainer", 3)),
     (2, with_placed(2, "ddp", "trainer", 1, checkpointing="reentrant")),
@@ -42,7 +43,7 @@ RUNS: list[tuple[int, placed.Run | packs.Run]] = [
     (1, with_placed(1, "none", "sft", 3)),
     (1, with_packs("collator", 1, "none", 1)),
     (1, with_packs("packed dataset", 2, "fsdp2", 3, "trl")),
-    (2, with_packs("collator", 2, "zero3", 1, steps=MANY_STEPS)),
+    (2, with_packs("collator", 2, "zero3", 1)),
     (1, with_packs("collator", 2, "fsdp2", 1, "reentrant")),
     (2, with_packs("padding free", 2, "ddp", 3, "selective")),
 ]
@@ -62,7 +63,11 @@ def test_losses_follow_one_process_sdpa(
     references: dict[object, Curve],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
+    pytestconfig: pytest.Config,
 ) -> None:
+    many_steps = pytestconfig.getoption("many_steps")
+    if many_steps:
+        run = replace(run, steps=MANY_STEPS)
     if isinstance(run, placed.Run):
         train, expected = placed.train, placed.reference_of(run, initial_models, references)
     else:
@@ -74,7 +79,8 @@ def test_losses_follow_one_process_sdpa(
         assert curve.distributed_type == DISTRIBUTED_TYPES[wrap]
     assert len(curve.losses) == run.steps
     assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
-    assert_same_curve(curve, expected, record_property)
+    # Norms grow in late steps of one training, and with them the differences that rounding makes.
+    assert_same_curve(curve, expected, record_property, norms=1e-3 if many_steps else 1e-4)
 
 
 OPTIONS: dict[str, tuple[object, ...]] = {

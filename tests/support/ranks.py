@@ -24,7 +24,8 @@ from support.commands import HANG_SECONDS
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# What a Trainer, DeepSpeed and we import late would take seconds of every rank.
+# What a Trainer, DeepSpeed and we import late would take seconds of every rank. In a short run pytest takes as much as
+# all else.
 CONTEXT.set_forkserver_preload(
     [
         "torch._inductor.compile_fx",
@@ -33,7 +34,11 @@ CONTEXT.set_forkserver_preload(
         "deepspeed",
         "trl.trainer.sft_trainer",
         "distca_hf.integrations.trainer.attach",
+        "distca_hf.plugin",
         "distca_hf.runtime.op",
+        "distca_hf.runtime.server",
+        "transformers.models.llama.modeling_llama",
+        "pytest",
     ]
 )
 # A start asks every child of this process for its exit code, and an exit code can be read but once: runs in several

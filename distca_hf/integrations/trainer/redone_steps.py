@@ -101,7 +101,7 @@ class RedoneSteps(TrainerCallback):
         }
         busy = transport.speeds.busy.since(self._busy_before).busy_fraction
         if busy is not None:
-            metrics["distca/server_busy_fraction"] = busy
+            metrics |= {"distca/server_busy_fraction": busy}
         self._logged, self._busy_before = self.count, transport.speeds.busy
         add_metrics(metrics, logs, state)
 
