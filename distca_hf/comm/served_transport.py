@@ -18,6 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -129,8 +130,9 @@ class ServedTransport:
             self.spoiled = words  # before the abort: rows of an aborted exchange look like others
             self._watch.spoil(self.roster, words)
             log.warning("the step is spoiled, and runs again: %s", words)
-        if self._wires is not None:
-            self._wires.abort()
+        wires = self._wires  # another thread may open the next roster
+        if wires is not None:
+            wires.abort()
 
     def _look_at_exchanges(self) -> None:
         """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats,
@@ -180,6 +182,7 @@ class ServedTransport:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
+        self._has_exchanged_outside = False
         if self.spoiled is not None:
             self._wait_for_suspects()
         shown = [int(self.spoiled is None), *self._fresh()]
@@ -213,16 +216,21 @@ class ServedTransport:
         self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
 
     def close(self) -> None:
-        """Ends the present roster here and on the servers."""
+        """Ends the present roster here and on the servers; here also if the launcher's store is gone.
+
+        Raises:
+            StoreLostError: it is.
+        """
         if self._closed:
             return
         self._closed = True
-        self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
-        self._watch.end()
-        if self._progress is not None:
-            self._progress.end()
-        for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
-            wires.close()
+        with ExitStack() as ends:
+            for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
+                ends.callback(wires.close)
+            if self._progress is not None:
+                ends.callback(self._progress.end)
+            ends.callback(self._watch.end)
+            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
 
     def _all_members(self, patience_seconds: float) -> tuple[Member, ...]:
         """Waits until all servers that were launched have a heartbeat.

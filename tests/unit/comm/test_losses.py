@@ -14,7 +14,7 @@ from distca_hf.comm.rosters import Member
 from distca_hf.comm.served_transport import PostedPlan, ServedTransport
 from distca_hf.comm.speeds import Reading, ServerSpeeds
 from distca_hf.comm.transport import LocalTransport
-from distca_hf.errors import PeerLostError, ServerLostError
+from distca_hf.errors import PeerLostError, ServerLostError, StoreLostError
 from distca_hf.planning.served import Servers
 
 
@@ -39,6 +39,13 @@ class Watch:
         self.spoiled[roster] = words
 
     def silent_seconds(self, server: int) -> float:
+        return 0.0
+
+
+class Progress:
+    """A GPU whose stream goes on."""
+
+    def stalled_seconds(self) -> float:
         return 0.0
 
 
@@ -172,3 +179,32 @@ def test_a_roster_that_cannot_be_opened_is_given_up(
 
     assert transport._watch.spoiled == {lost: "connection closed", lost + 1: "waited in vain"}  # type: ignore[attr-defined]
     assert transport.roster == lost + 2
+
+
+def test_a_transport_without_a_store_ends_here(transport: ServedTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def fail(order: object) -> None:
+        raise StoreLostError("the store is gone")
+
+    monkeypatch.setattr(transport._outbox, "post", fail)
+    monkeypatch.setattr(transport._watch, "end", lambda: ended.append("heartbeats"), raising=False)
+    monkeypatch.setattr(transport._wires, "close", lambda: ended.append("roster"))
+    with pytest.raises(StoreLostError):
+        transport.close()
+    assert ended == ["heartbeats", "roster"]
+
+
+def test_exchanges_of_a_step_that_ended_end_no_process(
+    transport: ServedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges before the first step have ended with it. A server that is lost later, while a checkpoint is saved,
+    is waited for by nothing."""
+    ended: list[str] = []
+    monkeypatch.setattr(transport, "_end_process", ended.append)
+    transport._has_exchanged_outside = True
+    run_step(transport)
+    transport._progress = Progress()  # type: ignore[assignment]
+    transport._watch.starts[0] += 1  # type: ignore[attr-defined]
+    transport._look_at_exchanges()
+    assert not ended
