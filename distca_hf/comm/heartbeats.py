@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -266,16 +266,16 @@ class Watch:
         return True
 
 
-class Losses:
-    """Losses of each server in a row, without a step in between that counted. All trainers count the same ones.
-
-    Attributes:
-        names: of servers, with their hosts, by their numbers.
-    """
+class LostServers:
+    """How often each server was lost in a row, without a step in between that counted; the same on all trainers."""
 
     def __init__(self) -> None:
-        self.names: dict[int, str] = {}
+        self._names: dict[int, str] = {}
         self._in_a_row: Counter[int] = Counter()
+
+    def note_names(self, names: Mapping[int, str]) -> None:
+        """Notes names of servers, with their hosts, by their numbers."""
+        self._names |= names
 
     def note_step(self, servers: Iterable[int]) -> None:
         """Notes a step that counted with these servers."""
@@ -284,7 +284,7 @@ class Losses:
 
     def note(self, server: int, incarnation: int) -> None:
         """Notes a loss, and warns if it is the last of this server."""
-        name = self.names.get(server, f"attention server {server}")
+        name = self._names.get(server, f"attention server {server}")
         log.warning("%s (start %d) takes part no more", name, incarnation)
         self._in_a_row[server] += 1
         if self._in_a_row[server] == MOST_LOSSES:
