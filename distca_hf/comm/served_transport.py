@@ -25,8 +25,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.groups import StreamProgress
-from distca_hf.comm.heartbeats import Losses, Watch
+from distca_hf.comm.heartbeats import LostServers, StreamProgress, Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
@@ -81,7 +80,7 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
-        self.roster, self.servers_lost, self.room_bytes, self._losses = 0, 0, math.inf, Losses()
+        self.roster, self.servers_lost, self.room_bytes, self._lost_servers = 0, 0, math.inf, LostServers()
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -190,7 +189,7 @@ class ServedTransport:
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
         self.in_step = False
         if counts:
-            self._losses.note_step(server for server, _ in self.members)
+            self._lost_servers.note_step(server for server, _ in self.members)
             self.servers = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
@@ -254,7 +253,7 @@ class ServedTransport:
     def _fresh(self) -> list[int]:
         """Returns the starts of each server, counted from 1; 0 for one that is lost, or was lost too often."""
         seen = enumerate(map(self._watch.incarnation, range(self._all.count)))
-        return [0 if start is None or self._losses.is_excluded(server) else start + 1 for server, start in seen]
+        return [0 if start is None or self._lost_servers.is_excluded(server) else start + 1 for server, start in seen]
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
@@ -286,7 +285,7 @@ class ServedTransport:
         for _ in range(OPENINGS):
             earlier = self.members if self.roster else members
             self._retire(members)
-            members = tuple(member for member in members if not self._losses.is_excluded(member.server))
+            members = tuple(member for member in members if not self._lost_servers.is_excluded(member.server))
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
@@ -324,7 +323,7 @@ class ServedTransport:
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._losses.names |= names
+        self._lost_servers.note_names(names)
         return meet(
             here,
             self.rank,
@@ -343,7 +342,7 @@ class ServedTransport:
         lost = [member for member in self.members if member not in members]
         for server, incarnation in lost:
             self.servers_lost += 1
-            self._losses.note(server, incarnation)
+            self._lost_servers.note(server, incarnation)
         if self._wires is not None:
             self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm import served_transport
-from distca_hf.comm.heartbeats import MOST_LOSSES, Losses
+from distca_hf.comm.heartbeats import MOST_LOSSES, LostServers
 from distca_hf.comm.orders import Phase
 from distca_hf.comm.rosters import Member
 from distca_hf.comm.served_transport import PostedPlan, ServedTransport
@@ -66,7 +66,8 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> ServedTransport:
 
 def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_attend: bool = True) -> ServedTransport:
     def connect(transport: ServedTransport, patience_seconds: float) -> Any:
-        transport._losses.names |= {server: f"attention server {server} on far" for server, _ in transport.members}
+        names = {server: f"attention server {server} on far" for server, _ in transport.members}
+        transport._lost_servers.note_names(names)
         return Wires()
 
     monkeypatch.setattr(served_transport, "open_store", lambda seconds: HashStore())
@@ -137,7 +138,7 @@ def test_without_the_last_server_that_alone_may_attend_training_ends(monkeypatch
 
 
 def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptureFixture) -> None:
-    losses = Losses()
+    losses = LostServers()
     with caplog.at_level(logging.WARNING, "distca_hf"):
         for start in range(MOST_LOSSES):
             losses.note(3, start)
