@@ -73,8 +73,7 @@ def attend(
     keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    kv_heads = k_TGH.shape[1]
-    k, v = as_rows(groups, k_TGH, v_TGV)
+    kv_heads, (k, v) = k_TGH.shape[1], as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, plan, routing, k))
     remote_queries = None
     if routing.queries is not None:

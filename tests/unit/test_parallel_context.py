@@ -201,7 +201,7 @@ def test_missing_ranks_are_named_by_both_numbers_where_they_differ() -> None:
 
 
 def test_measured_speeds_and_equal_gradients_in_every_run_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DISTCA_CARVED", "1")
+    monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
     servers = {"attention_servers": "1", "deterministic": True}
     with pytest.raises(ConfigError, match="server_speed=0 measures speeds, which differ from run to run"):
         ParallelContext(DistCAConfig(**servers))
