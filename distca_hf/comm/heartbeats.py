@@ -13,7 +13,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ log = get_logger(__name__)
 
 # Seconds between two beats of a server, and between two looks of a trainer.
 BEAT_SECONDS, LOOK_SECONDS = 0.5, 0.25
+# Times in a row that a server may be lost before a step counted with it.
+MOST_LOSSES = 5
 # Longest time between two looks that counts as silence of servers. A trainer that was itself stopped or kept from
 # running for longer has not listened.
 LONGEST_LOOK_SECONDS = 1.0
@@ -261,6 +264,40 @@ class Watch:
                 last.silent_seconds += passed_seconds
         self._then()
         return True
+
+
+class LostServers:
+    """How often each server was lost in a row, without a step in between that counted; the same on all trainers."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._in_a_row: Counter[int] = Counter()
+
+    def note_names(self, names: Mapping[int, str]) -> None:
+        """Notes names of servers, with their hosts, by their numbers."""
+        self._names |= names
+
+    def note_step(self, servers: Iterable[int]) -> None:
+        """Notes a step that counted with these servers."""
+        for server in servers:
+            del self._in_a_row[server]
+
+    def note(self, server: int, incarnation: int) -> None:
+        """Notes a loss, and warns if it is the last of this server."""
+        name = self._names.get(server, f"attention server {server}")
+        log.warning("%s (start %d) takes part no more", name, incarnation)
+        self._in_a_row[server] += 1
+        if self._in_a_row[server] == MOST_LOSSES:
+            log.warning(
+                "%s was lost %d times in a row, and no step counted in between: it is left out for the rest of the "
+                "training. Look at its own words above, and at its GPU",
+                name,
+                MOST_LOSSES,
+            )
+
+    def is_excluded(self, server: int) -> bool:
+        """Returns whether a server was lost too often to take part again."""
+        return self._in_a_row[server] >= MOST_LOSSES
 
 
 def _peek(store: Store, key: str) -> bytes:

@@ -25,7 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
 from distca_hf.comm.groups import StreamProgress
-from distca_hf.comm.heartbeats import Watch
+from distca_hf.comm.heartbeats import LostServers, Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
@@ -41,8 +41,6 @@ log = get_logger(__name__)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rosters that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
-# Plans without a vote on a step, before a warning that speeds are not measured.
-UNVOTED_PLANS = 100
 # Seconds between two looks at heartbeats.
 LOOK_SECONDS = 0.05
 
@@ -81,7 +79,7 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
-        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
+        self.roster, self.servers_lost, self.room_bytes, self._lost_servers = 0, 0, math.inf, LostServers()
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -92,7 +90,7 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_step = self._closed = self._has_voted = False
+        self._in_step = self._closed = False
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
@@ -181,10 +179,10 @@ class ServedTransport:
         shown = [int(self.spoiled is None), *self._fresh()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
-        self._in_step, self._has_voted = False, True
+        self._in_step = False
         if counts:
-            self.speeds.note([row[len(shown) :] for row in rows])
-            self.servers = self.speeds.present()
+            self._lost_servers.note_step(server for server, _ in self.members)
+            self.servers = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -196,11 +194,7 @@ class ServedTransport:
             integers: the plan.
         """
         self._plans += 1
-        if self._plans == UNVOTED_PLANS and not self._has_voted and self.speeds.stopwatch is not None:
-            log.warning(
-                "attention servers count as fast as trainers: their speed is measured where steps can run again "
-                "(plugin.attach, plugin.attempts); for this training give a server_speed"
-            )
+        self.speeds.note_plan()
         posted = PostedPlan(self, self._plans)
         self._alive.add(self._plans)
         weakref.finalize(posted, self._alive.discard, self._plans)
@@ -244,9 +238,9 @@ class ServedTransport:
         return agreed([[1, *row] for row in rows])
 
     def _fresh(self) -> list[int]:
-        """Returns the starts of each server, counted from 1; 0 for one that is lost."""
-        seen = (self._watch.incarnation(server) for server in range(self._all.count))
-        return [0 if incarnation is None else incarnation + 1 for incarnation in seen]
+        """Returns the starts of each server, counted from 1; 0 for one that is lost, or was lost too often."""
+        seen = enumerate(map(self._watch.incarnation, range(self._all.count)))
+        return [0 if start is None or self._lost_servers.is_excluded(server) else start + 1 for server, start in seen]
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
@@ -276,14 +270,15 @@ class ServedTransport:
         """
         problem = ""
         for _ in range(OPENINGS):
+            earlier = self.members if self.roster else members
+            self._retire(members)
+            members = tuple(member for member in members if not self._lost_servers.is_excluded(member.server))
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
                     "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with "
                     "servers, or with trainers_attend=True"
                 )
-            earlier = self.members if self.roster else members
-            self._retire(members)
             asked = self._store.add("rosters", 1) if self.rank == 0 else 0
             self.roster = self.gather([asked], "number of the roster").wait()[0][0]
             self.members, self.spoiled = members, None
@@ -295,8 +290,8 @@ class ServedTransport:
                 good, problem = 0, str(error)
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
-                self.speeds.begin_roster(members, roster_store(self._store, self.roster) if self.rank == 0 else None)
-                self.servers = self.speeds.present()
+                here = roster_store(self._store, self.roster) if self.rank == 0 else None
+                self.servers = self.speeds.begin_roster(members, here)
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return
@@ -314,6 +309,7 @@ class ServedTransport:
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
+        self._lost_servers.note_names(names)
         return meet(
             here,
             self.rank,
@@ -332,7 +328,7 @@ class ServedTransport:
         lost = [member for member in self.members if member not in members]
         for server, incarnation in lost:
             self.servers_lost += 1
-            log.warning("attention server %d (start %d) takes part no more", server, incarnation)
+            self._lost_servers.note(server, incarnation)
         if self._wires is not None:
             self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)

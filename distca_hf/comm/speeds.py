@@ -26,9 +26,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.orders import write
 from distca_hf.comm.rosters import Member
-from distca_hf.errors import StoreLostError
+from distca_hf.errors import StoreLostError, first_line
 from distca_hf.planning.served import Servers
+from distca_hf.telemetry import get_logger
 
+
+log = get_logger(__name__)
 
 # Attention calls that a stopwatch remembers, before it looks for those that have ended.
 REMEMBERED_CALLS = 1024
@@ -38,6 +41,8 @@ READINGS = 7
 WARM_UP_READINGS = 1
 # Speeds change if one of them does by more than this fraction. Batches that are planned ahead are planned again then.
 LEAST_CHANGE = 0.05
+# Plans without a vote on a step, before a warning that speeds are not measured.
+UNVOTED_PLANS = 100
 # Limits of a measured speed. A server that is slower than this still gets some work, and so another reading.
 SLOWEST, FASTEST = 0.05, 20.0
 # Integers of a reading.
@@ -248,9 +253,11 @@ class ServerSpeeds:
         self._members: Sequence[Member] = ()
         self._last = Reading()
         self._last_reports: list[Reading] | None = None
+        self._plans, self._has_voted = 0, False
 
-    def begin_roster(self, members: Sequence[Member], here: Store | None) -> None:
-        """Begins to measure these members; what was measured of a step that did not count is forgotten.
+    def begin_roster(self, members: Sequence[Member], here: Store | None) -> Servers | None:
+        """Begins to measure these members, and returns their part in plans; None if there are none. All that was
+        measured of a step that did not count is forgotten.
 
         Args:
             here: part of the launcher's store where they report, on the trainer that reads it; None on others.
@@ -258,6 +265,16 @@ class ServerSpeeds:
         self._members, self._here, self._last_reports = members, here, None
         if self.stopwatch is not None:
             self.stopwatch.discard()
+        return self._present()
+
+    def note_plan(self) -> None:
+        """Notes a plan; warns, once, if there were many and no vote."""
+        self._plans += 1
+        if self._plans == UNVOTED_PLANS and not self._has_voted and self.stopwatch is not None:
+            log.warning(
+                "attention servers count as fast as trainers: their speed is measured where steps can run again "
+                "(plugin.attach, plugin.attempts); for this training give a server_speed"
+            )
 
     def numbers(self) -> list[int]:
         """Returns this trainer's numbers for the vote: its own reading, and on one trainer those of the members.
@@ -265,20 +282,22 @@ class ServerSpeeds:
         Raises:
             StoreLostError: the store is gone.
         """
+        self._has_voted = True
         now = self._last if self.stopwatch is None else self.stopwatch.read()
         mine, self._last = now.since(self._last), now
         return [*mine, *(number for reading in self._reports() for number in reading)]
 
-    def note(self, rows: Sequence[Sequence[int]]) -> None:
-        """Takes the numbers of all trainers, of a step that counts."""
+    def note(self, rows: Sequence[Sequence[int]]) -> Servers | None:
+        """Takes the numbers of all trainers, of a step that counts; returns the members' part in later plans."""
         readings = [[Reading(*row[at : at + WIDTH]) for at in range(0, len(row), WIDTH)] for row in rows]
         trainers, of_members = _sum(row[0] for row in readings), zip(*(row[1:] for row in readings), strict=True)
         servers = dict(zip(self._members, map(_sum, of_members), strict=True))
         self.busy = self.busy.plus(_sum(servers.values()))
         if self.stopwatch is not None:
             self._estimates.note(trainers, servers)
+        return self._present()
 
-    def present(self) -> Servers | None:
+    def _present(self) -> Servers | None:
         """Returns the members' part in plans from now on; None if there are none."""
         chosen = self._servers.some([member.server for member in self._members])
         if chosen is None or self.stopwatch is None:
@@ -294,8 +313,7 @@ class ServerSpeeds:
             found = self._here.multi_get([_key(server) for server, _ in self._members])
         except RuntimeError as error:
             raise StoreLostError(
-                "times of attention servers cannot be read: the launcher's store is gone "
-                f"({str(error).partition(chr(10))[0][:300]})"
+                f"times of attention servers cannot be read: the launcher's store is gone ({first_line(error)})"
             ) from error
         now = [Reading(**json.loads(text)) for text in found]
         last, self._last_reports = self._last_reports, now

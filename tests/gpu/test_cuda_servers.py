@@ -4,6 +4,7 @@ bf16 PyTorch."""
 import pytest
 import torch
 
+from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec
@@ -57,3 +58,24 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
         for result, truth, bf16 in zip(results, exact, rounded, strict=True):
             allowed = 2 * (bf16.float() - truth).abs().max() + 2 * (truth.bfloat16().float() - truth).abs().max()
             assert (result.float() - truth[rows]).abs().max() <= allowed
+
+
+def test_kernels_are_timed_by_events_that_nobody_waits_for() -> None:
+    stopwatch = Stopwatch(torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    for flops, cycles in ((1, 10**7), (10, 10**9)):
+        stopwatch.begin_call(flops)
+        with stopwatch.kernel():
+            torch.cuda._sleep(cycles)
+
+    assert stopwatch.read().flops < 11  # the GPU still sleeps
+    torch.cuda.synchronize()
+    both = stopwatch.read()
+    assert both.flops == 11
+    stopwatch.begin_call(100)
+    with stopwatch.kernel():
+        torch.cuda._sleep(10**7)
+    torch.cuda.synchronize()
+    third = stopwatch.read().since(both)
+    assert third.flops == 100
+    assert 0 < 10 * third.kernel_nanoseconds < both.kernel_nanoseconds < both.nanoseconds

@@ -22,7 +22,7 @@ NOT_REPEATED = ("second", "runtime", "_ms", "slowest", "mbytes")
 
 
 class Script:
-    """Says of which runs of a step a server is lost in, counted over a training; in place of a transport.
+    """Says in which runs of a step a server is lost, counted over a training; in place of a transport.
 
     Attributes:
         runs: that began so far.

@@ -1,5 +1,6 @@
 """Measured speeds: sums of a stopwatch, estimates that follow readings, and numbers that make all trainers agree."""
 
+import logging
 import random
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_one_trainer_reads_and_all_plan_alike(clock: Clock) -> None:
             kernel_of(trainer.stopwatch, clock, STEP.kernel_nanoseconds)
         vote(trainers)
 
-    assert [trainer.present() for trainer in trainers] == [Servers((1.0, 0.5))] * 2
+    assert [trainer._present() for trainer in trainers] == [Servers((1.0, 0.5))] * 2
     # Reports come a step late, and the first one only says from when on they count.
     assert trainers[1].busy == slowed(1.0).plus(slowed(0.5)).plus(slowed(1.0)).plus(slowed(0.5)).plus(
         slowed(1.0).plus(slowed(0.5))
@@ -267,7 +268,7 @@ def test_given_speeds_stay(clock: Clock) -> None:
             report(store, server, Reading(step * 10**9, step * 10**7, step * 10**8))
         vote(trainers)
 
-    assert trainers[0].present() == Servers((1.0, 1.0))
+    assert trainers[0]._present() == Servers((1.0, 1.0))
     assert trainers[1].busy.busy_fraction == 0.1
 
 
@@ -279,7 +280,7 @@ def test_a_new_roster_forgets_the_step_that_did_not_count(clock: Clock) -> None:
     kernel_of(trainers[0].stopwatch, clock, 1)
 
     assert trainers[0].numbers()[:2] == [1, 1]
-    assert trainers[0].present() is None
+    assert trainers[0]._present() is None
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
@@ -290,3 +291,16 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
     trainers = trainers_with(Gone())
     with pytest.raises(StoreLostError, match=r"times of attention servers .* \(Connection reset by peer\)"):
         trainers[0].numbers()
+
+
+def test_speeds_that_nobody_votes_on_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    (measured, voted), (given, _) = trainers_with(HashStore(), members=()), trainers_with(HashStore(), False, ())
+    voted.numbers()
+    with caplog.at_level(logging.WARNING, "distca_hf"):
+        for one in (voted, given, measured):
+            for _ in range(2 * speeds.UNVOTED_PLANS):
+                one.note_plan()
+
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "attention servers count as fast as trainers"
+    ]

@@ -1,0 +1,138 @@
+"""A server that is lost again and again is left out of later rosters; trainers go on with the others, or alone."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from distca_hf.comm import served_transport
+from distca_hf.comm.heartbeats import MOST_LOSSES, LostServers
+from distca_hf.comm.rosters import Member
+from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.comm.speeds import Reading, ServerSpeeds
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.errors import PeerLostError
+from distca_hf.planning.served import Servers
+
+
+class Watch:
+    """Heartbeats of servers that a test starts anew."""
+
+    def __init__(self, store: object, num_servers: int, limit_seconds: float) -> None:
+        self.starts = [0] * num_servers
+
+    def incarnation(self, server: int) -> int:
+        return self.starts[server]
+
+    def begin(self, *calls: object) -> None: ...
+
+    def look_for(self, roster: int) -> None: ...
+
+    def is_spoiled(self, roster: int) -> bool:
+        return False
+
+    def spoil(self, roster: int, words: str) -> None: ...
+
+    def silent_seconds(self, server: int) -> float:
+        return 0.0
+
+
+class Wires:
+    """Connections of a roster without a group."""
+
+    is_at_rest = True
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> ServedTransport:
+    return transport_with(monkeypatch)
+
+
+def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_attend: bool = True) -> ServedTransport:
+    def connect(transport: ServedTransport, patience_seconds: float) -> Any:
+        names = {server: f"attention server {server} on far" for server, _ in transport.members}
+        transport._lost_servers.note_names(names)
+        return Wires()
+
+    monkeypatch.setattr(served_transport, "open_store", lambda seconds: HashStore())
+    monkeypatch.setattr(served_transport, "Watch", Watch)
+    monkeypatch.setattr(ServedTransport, "_connect", connect)
+    monkeypatch.setattr(ServerSpeeds, "_reports", lambda speeds: [Reading()] * len(speeds._members))
+    servers = Servers((1.0,) * count, trainers_attend)
+    return ServedTransport(LocalTransport(), torch.device("cpu"), servers, {"server_speed": 1.0}, 1.0, 1.0, 0.0)
+
+
+def lose(transport: ServedTransport, server: int) -> None:
+    """A step in which a server is lost; the next process of it is there already."""
+    transport.begin_step()
+    transport._watch.starts[server] += 1  # type: ignore[attr-defined]
+    transport.failure(PeerLostError("connection closed"))
+    assert not transport.end_step()
+
+
+def run_step(transport: ServedTransport) -> None:
+    transport.begin_step()
+    assert transport.end_step()
+
+
+def test_a_server_that_no_step_counts_with_is_left_out(
+    transport: ServedTransport, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "distca_hf"):
+        for losses in range(MOST_LOSSES):
+            assert transport.members == (Member(0, losses), Member(1, 0))
+            lose(transport, 0)
+        assert transport.members == (Member(1, 0),)
+        assert transport.servers == Servers((1.0,))
+        run_step(transport)
+        transport._watch.starts[0] += 1  # type: ignore[attr-defined]
+        run_step(transport)
+
+    assert transport.members == (Member(1, 0),)
+    assert transport.servers_lost == MOST_LOSSES
+    excluded = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert len(excluded) == 1
+    assert excluded[0].startswith(f"attention server 0 on far was lost {MOST_LOSSES} times in a row")
+
+
+def test_a_step_that_counts_forgives_earlier_losses(transport: ServedTransport) -> None:
+    for _ in range(3):
+        for _ in range(MOST_LOSSES - 1):
+            lose(transport, 0)
+        run_step(transport)
+
+    assert [member.server for member in transport.members] == [0, 1]
+    assert transport.servers_lost == 3 * (MOST_LOSSES - 1)
+
+
+def test_without_the_last_server_trainers_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = transport_with(monkeypatch, count=1)
+    for _ in range(MOST_LOSSES):
+        lose(transport, 0)
+    assert (transport.members, transport.servers) == ((), None)
+    run_step(transport)
+
+
+def test_without_the_last_server_that_alone_may_attend_training_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = transport_with(monkeypatch, count=1, trainers_attend=False)
+    for _ in range(MOST_LOSSES - 1):
+        lose(transport, 0)
+    with pytest.raises(PeerLostError, match="none of 1 attention servers is left, and trainers_attend=False"):
+        lose(transport, 0)
+
+
+def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptureFixture) -> None:
+    losses = LostServers()
+    with caplog.at_level(logging.WARNING, "distca_hf"):
+        for start in range(MOST_LOSSES):
+            losses.note(3, start)
+
+    assert caplog.records[-1].getMessage().startswith(f"attention server 3 was lost {MOST_LOSSES} times in a row")
+    assert losses.is_excluded(3)
+    assert not losses.is_excluded(2)
