@@ -9,8 +9,7 @@ Integers get a gloo group, so that agreement needs no device. Their deadlines ar
 Row groups of trainers and attention servers are made to lose members. Torch has them in no list: frameworks see the
 trainers alone. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
 for a lost member for ever, and all that is launched behind them waits, too. So their group is aborted: its kernels
-end with rows of no meaning, in a fraction of a second, and the GPU goes on. `StreamProgress` says for how long a GPU
-has not gone on.
+end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 """
 
 import threading
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca_hf.comm.heartbeats import Repeated
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -45,10 +43,8 @@ from distca_hf.torch_private import (
 
 # Longest time for ranks that have answered to connect with each other, over gloo and over NCCL, which prepares more.
 MEET_SECONDS, NCCL_MEET_SECONDS = 10.0, 60.0
-# Seconds between two marks that are left in a stream.
-MARK_SECONDS = 1.0
 # Torch's own deadline for NCCL's exchanges: none. A lost member is noticed by its heartbeat, an exchange that does not
-# end by `StreamProgress`.
+# end by `heartbeats.StreamProgress`.
 NO_DEADLINE = timedelta(days=365)
 
 
@@ -350,38 +346,3 @@ def abort(group: RowGroup) -> None:
     """Ends all exchanges of a group of NCCL, from any thread; a group of gloo has nothing to abort."""
     if group.name() == "nccl":
         abort_group(group)
-
-
-class StreamProgress:
-    """For how long a GPU's stream has come no further.
-
-    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
-    because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
-
-    Args:
-        device: its current stream, in the thread that makes this object.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream, self._mark = torch.cuda.current_stream(device), torch.cuda.Event()
-        self._passed, self._is_left = time.monotonic(), False
-        self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
-        self._thread.begin()
-
-    def stalled_seconds(self) -> float:
-        """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
-        nothing."""
-        return time.monotonic() - self._passed
-
-    def end(self) -> None:
-        """Ends looking."""
-        self._thread.end()
-
-    def _look(self) -> bool:
-        """Leaves a mark unless the last one was not passed yet, and returns True."""
-        if self._is_left and not self._mark.query():
-            return True
-        self._passed = time.monotonic()
-        self._mark.record(self._stream)
-        self._is_left = True
-        return True

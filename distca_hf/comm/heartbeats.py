@@ -6,7 +6,7 @@
 
 Both sides do this in a thread, over a connection of its own to the launcher's store. So a training step or an exchange
 that hangs delays no beat, and nothing is asked where a step runs. An incarnation is one process of a server: the next
-one has the next number.
+one has the next number. A GPU shows that it goes on by marks in its stream (`StreamProgress`).
 """
 
 import atexit
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.errors import first_line
@@ -31,6 +32,8 @@ log = get_logger(__name__)
 BEAT_SECONDS, LOOK_SECONDS = 0.5, 0.25
 # Times in a row that a server may be lost before a step counted with it.
 MOST_LOSSES = 5
+# Seconds between two marks that are left in a stream.
+MARK_SECONDS = 1.0
 # Longest time between two looks that counts as silence of servers. A trainer that was itself stopped or kept from
 # running for longer has not listened.
 LONGEST_LOOK_SECONDS = 1.0
@@ -263,6 +266,41 @@ class Watch:
             else:
                 last.silent_seconds += passed_seconds
         self._then()
+        return True
+
+
+class StreamProgress:
+    """For how long a GPU's stream has come no further.
+
+    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
+    because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
+
+    Args:
+        device: its current stream, in the thread that makes this object.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._mark = torch.cuda.current_stream(device), torch.cuda.Event()
+        self._passed, self._is_left = time.monotonic(), False
+        self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
+        self._thread.begin()
+
+    def stalled_seconds(self) -> float:
+        """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
+        nothing."""
+        return time.monotonic() - self._passed
+
+    def end(self) -> None:
+        """Ends looking."""
+        self._thread.end()
+
+    def _look(self) -> bool:
+        """Leaves a mark unless the last one was not passed yet, and returns True."""
+        if self._is_left and not self._mark.query():
+            return True
+        self._passed = time.monotonic()
+        self._mark.record(self._stream)
+        self._is_left = True
         return True
 
 

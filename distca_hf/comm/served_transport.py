@@ -24,8 +24,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.groups import StreamProgress
-from distca_hf.comm.heartbeats import LostServers, Watch
+from distca_hf.comm.heartbeats import LostServers, StreamProgress, Watch
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
