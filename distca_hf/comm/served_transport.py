@@ -129,8 +129,7 @@ class ServedTransport:
             self.spoiled = words  # before the abort: rows of an aborted exchange look like others
             self._watch.spoil(self.roster, words)
             log.warning("the step is spoiled, and runs again: %s", words)
-        wires = self._wires  # another thread may open the next roster
-        if wires is not None:
+        if (wires := self._wires) is not None:  # another thread may retire them
             wires.abort()
 
     def _look_at_exchanges(self) -> None:
@@ -167,8 +166,7 @@ class ServedTransport:
         self.in_step = True
 
     def leave_step(self) -> None:
-        """Leaves a step in its midst: an exception ended it. If it was spoiled, attention fails until another step
-        begins, which then runs again."""
+        """Leaves a step that an error ended. If it was spoiled, attention fails until the next step begins."""
         self.in_step = False
 
     def end_step(self) -> bool:
@@ -181,13 +179,12 @@ class ServedTransport:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
-        self._has_exchanged_outside = False
         if self.spoiled is not None:
             self._wait_for_suspects()
         shown = [int(self.spoiled is None), *self._fresh()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
-        self.in_step = False
+        self.in_step = self._has_exchanged_outside = False  # the device has come to here
         if counts:
             self._lost_servers.note_step(server for server, _ in self.members)
             self.servers = self.speeds.note([row[len(shown) :] for row in rows])
@@ -215,11 +212,7 @@ class ServedTransport:
         self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
 
     def close(self) -> None:
-        """Ends the present roster here and on the servers; here also if the launcher's store is gone.
-
-        Raises:
-            StoreLostError: it is.
-        """
+        """Ends the present roster on the servers and here; here also if the launcher's store is gone (an error)."""
         if self._closed:
             return
         self._closed = True
