@@ -2,6 +2,8 @@
 of one process, and a server that is killed or stopped is replaced."""
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,20 @@ def seen_in(folder: Path) -> dict[str, list[Any]]:
     return {path.stem: json.loads(path.read_text()) for path in (folder / "seen").iterdir()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def replacing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
+    """A launch that loses its server twice; it mostly waits, beside the launches of the other tests."""
+    folder = tmp_path_factory.mktemp("replacing")
+    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+
+    def launch() -> Path:
+        run_launched(folder, launcher, HARMFUL, {"attention_servers": 1})
+        return folder
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(launch)
+
+
 def test_trainers_that_leave_attention_to_a_server_lose_as_one_process_does(tmp_path: Path) -> None:
     launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "3"]
     run_launched(tmp_path, launcher, TRAINING, {"attention_servers": 1, "trainers_attend": False})
@@ -155,10 +171,8 @@ def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:
     }
 
 
-def test_a_server_that_is_killed_or_stopped_is_replaced(tmp_path: Path) -> None:
-    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    run_launched(tmp_path, launcher, HARMFUL, {"attention_servers": 1})
-    incarnations, processes = seen_in(tmp_path)["processes"]
+def test_a_server_that_is_killed_or_stopped_is_replaced(replacing: Future[Path]) -> None:
+    incarnations, processes = seen_in(replacing.result())["processes"]
 
     assert incarnations == [0, 1, 2]
     assert len(set(processes)) == 4  # the supervisor, and three servers
