@@ -315,6 +315,10 @@ class LostServers:
         """Notes names of servers, with their hosts, by their numbers."""
         self._names |= names
 
+    def name_of(self, server: int) -> str:
+        """Returns the name of a server, with its host as far as that is known."""
+        return self._names.get(server, f"attention server {server}")
+
     def note_step(self, servers: Iterable[int]) -> None:
         """Notes a step that counted with these servers."""
         for server in servers:
@@ -322,7 +326,7 @@ class LostServers:
 
     def note(self, server: int, incarnation: int) -> None:
         """Notes a loss, and warns if it is the last of this server."""
-        name = self._names.get(server, f"attention server {server}")
+        name = self.name_of(server)
         log.warning("%s (start %d) takes part no more", name, incarnation)
         self._in_a_row[server] += 1
         if self._in_a_row[server] == MOST_LOSSES:

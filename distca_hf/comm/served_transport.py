@@ -254,8 +254,8 @@ class ServedTransport:
             return "another trainer lost an attention server"
         for server, incarnation in self.members:
             if self._watch.incarnation(server) != incarnation:
-                seconds = self._watch.silent_seconds(server)
-                return f"attention server {server} is lost: its last heartbeat is {seconds:.1f} s old"
+                name, seconds = self._lost_servers.name_of(server), self._watch.silent_seconds(server)
+                return f"{name} is lost: its last heartbeat is {seconds:.1f} s old"
         return None
 
     def _wait_for_suspects(self) -> None:

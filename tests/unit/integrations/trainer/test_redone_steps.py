@@ -42,7 +42,7 @@ def test_accumulation(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert script.runs == 4 + 2
 
 
-def test_a_window_that_is_spoiled_in_every_run_ends_the_training(
+def test_a_step_that_is_spoiled_in_every_run_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = Script(spoiled={2, 3, 4, 5})
