@@ -54,6 +54,10 @@ class Member(NamedTuple):
     server: int
     incarnation: int
 
+    def has_answered(self, store: Store, roster: int) -> bool:
+        """Returns whether it has answered the invitation to a roster."""
+        return bool(roster_store(store, roster).check([f"server/{self.server}"]))
+
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
     """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""

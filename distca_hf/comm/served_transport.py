@@ -243,10 +243,11 @@ class ServedTransport:
         rows = self.gather(self._fresh(), "attention servers").wait()
         return agreed([[1, *row] for row in rows])
 
-    def _fresh(self) -> list[int]:
-        """Returns the starts of each server, counted from 1; 0 for one that is lost, or was lost too often."""
+    def _fresh(self, hang: Sequence[int] = ()) -> list[int]:
+        """Returns the starts of each server, counted from 1; 0 for one that hangs, is lost, or was lost too often."""
         seen = enumerate(map(self._watch.incarnation, range(self._all.count)))
-        return [0 if start is None or self._lost_servers.is_excluded(server) else start + 1 for server, start in seen]
+        out = {*hang, *filter(self._lost_servers.is_excluded, range(self._all.count))}
+        return [0 if start is None or server in out else start + 1 for server, start in seen]
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
@@ -290,12 +291,12 @@ class ServedTransport:
             self.members, self.spoiled = members, None
             self._watch.look_for(self.roster)
             try:
-                self._wires = self._connect(patience_seconds) if members else None
-                good = 1
+                self._wires, good = (self._connect(patience_seconds) if members else None), 1
             except PeerLostError as error:
                 good, problem = 0, str(error)
                 self._watch.spoil(self.roster, problem)  # servers that met in vain wait for these words
-            rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
+            hang = [] if good else [one.server for one in members if not one.has_answered(self._store, self.roster)]
+            rows = self.gather([good, *self._fresh(hang)], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
                 here = roster_store(self._store, self.roster) if self.rank == 0 else None
                 self.servers = self.speeds.begin_roster(members, here)
@@ -332,8 +333,7 @@ class ServedTransport:
 
     def _retire(self, members: tuple[Member, ...]) -> None:
         """Lets go of the present roster. Its group ends once no exchange of it is under way."""
-        lost = [member for member in self.members if member not in members]
-        for server, incarnation in lost:
+        for server, incarnation in (member for member in self.members if member not in members):
             self.servers_lost += 1
             self._lost_servers.note(server, incarnation)
         if self._wires is not None:

@@ -9,8 +9,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm import served_transport
 from distca_hf.comm.heartbeats import MOST_LOSSES, LostServers
-from distca_hf.comm.orders import Phase
-from distca_hf.comm.rosters import Member
+from distca_hf.comm.orders import Phase, write
+from distca_hf.comm.rosters import Member, roster_store
 from distca_hf.comm.served_transport import PostedPlan, ServedTransport
 from distca_hf.comm.speeds import Reading, ServerSpeeds
 from distca_hf.comm.transport import LocalTransport
@@ -209,3 +209,23 @@ def test_exchanges_of_a_step_that_ended_end_no_process(
     transport._watch.starts[0] += 1  # type: ignore[attr-defined]
     transport._look_at_exchanges()
     assert not ended
+
+
+def test_a_server_that_has_a_heartbeat_and_does_not_answer_is_left_out(
+    transport: ServedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(transport: ServedTransport, patience_seconds: float) -> Any:
+        for server, _ in transport.members:
+            if server == 0:
+                raise PeerLostError("attention server 0 did not answer")
+            write(roster_store(transport._store, transport.roster), f"server/{server}", {})
+        return Wires()
+
+    monkeypatch.setattr(ServedTransport, "_connect", connect)
+    transport._store.set(f"roster/{transport.roster + 1}/server/1", "{}")  # the other one has answered
+    lose(transport, 1)
+
+    assert transport.members == (Member(1, 1),)
+    for _ in range(MOST_LOSSES):
+        run_step(transport)
+    assert transport.members == (Member(1, 1),)
