@@ -6,6 +6,7 @@ that in the group; messages say "of the job" where the other one is meant.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -121,11 +122,13 @@ class ParallelContext:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.
 
         Not needed in a script: groups are ended with the process. Of use in a program that goes on afterwards.
+        One that cannot be ended keeps no other from its end; its error is raised behind them.
         """
-        for transport in (*self._served.values(), *self._transports.values()):
-            transport.close()
-        self._served.clear()
-        self._transports.clear()
+        with ExitStack() as ends:
+            for transport in (*self._transports.values(), *self._served.values()):  # ended from the last on
+                ends.callback(transport.close)
+            self._served.clear()
+            self._transports.clear()
 
     def check_gradients(self, model: nn.Module) -> None:
         """Checks in a forward pass that the model's wrappers average gradients over the ranks of the group.

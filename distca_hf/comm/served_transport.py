@@ -18,6 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -61,6 +62,7 @@ class ServedTransport:
         members: servers that take part.
         servers: their part in plans; None if none does.
         spoiled: words about the server that was lost in this step; None if none was.
+        in_step: whether an optimizer step that can run again has begun.
         servers_lost: how many were lost so far.
         speeds: of servers, from times of the steps that counted.
         room_bytes: that rows may take on each member until backward.
@@ -89,7 +91,7 @@ class ServedTransport:
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
-        self._in_step = self._closed = False
+        self.in_step = self._closed = False
         self._progress = StreamProgress(device) if device.type == "cuda" else None
         self._has_exchanged_outside = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
@@ -105,7 +107,7 @@ class ServedTransport:
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
-        self._has_exchanged_outside |= not self._in_step
+        self._has_exchanged_outside |= not self.in_step
         try:
             return ServedExchange(self, self._wires.exchange(asked))
         except (PeerLostError, StepTimeoutError) as error:
@@ -116,7 +118,7 @@ class ServedTransport:
 
     def failure(self, error: DistCAError) -> DistCAError:
         """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""
-        if not self._in_step:
+        if not self.in_step:
             return error
         self._spoil(str(error))
         return ServerLostError(self.spoiled)
@@ -127,8 +129,8 @@ class ServedTransport:
             self.spoiled = words  # before the abort: rows of an aborted exchange look like others
             self._watch.spoil(self.roster, words)
             log.warning("the step is spoiled, and runs again: %s", words)
-        if self._wires is not None:
-            self._wires.abort()
+        if (wires := self._wires) is not None:  # another thread may retire them
+            wires.abort()
 
     def _look_at_exchanges(self) -> None:
         """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats,
@@ -144,7 +146,7 @@ class ServedTransport:
         if words is None:
             return
         words = f"rank {self.rank}, after the start of {list(self.traffic.recent)[-1:] or 'no exchange'}: {words}"
-        if self._in_step:
+        if self.in_step:
             self._spoil(words)
         elif self._has_exchanged_outside:
             self._end_process(words)
@@ -161,7 +163,11 @@ class ServedTransport:
 
     def begin_step(self) -> None:
         """Begins an optimizer step that can run again: a lost server spoils it, and does not end the job."""
-        self._in_step = True
+        self.in_step = True
+
+    def leave_step(self) -> None:
+        """Leaves a step that an error ended. If it was spoiled, attention fails until the next step begins."""
+        self.in_step = False
 
     def end_step(self) -> bool:
         """Ends a step, and returns whether it counts: on all trainers, or on none. Trainers call it together.
@@ -178,7 +184,7 @@ class ServedTransport:
         shown = [int(self.spoiled is None), *self._fresh()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
-        self._in_step = False
+        self.in_step = self._has_exchanged_outside = False  # the device has come to here
         if counts:
             self._lost_servers.note_step(server for server, _ in self.members)
             self.servers = self.speeds.note([row[len(shown) :] for row in rows])
@@ -206,16 +212,17 @@ class ServedTransport:
         self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
 
     def close(self) -> None:
-        """Ends the present roster here and on the servers."""
+        """Ends the present roster on the servers and here; here also if the launcher's store is gone (an error)."""
         if self._closed:
             return
         self._closed = True
-        self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
-        self._watch.end()
-        if self._progress is not None:
-            self._progress.end()
-        for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
-            wires.close()
+        with ExitStack() as ends:
+            for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
+                ends.callback(wires.close)
+            if self._progress is not None:
+                ends.callback(self._progress.end)
+            ends.callback(self._watch.end)
+            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
 
     def _all_members(self, patience_seconds: float) -> tuple[Member, ...]:
         """Waits until all servers that were launched have a heartbeat.
@@ -287,6 +294,7 @@ class ServedTransport:
                 good = 1
             except PeerLostError as error:
                 good, problem = 0, str(error)
+                self._watch.spoil(self.roster, problem)  # servers that met in vain wait for these words
             rows = self.gather([good, *self._fresh()], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
                 here = roster_store(self._store, self.roster) if self.rank == 0 else None
@@ -318,7 +326,7 @@ class ServedTransport:
             self._timeout_seconds,
             names,
             self._lost,
-            lambda: self._in_step,
+            lambda: self.in_step,
             self.traffic,
         )
 
@@ -366,7 +374,7 @@ class PostedPlan:
     @property
     def is_spoiled(self) -> bool:
         """Whether a server was lost in this step: attention gives zeros."""
-        return self._transport.spoiled is not None
+        return self._transport.in_step and self._transport.spoiled is not None
 
     def call(
         self,

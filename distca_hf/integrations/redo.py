@@ -80,6 +80,15 @@ class RepeatableStep:
         self._transport.begin_step()
         return False
 
+    @contextmanager
+    def left_by_errors(self) -> Iterator[None]:
+        """Leaves the step if the `with` block ends with an error: what comes behind it is not in the step."""
+        try:
+            yield
+        except BaseException:
+            self._transport.leave_step()
+            raise
+
 
 def keep_random_states(device: torch.device) -> Restore:
     """Keeps the states of all generators that a forward pass may draw from.
@@ -172,6 +181,6 @@ def attempts(
 @contextmanager
 def _attempt(step: RepeatableStep, results: list[bool]) -> Iterator[None]:
     """Adds to the results whether the gradients of a `with` block count."""
-    with refuse_steps():
+    with refuse_steps(), step.left_by_errors():
         yield
     results.append(step.counts())

@@ -39,6 +39,8 @@ class Script:
     def begin_step(self) -> None:
         self.runs, self._calls = self.runs + 1, 0
 
+    def leave_step(self) -> None: ...
+
     def end_step(self) -> bool:
         return self.runs not in self.spoiled
 

@@ -16,7 +16,7 @@ from distca_hf.comm.groups import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import Debug, DistCAConfig
-from distca_hf.errors import ConfigError, PlanError
+from distca_hf.errors import ConfigError, PlanError, StoreLostError
 from distca_hf.parallel_context import ParallelContext, job_size
 from distca_hf.plugin import DistCAPlugin
 from support.data import random_dataset
@@ -72,6 +72,22 @@ def test_one_transport_is_opened_for_each_device() -> None:
     assert context.transport(torch.device("cpu:0")) is transport
     context.close()
     assert context.transport(CPU) is not transport
+
+
+def test_a_connection_that_cannot_be_ended_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, closed = ParallelContext(DistCAConfig()), list[str]()
+    transports = [context.transport(torch.device(device)) for device in ("cpu", "meta")]
+
+    def fail() -> None:
+        raise StoreLostError("the store is gone")
+
+    monkeypatch.setattr(transports[1], "close", fail)
+    monkeypatch.setattr(transports[0], "close", lambda: closed.append("cpu"))
+    with pytest.raises(StoreLostError, match="the store is gone"):
+        context.close()
+    monkeypatch.setattr(transports[1], "close", lambda: closed.append("meta"))
+    context.close()
+    assert closed == ["cpu"]
 
 
 def test_loader_of_a_device_without_a_number_is_for_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,8 @@ class RedoneSteps(TrainerCallback):
 
     def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Runs forward and backward of a micro-batch."""
-        with refuse_steps(), _held(self._engine):
+        assert self._step is not None
+        with refuse_steps(), _held(self._engine), self._step.left_by_errors():
             return self._run_micro_batch(model, inputs, num_items_in_batch)
 
     def _run_again(self, model: nn.Module) -> torch.Tensor:

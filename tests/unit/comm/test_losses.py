@@ -9,11 +9,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm import served_transport
 from distca_hf.comm.heartbeats import MOST_LOSSES, LostServers
+from distca_hf.comm.orders import Phase
 from distca_hf.comm.rosters import Member
-from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.comm.served_transport import PostedPlan, ServedTransport
 from distca_hf.comm.speeds import Reading, ServerSpeeds
 from distca_hf.comm.transport import LocalTransport
-from distca_hf.errors import PeerLostError
+from distca_hf.errors import PeerLostError, ServerLostError, StoreLostError
 from distca_hf.planning.served import Servers
 
 
@@ -22,6 +23,7 @@ class Watch:
 
     def __init__(self, store: object, num_servers: int, limit_seconds: float) -> None:
         self.starts = [0] * num_servers
+        self.spoiled: dict[int, str] = {}
 
     def incarnation(self, server: int) -> int:
         return self.starts[server]
@@ -33,9 +35,17 @@ class Watch:
     def is_spoiled(self, roster: int) -> bool:
         return False
 
-    def spoil(self, roster: int, words: str) -> None: ...
+    def spoil(self, roster: int, words: str) -> None:
+        self.spoiled[roster] = words
 
     def silent_seconds(self, server: int) -> float:
+        return 0.0
+
+
+class Progress:
+    """A GPU whose stream goes on."""
+
+    def stalled_seconds(self) -> float:
         return 0.0
 
 
@@ -136,3 +146,66 @@ def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptu
     assert caplog.records[-1].getMessage().startswith(f"attention server 3 was lost {MOST_LOSSES} times in a row")
     assert losses.is_excluded(3)
     assert not losses.is_excluded(2)
+
+
+def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTransport) -> None:
+    """Zeros there would be learnt: nothing runs again outside of a step."""
+    transport.begin_step()
+    posted, rows = PostedPlan(transport, 1), torch.zeros(1, 1, 1)
+    transport.failure(PeerLostError("connection closed"))
+    assert posted.is_spoiled
+    transport.leave_step()
+
+    assert not posted.is_spoiled
+    with pytest.raises(ServerLostError, match="connection closed"):
+        posted.call(Phase.FORWARD, rows, rows, rows, ())
+    transport.begin_step()
+    assert posted.is_spoiled
+    assert not transport.end_step()
+
+
+def test_a_roster_that_cannot_be_opened_is_given_up(
+    transport: ServedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that met in vain would wait for it, and miss the next one."""
+
+    def fail(transport: ServedTransport, patience_seconds: float) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr(ServedTransport, "_connect", lambda *_: Wires())
+        raise PeerLostError("waited in vain")
+
+    monkeypatch.setattr(ServedTransport, "_connect", fail)
+    lost = transport.roster
+    lose(transport, 0)
+
+    assert transport._watch.spoiled == {lost: "connection closed", lost + 1: "waited in vain"}  # type: ignore[attr-defined]
+    assert transport.roster == lost + 2
+
+
+def test_a_transport_without_a_store_ends_here(transport: ServedTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def fail(order: object) -> None:
+        raise StoreLostError("the store is gone")
+
+    monkeypatch.setattr(transport._outbox, "post", fail)
+    monkeypatch.setattr(transport._watch, "end", lambda: ended.append("heartbeats"), raising=False)
+    monkeypatch.setattr(transport._wires, "close", lambda: ended.append("roster"))
+    with pytest.raises(StoreLostError):
+        transport.close()
+    assert ended == ["heartbeats", "roster"]
+
+
+def test_exchanges_of_a_step_that_ended_end_no_process(
+    transport: ServedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges before the first step have ended with it. A server that is lost later, while a checkpoint is saved,
+    is waited for by nothing."""
+    ended: list[str] = []
+    monkeypatch.setattr(transport, "_end_process", ended.append)
+    transport._has_exchanged_outside = True
+    run_step(transport)
+    transport._progress = Progress()  # type: ignore[assignment]
+    transport._watch.starts[0] += 1  # type: ignore[attr-defined]
+    transport._look_at_exchanges()
+    assert not ended
