@@ -55,12 +55,18 @@ class Repeated:
 
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
         self._pause_seconds, self._call = pause_seconds, call
+        self._then: Callable[[], None] = _do_nothing
         self._is_over = threading.Event()
         # Python waits for threads that are no daemons before it calls `atexit`, and nobody would have ended this one.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def begin(self) -> None:
-        """Starts the thread, with a first call at once."""
+    def begin(self, then: Callable[[], None] = _do_nothing) -> None:
+        """Starts the thread, with a first call at once.
+
+        Args:
+            then: called behind every call, in the thread.
+        """
+        self._then = then
         atexit.register(self.end)
         self._thread.start()
 
@@ -72,8 +78,10 @@ class Repeated:
             self._thread.join()
 
     def _run(self) -> None:
-        while self._call() and not self._is_over.wait(self._pause_seconds):
-            pass
+        while self._call():
+            self._then()
+            if self._is_over.wait(self._pause_seconds):
+                return
 
 
 class SpoiledRosters:
@@ -125,17 +133,11 @@ class Heartbeat:
         self._store, self._server, self._incarnation, self._pipe = store, server, incarnation, pipe
         self._spoiled = SpoiledRosters(store)
         self._count = 0
-        self._then: Callable[[], None] = _do_nothing
         self._thread = Repeated("distca-heartbeat", BEAT_SECONDS, self.beat)
 
     def begin(self, then: Callable[[], None] = _do_nothing) -> None:
-        """Starts to beat.
-
-        Args:
-            then: called behind every beat, in its thread.
-        """
-        self._then = then
-        self._thread.begin()
+        """Starts to beat; calls `then` behind every beat, in the same thread."""
+        self._thread.begin(then)
 
     def end(self) -> None:
         """Ends beating."""
@@ -162,7 +164,6 @@ class Heartbeat:
                 os.write(self._pipe, b".")
         except OSError as error:
             self._leave(f"its supervisor is gone ({error})")
-        self._then()
         return True
 
     def _leave(self, words: str) -> None:
@@ -199,17 +200,11 @@ class Watch:
         self._last = [LastBeat() for _ in self._keys]
         self._spoiled = SpoiledRosters(store)
         self._looked: float | None = None
-        self._then: Callable[[], None] = _do_nothing
         self._thread = Repeated("distca-watch", LOOK_SECONDS, self.look)
 
     def begin(self, then: Callable[[], None] = _do_nothing) -> None:
-        """Starts to look.
-
-        Args:
-            then: called behind every look, in its thread.
-        """
-        self._then = then
-        self._thread.begin()
+        """Starts to look; calls `then` behind every look, in the same thread."""
+        self._thread.begin(then)
 
     def end(self) -> None:
         """Ends looking."""
@@ -265,7 +260,6 @@ class Watch:
                 self._last[server] = LastBeat(value)
             else:
                 last.silent_seconds += passed_seconds
-        self._then()
         return True
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from support.commands import REPOSITORY, SCRIPTS, run_command
-from support.scripts import run_script
+from support.scripts import LAUNCHED_NUMBERS, run_script
 from support.waiting import is_running
 
 
@@ -28,19 +28,10 @@ def supervise(number, num_trainers, num_servers):
 module = sys.modules["distca_hf.supervisor"] = types.ModuleType("distca_hf.supervisor")
 module.supervise = supervise
 """
-NUMBERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "DISTCA_LAUNCHED_SERVERS",
-)
 NOTE = f"""
 import json, os, sys
 def note(*more):
-    seen = [os.environ[name] for name in {NUMBERS}]
+    seen = [os.environ[name] for name in {LAUNCHED_NUMBERS}]
     with open(os.path.join(os.environ["SEEN"], f"trainer{{seen[0]}}.json"), "w") as file:
         json.dump([*seen, *more], file)
 """

@@ -19,6 +19,7 @@ from support.training import (
     MANY_STEPS,
     STEPS,
     Curve,
+    References,
     assert_same_curve,
     computing_arguments,
     curve_of,
@@ -111,28 +112,22 @@ def name(run: Run) -> str:
     return "-".join(str(part) for part in parts if part)
 
 
-def reference_of(run: Run, initial_models: dict[str, Path], references: dict[object, Curve]) -> Curve:
+def reference_of(run: Run, references: References) -> Curve:
     """The same training in one process, with sdpa if that chooses the same packs."""
     # Sorting chooses other packs for a step than Trainer would: then one process must sort, too.
     implementation, seam = ("distca", "attach") if run.sort_packs else ("sdpa", "none")
     alone = Run(
         run.packs, seam, 1, "none", run.accumulation, lora=run.lora, sort_packs=run.sort_packs, steps=run.steps
     )
-    if alone not in references:
-        references[alone] = train(alone, initial_models["llama"], implementation)
-    return references[alone]
+    return references.once(alone, lambda: train(alone, references.initial_models["llama"], implementation))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name)
 def test_losses_follow_one_process_sdpa(
-    run: Run,
-    initial_models: dict[str, Path],
-    references: dict[object, Curve],
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    expected = reference_of(run, initial_models, references)
-    curve = run_ranks(run.world_size, train, tmp_path, run, initial_models["llama"])[0]
+    expected = reference_of(run, references)
+    curve = run_ranks(run.world_size, train, tmp_path, run, references.initial_models["llama"])[0]
 
     assert len(curve.losses) == run.steps
     assert curve.distributed_type == DISTRIBUTED_TYPES[run.wrap.rstrip("123")]

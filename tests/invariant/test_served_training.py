@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from support.training import (
     DISTRIBUTED_TYPES,
     MANY_STEPS,
-    Curve,
+    References,
     assert_same_curve,
 )
 
@@ -59,8 +59,7 @@ def name(value: object) -> str:
 def test_losses_follow_one_process_sdpa(
     servers: int,
     run: placed.Run | packs.Run,
-    initial_models: dict[str, Path],
-    references: dict[object, Curve],
+    references: References,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
     pytestconfig: pytest.Config,
@@ -69,10 +68,10 @@ def test_losses_follow_one_process_sdpa(
     if many_steps:
         run = replace(run, steps=MANY_STEPS)
     if isinstance(run, placed.Run):
-        train, expected = placed.train, placed.reference_of(run, initial_models, references)
+        train, expected = placed.train, placed.reference_of(run, references)
     else:
-        train, expected = packs.train, packs.reference_of(run, initial_models, references)
-    curve = run_ranks(run.world_size, train, tmp_path, run, initial_models["llama"], servers=servers)[0]
+        train, expected = packs.train, packs.reference_of(run, references)
+    curve = run_ranks(run.world_size, train, tmp_path, run, references.initial_models["llama"], servers=servers)[0]
 
     if isinstance(run, packs.Run) or run.loop != "plain":
         wrap = run.wrap.rstrip("123") if run.world_size > 1 else "ddp"  # Accelerate sees a group of one

@@ -11,6 +11,7 @@ from support.training import (
     DISTRIBUTED_TYPES,
     MANY_STEPS,
     Curve,
+    References,
     Run,
     assert_same_curve,
     train,
@@ -48,27 +49,21 @@ def name(run: Run) -> str:
     return "-".join(str(part) for part in parts if part)
 
 
-def reference_of(run: Run, initial_models: dict[str, Path], references: dict[object, Curve]) -> Curve:
+def reference_of(run: Run, references: References) -> Curve:
     """The same training in one process with sdpa."""
-    key = run.model, run.accumulation, run.lora, run.steps
-    if key not in references:
-        references[key] = train_reference(initial_models[run.model], run.accumulation, run.lora, run.steps)
-    return references[key]
+    how = run.accumulation, run.lora, run.steps
+    return references.once((run.model, *how), lambda: train_reference(references.initial_models[run.model], *how))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name)
 def test_losses_follow_one_process_sdpa(
-    run: Run,
-    initial_models: dict[str, Path],
-    references: dict[object, Curve],
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    expected = reference_of(run, initial_models, references)
+    expected, initial_model = reference_of(run, references), references.initial_models[run.model]
     if run.world_size == 1:
-        curve = train(run, initial_models[run.model])
+        curve = train(run, initial_model)
     else:
-        curve = run_ranks(run.world_size, train, tmp_path, run, initial_models[run.model])[0]
+        curve = run_ranks(run.world_size, train, tmp_path, run, initial_model)[0]
 
     wrapped = PLAIN_CLASSES[run.wrap] if run.loop == "plain" else DISTRIBUTED_TYPES[run.wrap.rstrip("123")]
     assert len(curve.losses) == run.steps

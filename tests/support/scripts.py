@@ -14,6 +14,18 @@ from support.commands import REPOSITORY
 from support.ranks import run_ranks
 
 
+# Variables in which a launcher, and `distca_hf.run`, number a process.
+LAUNCHED_NUMBERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "DISTCA_LAUNCHED_SERVERS",
+)
+
+
 def run_script(world_size: int, folder: Path, words: Sequence[str | Path], **environment: str) -> str:
     """What a script prints on all ranks together, those of rank 0 first.
 

@@ -47,6 +47,24 @@ class Curve:
     imbalance: tuple[float, float] = (0, 0)
 
 
+class References:
+    """Curves of one process, made when they are first needed.
+
+    Attributes:
+        initial_models: folders of the models that all trainings begin with, by kind.
+    """
+
+    def __init__(self, initial_models: dict[str, Path]) -> None:
+        self.initial_models = initial_models
+        self._curves: dict[object, Curve] = {}
+
+    def once(self, key: object, train: Callable[[], Curve]) -> Curve:
+        """The curve of a key, which stands for all that matters to it."""
+        if key not in self._curves:
+            self._curves[key] = train()
+        return self._curves[key]
+
+
 @dataclass(frozen=True)
 class Run:
     """How a training run is computed; what it computes is fixed by `model`, `accumulation`, `lora` and `steps`."""

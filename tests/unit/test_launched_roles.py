@@ -13,22 +13,15 @@ from typer.testing import CliRunner
 from distca_hf import run
 from distca_hf.cli import app
 from distca_hf.recipe import EXAMPLES
+from support.scripts import LAUNCHED_NUMBERS
 
 
-NUMBERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "DISTCA_LAUNCHED_SERVERS",
-)
 SCRIPT = f"""
 import os, sys
 from distca_hf.config import DistCAConfig
 from distca_hf.launched import launched_servers
-print([os.environ.get(name) for name in {NUMBERS}], DistCAConfig().attention_servers, launched_servers(), sys.argv[1:])
+numbers = [os.environ.get(name) for name in {LAUNCHED_NUMBERS}]
+print(numbers, DistCAConfig().attention_servers, launched_servers(), sys.argv[1:])
 """
 
 
