@@ -9,7 +9,8 @@ dies or hangs.
     ends with `TRAINERS_GONE`: they are gone, or their launcher    ends with it
     is killed, or is silent for too long                           starts the next incarnation
     ends with an error                                             the same, once; then it ends with that status
-    ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal
+    ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal; it starts the next one
+                                                                   if the child alone got it
 
 A launcher ends all processes if one of them fails, so the supervisor lives on. It imports no torch: it can neither
 hang in a driver nor be killed for its memory. The child dies with it.
@@ -133,7 +134,7 @@ class Supervisor:
         for incarnation in itertools.count():
             began = time.monotonic()
             status, words = self._live(incarnation)
-            if status in (0, TRAINERS_GONE, *LEFT):
+            if status in (0, TRAINERS_GONE):
                 return status
             if self._signal is not None:
                 return 128 + self._signal
@@ -165,8 +166,8 @@ class Supervisor:
         child.close()
         if child.is_silent:
             return status, f"(incarnation {incarnation}) was silent for too long, and was killed"
-        if -status in LEAVING:  # before it could note the signal
-            return 128 - status, ""
+        if status in LEFT:  # it alone got the signal, or both did
+            status = 128 - status
         if status < 0:
             return status, f"(incarnation {incarnation}) was killed by signal {-status}"
         return status, f"(incarnation {incarnation}) ended with status {status}"

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import hashlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from torch.distributed import HashStore
 
 import distca_hf
 from distca_hf.comm import torch_transport
-from distca_hf.comm.rollcall import RollCall
+from distca_hf.comm.rollcall import Announcement, RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll
 from distca_hf.errors import ConfigError
 from support.commands import HANG_SECONDS
@@ -162,6 +163,19 @@ def test_hooks_for_uncaught_errors_are_taken_back(order: tuple[int, int]) -> Non
         call.announce_uncaught_errors()
     for number in order:
         calls[number].be_silent()
+    assert sys.excepthook is usual
+
+
+def test_hooks_of_rosters_do_not_pile_up() -> None:
+    """Each roster is opened before the one before it is closed."""
+    usual, calls = sys.excepthook, [RollCall(HashStore(), 0, range(2)) for _ in range(5)]
+    calls[0].announce_uncaught_errors()
+    for earlier, later in itertools.pairwise(calls):
+        later.announce_uncaught_errors()
+        earlier.be_silent()
+    assert isinstance(sys.excepthook, Announcement)
+    assert sys.excepthook.earlier is usual
+    calls[-1].be_silent()
     assert sys.excepthook is usual
 
 

@@ -140,6 +140,20 @@ def test_a_signal_reaches_the_server_which_is_not_replaced_then(
     assert len(one.lives()) == 2
 
 
+@pytest.mark.parametrize("then", ["143", "killed"])
+def test_a_server_that_alone_gets_a_signal_is_replaced(
+    tmp_path: Path, supervisors: list[Supervisor], then: str
+) -> None:
+    one = Supervisor(tmp_path, "1", f"serves, then {then}", "0")
+    supervisors.append(one)
+    wait_until(lambda: len(one.lives()) == 2)
+    os.kill(one.lives()[1][4], signal.SIGTERM)
+
+    status, words = one.end()
+    assert (status, len(one.lives())) == (0, 3)
+    assert "(incarnation 1) was killed by signal" in words
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels kill no child; it ends at its next heartbeat")
 def test_a_server_dies_with_its_supervisor(tmp_path: Path, supervisors: list[Supervisor]) -> None:
     one = Supervisor(tmp_path, "serves, then 0")
