@@ -275,14 +275,17 @@ class StreamProgress:
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._mark = torch.cuda.current_stream(device), torch.cuda.Event()
-        self._passed, self._is_left = time.monotonic(), False
+        self._stalled_seconds, self._asked, self._is_left = 0.0, time.monotonic(), False
         self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
         self._thread.begin()
 
     def stalled_seconds(self) -> float:
         """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
-        nothing."""
-        return time.monotonic() - self._passed
+        nothing. Asked again and again: a process that was itself stopped meanwhile has seen no stall."""
+        now = time.monotonic()
+        self._stalled_seconds += min(now - self._asked, LONGEST_LOOK_SECONDS)
+        self._asked = now
+        return self._stalled_seconds
 
     def end(self) -> None:
         """Ends looking."""
@@ -292,7 +295,7 @@ class StreamProgress:
         """Leaves a mark unless the last one was not passed yet, and returns True."""
         if self._is_left and not self._mark.query():
             return True
-        self._passed = time.monotonic()
+        self._stalled_seconds = 0.0
         self._mark.record(self._stream)
         self._is_left = True
         return True

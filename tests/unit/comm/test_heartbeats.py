@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from distca_hf.comm import heartbeats
@@ -188,3 +189,25 @@ def test_a_process_that_ends_meanwhile_keeps_its_status() -> None:
     ended = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
     assert ended.returncode == 5, ended.stderr
+
+
+def test_a_stopped_process_has_seen_no_stalled_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mark:
+        def query(self) -> bool:
+            return False
+
+        def record(self, stream: object) -> None: ...
+
+    seconds = [0.0]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(heartbeats.Repeated, "begin", lambda thread: None)
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: seconds[0])
+    progress = heartbeats.StreamProgress(torch.device("cpu"))
+    progress._look()
+    for now in (0.25, 0.5, 900.0):
+        seconds[0] = now
+        stalled_seconds = progress.stalled_seconds()
+    monkeypatch.undo()
+
+    assert stalled_seconds == 0.5 + heartbeats.LONGEST_LOOK_SECONDS
