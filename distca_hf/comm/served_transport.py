@@ -145,7 +145,8 @@ class ServedTransport:
             )
         if words is None:
             return
-        words = f"rank {self.rank}, after the start of {list(self.traffic.recent)[-1:] or 'no exchange'}: {words}"
+        place = "".join(list(self.traffic.recent)[-1:])
+        words = f"rank {self.rank}, after the start of {place or 'no exchange'}: {words}"
         if self.in_step:
             self._spoil(words)
         elif self._has_exchanged_outside:
@@ -154,9 +155,7 @@ class ServedTransport:
     def _end_process(self, words: str) -> None:
         """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
         on into a checkpoint."""
-        words = (
-            f"{ServerLostError.__name__}: {words}. No step can run again here: see plugin.attach and plugin.attempts"
-        )
+        words = f"ServerLostError: {words}. No step can run again here: see plugin.attach and plugin.attempts"
         log.error(words)
         leave_for_launcher(words)
         os._exit(1)
