@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from distca_hf.arrays import ceil_div
 from distca_hf.layout import TILE_TOKENS
-from distca_hf.placement.piece_pool import Piece, PiecePool
+from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
 
 
 # Maximum miss of a share's work, or of the others' mean, as a fraction of the work. Cuts are made until half of it is
@@ -71,6 +71,22 @@ def deal(pool: PiecePool, goals: Sequence[Goal], peel: bool = True, off: float =
         shares.append(fill(pool, goal, others, peel, off))
     shares.append(pool.take_all())
     return shares
+
+
+def deal_lightest_first(pool: PiecePool, goals: Sequence[Goal], off: float = OFF) -> list[list[Piece]]:
+    """Deals as `deal` does, to the share first whose tokens are to be lightest.
+
+    A share that comes late finds the mean of the pool. It cannot be much lighter then. Dense pieces that are left can
+    make it denser.
+    """
+    order = sorted(range(len(goals)), key=lambda share: goals[share].work / max(1, goals[share].tokens))
+    dealt = deal(pool, [goals[share] for share in order], off=off)
+    return [dealt[order.index(share)] for share in range(len(goals))]
+
+
+def largest_miss(shares: Sequence[list[Piece]], goals: Sequence[Goal]) -> float:
+    """Returns the largest miss of a share's work, as a fraction of it."""
+    return max(abs(work_of(held) - goal.work) / max(1.0, goal.load) for held, goal in zip(shares, goals, strict=True))
 
 
 def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: float = OFF) -> list[Piece]:

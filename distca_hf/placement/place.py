@@ -32,7 +32,7 @@ from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import CAUSAL, DocumentCost, Work
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
-from distca_hf.placement.accordion import Goal
+from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
 from distca_hf.placement.heuristics import deal_with_best, heuristics_to_try
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
@@ -126,7 +126,9 @@ def stripes_of(striped: Sequence[Piece], ranks: range) -> list[Stripe]:
 # Maximum miss of a node's work, as a fraction of it, up to which long documents are not cut. Together with `RANKS_OFF`
 # it is below 1 %: many nodes must find their long documents.
 NODES_OFF = 6e-3
-# The same where nodes are few: below 0.5 % together with `RANKS_OFF`.
+# Miss of a node's work, where ranks have unequal shares, beyond which nodes are filled in another order.
+MOST_OFF = 1e-2
+# As `NODES_OFF` where nodes are few: below 0.5 % together with `RANKS_OFF`.
 FEW_NODES_OFF = 1.5e-3
 # Maximum miss of a rank's work inside a node, as a fraction of it, up to which long documents are not cut.
 RANKS_OFF = 3e-3
@@ -187,6 +189,9 @@ def place(
     off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
     ranks_off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
     held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+    if rank_shares is not None and largest_miss(held_by_node, goals) > MOST_OFF:
+        again = PiecePool(joined(list(chain.from_iterable(held_by_node))), pool.work)
+        held_by_node = min(held_by_node, deal_lightest_first(again, goals), key=lambda held: largest_miss(held, goals))
 
     # 3. Documents of each node to stripes and ranks.
     segments: list[list[Segment]] = []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distca_hf.cost import CAUSAL, Cost, DocumentCost, Mask, Work
@@ -224,6 +224,8 @@ def test_documents_in_another_order_give_the_same_layout(case: Case, seed: int, 
 
 @settings(max_examples=60)
 @given(case=NORMAL, seed=st.integers(0, 2**32 - 1))
+@example(case=Case("one document", 0, 64, 1, 1, 16384), seed=1536)  # the last nodes found nothing light
+@example(case=Case("one document", 0, 64, 1, 1, 16384), seed=10)
 def test_ranks_get_the_shares_of_work_that_are_asked_for(case: Case, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [max(1, int(rng.lognormvariate(7, 1))) for _ in range(40 * case.num_ranks)]
@@ -233,8 +235,7 @@ def test_ranks_get_the_shares_of_work_that_are_asked_for(case: Case, seed: int) 
 
     assert_tokens_are_placed_once_and_equally(layout, case, lengths)
     goals = [share * sum(work) / sum(shares) for share in shares]
-    # Of many nodes with one rank each, one in five such cases comes to 1.02.
-    assert max(got / goal for got, goal in zip(work, goals, strict=True)) <= 1.025
+    assert max(got / goal for got, goal in zip(work, goals, strict=True)) <= 1.012
 
 
 @given(num_ranks=st.integers(2, 16), ranks_per_node=st.integers(1, 8), seed=st.integers(0, 2**32))
