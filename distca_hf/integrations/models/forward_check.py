@@ -289,6 +289,12 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
             yield name, parameter
 
 
+def are_sharded(towers: Collection[nn.Module]) -> bool:
+    """Returns whether weights of towers are sharded (FSDP, ZeRO-3): a rank that looks at an image waits for all others'
+    weights."""
+    return any(len(dict(replicated_parameters(tower))) < len(list(tower.parameters())) for tower in towers)
+
+
 def bits_checksum(tensor: torch.Tensor) -> int:
     """Returns a checksum of the bits, computed on the tensor's device: one changed element always changes it."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

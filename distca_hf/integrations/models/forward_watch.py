@@ -26,7 +26,7 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, are_sharded, module_facts
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
@@ -36,6 +36,7 @@ from distca_hf.integrations.models.parts import (
     token_bytes_of,
     transformers_model,
 )
+from distca_hf.integrations.models.towers import give_own_attention, towers, without_kinds_of_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
@@ -74,6 +75,8 @@ class ForwardWatch:
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
+        self._towers = towers(inner)
+        self._towers_are_sharded: bool | None = None
         self._module_facts: dict[str, object] | None = None
         self._checked_gradients = self._is_running = False
         self._config_facts = ConfigFacts(root)
@@ -134,14 +137,15 @@ class ForwardWatch:
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
-        batch = dict(zip(self._names, args, strict=False)) | kwargs
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        batch = dict(without_kinds_of_text(given)) if self._towers else given
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
-                return None
+                return None if len(batch) == len(given) else (args[len(self._names) :], batch)
             plan = self._plan_packs(module, batch)
             batch |= fill_empty(batch)
         args = args[len(self._names) :]
@@ -228,7 +232,9 @@ class ForwardWatch:
         if self.packs is None:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
             self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes, servers)
-        return self.packs.plan(batch, trains=module.training)
+        if self._towers_are_sharded is None:  # known once the model was wrapped
+            self._towers_are_sharded = are_sharded(self._towers.values())
+        return self.packs.plan(batch, module.training, self._towers_are_sharded)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
@@ -353,6 +359,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     )
     check_model(model, longest, config.kernel, plugin.device)
     inner = transformers_model(model)
+    give_own_attention(inner)
     watch = watch_of(inner)
     if watch is None or watch.root is not model or watch.context is not plugin:
         if watch is not None:
