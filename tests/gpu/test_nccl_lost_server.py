@@ -44,7 +44,7 @@ def test_a_lost_server_costs_a_step(how: str) -> None:
 
 
 def loaded_nccl_version() -> tuple[int, ...]:
-    """Returns major, minor and patch version of the NCCL in this process, which may be preloaded in place of torch's."""
+    """Returns the version of the NCCL in this process, which may be preloaded in place of torch's."""
     try:
         nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
     except OSError:  # it is a part of torch's own library
