@@ -150,8 +150,8 @@ def check_model(
         implementation = getattr(part, "_attn_implementation", None)
         if implementation != IMPLEMENTATION:
             raise ConfigError(
-                f"{type(part).__name__} of {type(inner).__name__} uses attn_implementation={implementation!r}; load it "
-                f'with from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
+                f"{type(inner).__name__} uses attn_implementation={implementation!r}; load it with "
+                f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf` ({type(part).__name__})'
             )
     reasons = [
         *undivided(inner),

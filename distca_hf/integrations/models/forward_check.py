@@ -289,10 +289,16 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
             yield name, parameter
 
 
-def are_sharded(towers: Collection[nn.Module]) -> bool:
-    """Returns whether weights of towers are sharded (FSDP, ZeRO-3): a rank that looks at an image waits for all others'
-    weights."""
-    return any(len(dict(replicated_parameters(tower))) < len(list(tower.parameters())) for tower in towers)
+def are_sharded(model: nn.Module, towers: Collection[nn.Module]) -> bool:
+    """Returns whether weights of a model's towers are sharded (FSDP, ZeRO-3). Then a rank that looks at an image waits
+    for the weights of all others."""
+    wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
+    return any(
+        not wrapped.isdisjoint(tower.modules())
+        or len(dict(replicated_parameters(tower))) < len(list(tower.parameters()))
+        for tower in towers
+    )
 
 
 def bits_checksum(tensor: torch.Tensor) -> int:

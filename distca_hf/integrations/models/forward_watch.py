@@ -233,7 +233,7 @@ class ForwardWatch:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
             self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes, servers)
         if self._towers_are_sharded is None:  # known once the model was wrapped
-            self._towers_are_sharded = are_sharded(self._towers.values())
+            self._towers_are_sharded = are_sharded(self.root, self._towers.values())
         return self.packs.plan(batch, module.training, self._towers_are_sharded)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
