@@ -281,7 +281,7 @@ class PlacedLoader:
         plan = PlacedPlan(
             data,
             micro_batch=number,
-            routings={mask: pinned.to(self._device) for mask, pinned in prepared.routings.items()},
+            routings=prepared.kinds.to(self._device),
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,
@@ -290,6 +290,7 @@ class PlacedLoader:
             posted=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
             replan=None if served is None else Replanner(served, self.preparer, prepared, number),
             stopwatch=None if served is None else served.speeds.stopwatch,
+            route_window=prepared.kinds.route_window(self._device),
         )
         batch = {
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.epochs import Epoch
 from distca_hf.layout import Layout
@@ -29,6 +29,7 @@ class PlacedPlanner:
         head_groups: groups that plans may divide the heads of the model in.
         servers: attention servers behind these ranks; None if there are none.
         token_bytes: bytes of one token in one layer; read where there are servers.
+        layer_masks: masks that the model's layers attend with, each with the number of its layers.
     """
 
     config: DistCAConfig
@@ -36,6 +37,7 @@ class PlacedPlanner:
     head_groups: int = 1
     servers: Servers | None = None
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
+    layer_masks: LayerMasks = CAUSAL_LAYERS
 
     @property
     def capacity_tokens(self) -> int:

@@ -29,7 +29,7 @@ from operator import not_
 import numpy as np
 
 from distca_hf.arrays import IntArray, offsets
-from distca_hf.cost import CAUSAL, DocumentCost, Work
+from distca_hf.cost import CAUSAL, CAUSAL_MASK, DocumentCost, Mask, Work
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
@@ -233,9 +233,9 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
     )
 
 
-def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> IntArray:
+def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mask: Mask = CAUSAL_MASK) -> IntArray:
     """Counts `[ranks]` attended pairs of ranks that are packed by `fill_in_order`."""
-    return fill_in_order(document_tokens, num_ranks).rank_work
+    return fill_in_order(document_tokens, num_ranks).rank_work_of(mask)
 
 
 def _place_on_node(

@@ -65,6 +65,6 @@ def test_each_layer_takes_the_routing_of_its_mask() -> None:
 def test_a_mask_that_was_not_planned_is_refused_by_name() -> None:
     live = live_plan(Layout.from_segments([5], [[(0, 0, 5)]]), LocalTransport(), DistCAConfig())
 
-    assert live.routing(FULL).forward.num_rows == live.num_rows == 5
+    assert live.kinds.of(FULL).plan.forward.num_rows == live.num_rows == 5
     with pytest.raises(PlanError, match=r"Mask\(window_tokens=12\).*routings for Mask\(window_tokens=None\)"):
-        live.routing(WINDOW)
+        live.kinds.of(WINDOW)
