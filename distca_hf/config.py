@@ -4,13 +4,12 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 `DISTCA_<GROUP>_<FIELD>`, the default.
 """
 
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distca_hf.errors import ConfigError, UnknownSettingError, nearest
+from distca_hf.errors import UnknownSettingError, nearest
 from distca_hf.launched import LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
@@ -48,8 +47,10 @@ def _setting(
     help: str,
     formerly: tuple[str, ...] = (),
     at_least: int | None = None,
+    at_most: float | None = None,
     positive: bool = False,
     or_number: bool = False,
+    check: Callable[[object], object] | None = None,
 ) -> Any:
     """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`.
 
@@ -57,16 +58,19 @@ def _setting(
         name: of the setting; in a group that of the group, a dot, and its own.
         formerly: names that the setting had before. They are refused with the present one.
         at_least: smallest value.
+        at_most: largest value.
         positive: whether it must be above 0.
         or_number: whether a whole number may stand for its text.
+        check: raises a ConfigError for other wrong values.
     """
 
     def from_environment() -> object:
-        text = os.environ.get(variable_of(name))
-        return default if text is None else read_text(type(default), text, variable_of(name))
+        variable = variable_of(name)
+        text = os.environ.get(variable)
+        return default if text is None else read_text(DistCAConfig, name, text, f"environment variable {variable}")
 
     metadata = {"help": help, "default": default, "formerly": formerly}
-    limits = {"at_least": at_least, "positive": positive, "or_number": or_number}
+    limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
     return field(default_factory=from_environment, metadata=metadata | limits)
 
 
@@ -123,6 +127,7 @@ class Timeouts(Settings):
         300.0,
         "Deadline of one exchange between ranks, after which the step fails.",
         formerly=("exchange_timeout_seconds",),
+        at_most=LONGEST_SECONDS,
         positive=True,
     )
     agreement_seconds: float = _setting(
@@ -131,6 +136,7 @@ class Timeouts(Settings):
         "Deadline for all ranks to come to the same micro-batch; work of one rank alone between two of them (saving) "
         "must fit in it.",
         formerly=("agreement_timeout_seconds",),
+        at_most=LONGEST_SECONDS,
         positive=True,
     )
     heartbeat_limit_seconds: float = _setting(
@@ -138,14 +144,12 @@ class Timeouts(Settings):
         3.0,
         "Seconds without a heartbeat after which an attention server counts as lost; after three times as long its "
         "process is replaced.",
+        at_most=LONGEST_SECONDS,
         positive=True,
     )
 
     def __post_init__(self) -> None:
         self.check_values(Timeouts)
-        for name in fields_of(Timeouts):
-            if (seconds := getattr(self, name)) > LONGEST_SECONDS:
-                raise ConfigError(f"{name}={seconds:g} must be at most {LONGEST_SECONDS:g}, 30 years")
 
 
 @described
@@ -239,6 +243,7 @@ class DistCAConfig(Settings):
         "Launched processes of each node that compute attention for the others and do not train: one number for all "
         "nodes, or one per node (0,8). They are the last ones of their node; distca_hf.run makes them servers.",
         or_number=True,
+        check=lambda value: read_servers(str(value)),
     )
     trainers_attend: bool = _setting(
         "trainers_attend",
@@ -290,12 +295,6 @@ class DistCAConfig(Settings):
         self.check_values(DistCAConfig)
         # Equal settings are equal texts: ranks compare them.
         vars(self)["attention_servers"] = ",".join(map(str, read_servers(self.attention_servers)))
-        if not self.server_speed < math.inf:
-            raise ConfigError(f"server_speed={self.server_speed} must be finite")
-        if not self.kv_budget_gib < math.inf:
-            raise ConfigError(
-                f"kv_budget_gib={self.kv_budget_gib} must be at least 0 and finite; kv_residency='keep' has no limit"
-            )
 
     def topology(self, num_ranks: int) -> Topology:
         """Returns which ranks share a node: all of them, unless a setting says how many do."""

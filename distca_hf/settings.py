@@ -1,8 +1,9 @@
 """Settings: dataclasses whose values are given by name, checked, fixed, and described for `help()`.
 
-A field has metadata: `help`, a description; `default`; `formerly`, names that it had before; `at_least`, its smallest
-value, and whether it is `positive`; `or_number`, whether a whole number may stand for its text. A field of another
-class of settings is a group. Settings in it are named with a dot: `debug.check_finite`.
+A field has metadata: `help`, a description; `default`; `formerly`, names that it had before; `at_least` and `at_most`,
+its limits, and whether it is `positive`; `or_number`, whether a whole number may stand for its text; `check`, which
+refuses other wrong values. A field of another class of settings is a group. Settings in it are named with a dot:
+`debug.check_finite`.
 
 Defaults come from a factory, because the environment may change them. Python would show such a default as `<factory>`,
 and descriptions nowhere.
@@ -10,6 +11,7 @@ and descriptions nowhere.
 
 import dataclasses
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -142,7 +144,7 @@ def _how(settings: type, name: str) -> str:
 
 
 def check_value(settings: type, name: str, value: object) -> None:
-    """Refuses a value that is of another type than its setting, none of its choices, or too small.
+    """Refuses a value that is of another type than its setting, none of its choices, or beyond its limits.
 
     Raises:
         ConfigError: it is; names setting, value and the types or choices.
@@ -167,6 +169,12 @@ def check_value(settings: type, name: str, value: object) -> None:
         raise ConfigError(f"{name}={value} must be at least {limits['at_least']}")
     if limits["positive"] and not number > 0:
         raise ConfigError(f"{name}={value} must be positive")
+    if kind is float and not abs(number) < math.inf:
+        raise ConfigError(f"{name}={value} must be finite")
+    if limits["at_most"] is not None and number > limits["at_most"]:
+        raise ConfigError(f"{name}={value} must be at most {limits['at_most']:g}")
+    if limits["check"] is not None:
+        limits["check"](value)
 
 
 def check_mapping(settings: type, values: object, where: str) -> dict[str, object]:
@@ -194,17 +202,27 @@ def check_mapping(settings: type, values: object, where: str) -> dict[str, objec
     return checked
 
 
-def read_text(kind: type, text: str, where: str) -> object:
-    """Returns a value of some type that is written as text.
+def read_text(settings: type, name: str, text: str, where: str) -> object:
+    """Returns the value of a setting that is written as text.
+
+    Args:
+        name: as in `fields_of`.
+        where: the text comes from.
 
     Raises:
-        ConfigError: the text is of another kind; names where it comes from.
+        ConfigError: it is no value of this setting; names where it comes from.
     """
     readers: dict[type, Callable[[str], object]] = {int: int, float: float, str: str, bool: _yes_or_no}
+    kind, _ = _allowed(settings, name)
     try:
-        return readers[kind](text)
+        value = readers[kind](text)
     except ValueError as error:
-        raise ConfigError(f"{where}={text!r} is not {IN_WORDS[kind]}") from error
+        raise ConfigError(f"{where}: {name}={text!r} is not {IN_WORDS[kind]}") from error
+    try:
+        check_value(settings, name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return value
 
 
 def described(settings: type[Kind]) -> type[Kind]:
@@ -255,7 +273,8 @@ def _types(settings: type) -> dict[str, Any]:
 
 def _allowed(settings: type, name: str) -> tuple[type, tuple[str, ...]]:
     """Returns the type of a setting and, for a choice, its values."""
-    hint = _types(settings)[name]
+    group, _, inner = name.rpartition(".")
+    hint = _types(_types(settings)[group] if group else settings)[inner]
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, ()

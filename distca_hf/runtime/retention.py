@@ -159,9 +159,12 @@ class Retention:
                 kept = self._bytes(kept_bytes, "layers_kept", q_TNH, k_TGH, v_TGV)
                 self.keeps = kept <= self._budget_bytes
                 if setting == "keep" and not self.keeps:
+                    # Python shows one text once. With exact bytes every micro-batch would have its own.
+                    needed_bytes = 2 ** (kept - 1).bit_length()
                     warn(
-                        f"kv_residency='keep': attention servers have room for {self._room_bytes} bytes of rows, too "
-                        "little for some micro-batches; their rows are sent again for backward",
+                        f"kv_residency='keep': attention servers have room for {self._room_bytes:.0f} bytes of rows, "
+                        f"and some micro-batches need more, up to {needed_bytes}; their rows are sent again for "
+                        "backward",
                         stacklevel=2,
                     )
             else:

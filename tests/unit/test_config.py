@@ -411,6 +411,39 @@ def test_text_that_is_no_value_is_refused_by_variable(
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokens_per_rank", "0"),
+        ("kernel", "fastest"),
+        ("kv_budget_gib", "inf"),
+        ("attention_servers", "one"),
+        ("timeouts.exchange_seconds", "0"),
+        ("timeouts.exchange_seconds", "10000000000.0"),
+        ("debug.check_weights_every_steps", "-1"),
+    ],
+)
+def test_value_of_the_environment_is_refused_by_variable_and_another_one_by_setting(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable_of(name), text)
+    assert re.match(f"environment variable {variable_of(name)}: {name}='?{text}.* must be ", refusal())
+    assert made({name: DEFAULTS[name]})
+
+    monkeypatch.delenv(variable_of(name))
+    value = type(DEFAULTS[name])(text)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=f"^{name.rpartition('.')[2]}="):
+        made({name: value})
+
+
+@pytest.mark.parametrize(
+    "setting", ["attention_servers: one", "kv_budget_gib: .inf", "timeouts: {exchange_seconds: 1.0e+10}"]
+)
+def test_value_of_a_recipe_is_refused_by_file(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"settings.yaml: .*\w+=.* must be "):
+        Recipe.read(written(tmp_path, f"plugin:\n  {setting}\n"))
+
+
 @pytest.mark.parametrize(("name", "choices"), CHOICES.items())
 def test_all_choices_are_accepted_and_others_refused(
     name: str, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -442,11 +475,11 @@ def test_deadline_is_positive(wrong: float) -> None:
         Timeouts(exchange_seconds=wrong)
 
 
-@pytest.mark.parametrize("wrong", [1e10, float("inf")])
-def test_deadline_is_no_longer_than_gloo_counts(wrong: float) -> None:
+@pytest.mark.parametrize(("wrong", "words"), [(1e10, r"at most 1e\+09"), (float("inf"), "finite")])
+def test_deadline_is_no_longer_than_gloo_counts(wrong: float, words: str) -> None:
     """Beyond it ranks hung when they opened their groups."""
     assert Timeouts(exchange_seconds=1e9, agreement_seconds=1e9).exchange_seconds == 1e9
-    with pytest.raises(ConfigError, match=r"^agreement_seconds=.* must be at most 1e\+09"):
+    with pytest.raises(ConfigError, match=rf"^agreement_seconds=.* must be {words}"):
         Timeouts(agreement_seconds=wrong)
 
 
@@ -467,9 +500,9 @@ def test_budget_may_be_nothing_but_not_less_and_is_finite() -> None:
     assert DistCAConfig(kv_budget_gib=0).kv_budget_gib == 0.0
     assert type(DistCAConfig(kv_budget_gib=2).kv_budget_gib) is float
     for wrong in (-1, -0.5, float("nan"), float("inf")):
-        message = refusal(kv_budget_gib=wrong)
-        assert f"kv_budget_gib={wrong}" in message
-        assert "at least 0" in message
+        assert f"kv_budget_gib={wrong} must be {'at least 0' if wrong < 0 else 'finite'}" in refusal(
+            kv_budget_gib=wrong
+        )
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,10 @@ def test_fewer_bytes_than_any_plan_needs(layout: str, tmp_path: Path) -> None:
 
 def test_a_setting_of_the_environment_that_is_no_value(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCA_PAD_TO_MULTIPLE_OF", "many")
-    assert "DISTCA_PAD_TO_MULTIPLE_OF='many' is not a whole number" in refusal(good)
+    assert (
+        "environment variable DISTCA_PAD_TO_MULTIPLE_OF: pad_to_multiple_of='many' is not a whole number"
+        in refusal(good)
+    )
     monkeypatch.setenv("DISTCA_PAD_TO_MULTIPLE_OF", "1")
     monkeypatch.setenv("DISTCA_KERNEL_TIMES", "missing.json")
     assert "missing.json is no table of kernel times" in refusal(good)

@@ -1,6 +1,7 @@
 """What came from other ranks is kept until backward within a budget, on all ranks alike; the rest is fetched again."""
 
 import math
+import re
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -106,9 +107,18 @@ def test_attention_servers_keep_what_they_have_room_for(
 
 
 def test_too_little_room_on_servers_is_said() -> None:
-    retention = Retention(DistCAConfig(kv_residency="keep"), plan_of(RECEIVED).facts, MOST - 1)
-    with pytest.warns(UserWarning, match=f"servers have room for {MOST - 1} bytes"):
-        assert not retention.keeps_received(*tensors(5))
+    """In one text for micro-batches of about one size: Python shows each text once."""
+    texts = []
+    for key_rows in (700, 701):
+        facts = plan_of({"key_rows_received": (key_rows,), "remote_query_rows": (0,)}).facts
+        retention = Retention(DistCAConfig(kv_residency="keep"), facts, 700 * KEY_BYTES - 1)
+        with pytest.warns(UserWarning, match="attention servers have room for") as shown:
+            assert not retention.keeps_received(*tensors(5))
+        texts.append(str(shown[0].message))
+    assert texts[0] == texts[1]
+    room, upper = map(int, re.findall(r"room for (\d+) bytes .* up to (\d+);", texts[0])[0])
+    assert room == 700 * KEY_BYTES - 1
+    assert upper // 2 < 700 * KEY_BYTES <= upper
 
 
 def test_a_slot_is_open_for_one_backward_pass() -> None:
