@@ -101,7 +101,6 @@ class RowMask:
         position_ids: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
-        window_tokens: int | None = None,
     ) -> Documents:
         """Returns the documents that a layer attends to.
 
@@ -110,7 +109,6 @@ class RowMask:
         Args:
             position_ids: positions that the layer was given. They count only if Transformers was given none.
             cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
-            window_tokens: of the layer; a graph compares it with the documents that it finds.
 
         Raises:
             PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
@@ -123,7 +121,7 @@ class RowMask:
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
         there = torch.empty(0, device=self._device)
-        found = Documents(*find_in_graph(there, *self._all_given(*given), window_tokens))
+        found = Documents(*find_in_graph(there, *self._all_given(*given)))
         _, _, queries, keys = self.shape
         all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
         if cu_seq_lens_q is not None or (self._padding is None and all_tokens):

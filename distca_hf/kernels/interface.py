@@ -55,6 +55,12 @@ def before_queries(spec: AttentionSpec, window_tokens: int = 0) -> AttentionSpec
 
 
 @lru_cache(maxsize=256)
+def without_window(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the spec of calls in which no task is longer than the window."""
+    return spec._replace(window_tokens=0)
+
+
+@lru_cache(maxsize=256)
 def made_deterministic(spec: AttentionSpec) -> AttentionSpec:
     """Returns the spec with gradients that are bit-equal from run to run."""
     return spec._replace(deterministic=True)

@@ -9,7 +9,6 @@ document of the micro-batch is no window: such layers are of the full kind.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from distca_hf.comm.served_transport import PostedPlan
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import AttentionSpec
+from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import rank_plan
@@ -165,7 +164,7 @@ class LayerKinds:
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
         if spec.window_tokens and spec.window_tokens >= self._longest_tokens:
-            return _without_window(spec)
+            return without_window(spec)
         return spec
 
     def of(self, spec: AttentionSpec) -> LayerKind:
@@ -218,8 +217,3 @@ class _Pass(NamedTuple):
         total = sum(layers.values())
         calls = max(1, round(self.attention_calls * layers.get(window_tokens, total) / total))
         return min(self.layers_kept, calls), calls, self.layers_kept != self.attention_calls
-
-
-@lru_cache(maxsize=256)
-def _without_window(spec: AttentionSpec) -> AttentionSpec:
-    return spec._replace(window_tokens=0)
