@@ -110,7 +110,13 @@ class PackPlanner:
         plan, topology = self._plan(layout, servers)
         num_chunks = self._config.num_chunks(topology)
         kinds = PinnedKinds.prepare(
-            plan, self._transport.rank, num_chunks, self._layer_masks, layout.rank_work_of, pin=tokens.is_cuda
+            plan,
+            self._transport.rank,
+            num_chunks,
+            self._layer_masks,
+            layout.rank_work_of,
+            pin=tokens.is_cuda,
+            num_servers=0 if servers is None else servers.count,
         )
         self.history.append(kinds.facts)
         if trains:

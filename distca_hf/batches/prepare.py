@@ -147,6 +147,7 @@ class Preparer:
             planner.layer_masks,
             lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
             pin=self.device.type == "cuda",
+            num_servers=0 if planner.servers is None else planner.servers.count,
         )
 
 

@@ -154,15 +154,17 @@ def _keys(documents: IntArray, tokens: IntArray) -> IntArray:
     return position_keys(documents, np.full(len(documents), ALL_HEADS), tokens, 1)
 
 
-def window_plan(layout: Layout, rank: int, mask: Mask, work_before: IntArray | None = None) -> RankPlan:
+def window_plan(
+    layout: Layout, rank: int, mask: Mask, work_before: IntArray | None = None, num_servers: int = 0
+) -> RankPlan:
     """Returns the routing of one rank in layers with a window, and facts that all ranks share.
 
     Args:
-        layout: ranks, and the tokens that each of them holds. Ranks without rows are attention servers, which take no
-            part in such layers.
+        layout: ranks, and the tokens that each of them holds.
         rank: the rank.
         mask: with a window.
-        work_before: `[ranks with rows]` attended pairs to compare with, in facts; by default those of the layout.
+        work_before: `[ranks but servers]` attended pairs to compare with, in facts; by default those of the layout.
+        num_servers: the last ranks of the layout that are attention servers; they compute nothing in such layers.
 
     Raises:
         PlanError: the mask has no window.
@@ -174,7 +176,7 @@ def window_plan(layout: Layout, rank: int, mask: Mask, work_before: IntArray | N
     transfers = HaloTransfers.of(layout, halos)
     travels = transfers.select(transfers.source != transfers.destination)
     routing = _route(layout, rank, mask, parts, halos.of_rank(rank), transfers, exchanges=len(travels) > 0)
-    return RankPlan(mask, routing, routing, _facts(layout, mask, travels, work_before))
+    return RankPlan(mask, routing, routing, _facts(layout, mask, travels, work_before, num_servers))
 
 
 def _route(
@@ -251,20 +253,22 @@ def _halo_calls(mine: LocalParts, mask: Mask, halos: Halos) -> tuple[KernelCall,
     return tuple(calls)
 
 
-def _facts(layout: Layout, mask: Mask, travels: KeyTransfers, work_before: IntArray | None) -> PlanFacts:
+def _facts(
+    layout: Layout, mask: Mask, travels: KeyTransfers, work_before: IntArray | None, num_servers: int
+) -> PlanFacts:
     """Returns the facts of layers with a window."""
-    has_rows = layout.rank_rows > 0
+    num_trainers = layout.num_ranks - num_servers
     work, key_rows = layout.rank_work_of(mask), travels.rows_between(layout.num_ranks)
     none = (0,) * layout.num_ranks
     return PlanFacts(
         num_documents=layout.num_documents,
         longest_document_tokens=layout.longest_document_tokens,
         work=tuple(work.tolist()),
-        work_before=tuple((work[has_rows] if work_before is None else work_before).tolist()),
+        work_before=tuple((work[:num_trainers] if work_before is None else work_before).tolist()),
         key_rows_sent=tuple(key_rows.sum(axis=1).tolist()),
         query_rows_sent=none,
         key_rows_received=tuple(key_rows.sum(axis=0).tolist()),
         remote_query_rows=none,
         num_tokens=int(layout.document_tokens.sum()),
-        speeds=() if has_rows.all() else tuple(has_rows.astype(float).tolist()),
+        speeds=(1.0,) * num_trainers + (0.0,) * num_servers if num_servers else (),
     )

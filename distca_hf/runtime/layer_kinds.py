@@ -80,6 +80,7 @@ class PinnedKinds:
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         work_before: Callable[[Mask], IntArray] | None = None,
         pin: bool = False,
+        num_servers: int = 0,
     ) -> "PinnedKinds":
         """Routes all kinds of layers of one rank; safe in a background thread.
 
@@ -87,6 +88,7 @@ class PinnedKinds:
             plan: of the full causal layers; layers with a window follow its layout.
             num_chunks: chunks of the exchange in forward.
             layer_masks: masks of the model, each with the number of its layers. The full causal one is always routed.
+            num_servers: the last ranks of the plan that are attention servers.
             work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
         """
         layout, longest = plan.layout, plan.layout.longest_document_tokens
@@ -97,7 +99,7 @@ class PinnedKinds:
             if mask.window_tokens is None or mask.window_tokens >= longest:
                 layers[CAUSAL_MASK] += count
                 continue
-            made[mask], layers[mask] = window_plan(layout, rank, mask, before(mask)), count
+            made[mask], layers[mask] = window_plan(layout, rank, mask, before(mask), num_servers), count
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
         return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
 

@@ -152,7 +152,7 @@ def test_a_long_document_costs_a_halo_for_each_part() -> None:
 
 def test_attention_servers_take_no_part() -> None:
     layout = place([300, 20], 2).with_servers(1)
-    plan = window_plan(layout, 2, Mask(7))
+    plan = window_plan(layout, 2, Mask(7), num_servers=1)
     assert plan.forward.exchanges
     assert plan.forward.pairs == plan.forward.num_rows == plan.forward.late_share == 0
     assert plan.facts.speeds == (1.0, 1.0, 0.0)
