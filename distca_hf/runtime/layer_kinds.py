@@ -99,7 +99,9 @@ class PinnedKinds:
             if mask.window_tokens is None or mask.window_tokens >= longest:
                 layers[CAUSAL_MASK] += count
                 continue
-            made[mask], layers[mask] = window_plan(layout, rank, mask, before(mask), num_servers), count
+            if mask not in made:
+                made[mask] = window_plan(layout, rank, mask, before(mask), num_servers)
+            layers[mask] = layers.get(mask, 0) + count
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
         return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
 

@@ -162,5 +162,5 @@ def test_documents_of_several_parts_on_a_rank_share_halos(window: int) -> None:
     layout = Layout.from_segments(
         [30], [[(0, 0, 4), (0, 9, 12), (0, 14, 15), (0, 16, 30)], [(0, 4, 9), (0, 12, 14), (0, 15, 16)]]
     )
-    for layers in run_layers(plan_in_place(layout), [window], [], "auto", 1, seed=window):
+    for layers in run_layers(plan_in_place(layout), [window], [None], "auto", 1, seed=window):
         assert max(layers[0].differences) < 1e-10
