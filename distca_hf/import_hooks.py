@@ -37,7 +37,6 @@ MOVED = {
         "kernels.choose": "kernels.registry",
         "kernels.cpu": "kernels.varlen",
         "kernels.flash": "kernels.varlen",
-        "kernels.reference": "kernels.varlen",
         "kernels.torch_kernels": "kernels.varlen",
         "kernels.torch_varlen": "kernels.varlen",
         "launcher": "telemetry",

@@ -19,13 +19,22 @@ import torch
 class AttentionSpec(NamedTuple):
     """How a call attends, beside its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
 
-    Causal masks are aligned bottom-right: the last query attends to all keys of its task, and each query before it to
-    one key less. No task has more queries than keys then.
+    Masks are aligned bottom-right: the last query of a task stands at its last key, each query before it one place
+    further left. With p as a query's place among the keys of its task, it attends to
+
+        causal   window_tokens   keys                          tasks have
+        True     0               0 ... p                       at least as many keys as queries
+        True     w               p - w + 1 ... p               the same
+        False    0               all                           a key
+        False    w               p - w + 1 ... the last one    a key; with more queries than keys some p are negative
+
+    so every query attends to a key. Keys before the first one do not count.
 
     Attributes:
         scale: factor of the scores.
-        causal: without it every query attends to all keys of its task, of which there is at least one.
-        window_tokens: keys that a query attends to, its own among them; 0 if there is no sliding window.
+        causal: whether keys behind a query's place are hidden.
+        window_tokens: keys up to a query's place that it attends to, the one at its place among them; 0 if there is no
+            sliding window.
         softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
         deterministic: gradients are bit-equal from run to run.
     """

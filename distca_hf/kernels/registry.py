@@ -7,27 +7,38 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
-from distca_hf.kernels.varlen import (
-    CpuKernel,
-    Flash2Kernel,
-    Flash3Kernel,
-    Flash4Kernel,
-    ReferenceKernel,
-    TorchVarlenKernel,
-)
+from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.kernels.reference import ReferenceKernel
+from distca_hf.kernels.trial import WINDOW_TOKENS, describe_error
+from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, Flash4Kernel, TorchVarlenKernel
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
-# Options of attention that a kernel need not have: fields of `AttentionSpec`, and sinks.
-OPTIONS = ("window_tokens", "softcap", "sinks")
+# Options of attention that a kernel need not have: fields of `AttentionSpec`, and sinks. A one-sided window is one
+# without a causal mask, which ends on the left alone.
+OPTIONS = ("window_tokens", "one_sided_window", "softcap", "sinks")
+WINDOWS = frozenset({"window_tokens", "one_sided_window"})
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Options that a kernel does not compute on some GPUs for large head dimensions.
+
+    Attributes:
+        compute_capability: GPU generations (major version).
+        above_head_dim: largest dimension for which they are computed.
+    """
+
+    options: frozenset[str]
+    compute_capability: tuple[int, ...]
+    above_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class Capabilities:
         equal_dims: value and key dimension must be the same.
         compute_capability: GPU generations (major version), None for any.
         options: names of the `OPTIONS` that are computed.
+        lacks: where some of them are not.
     """
 
     device_type: str | None
@@ -50,6 +62,7 @@ class Capabilities:
     equal_dims: bool = False
     compute_capability: tuple[int, ...] | None = None
     options: frozenset[str] = frozenset()
+    lacks: tuple[Lack, ...] = ()
 
     def refusal(self, operands: "Operands", spec: AttentionSpec) -> str | None:
         """Returns why the kernel cannot attend with these operands as `spec` says, or None if it can."""
@@ -67,10 +80,15 @@ class Capabilities:
             return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
         if self.equal_dims and operands.head_dim != operands.value_dim:
             return f"needs equal key and value dimensions, the model has {operands.head_dim} and {operands.value_dim}"
-        asked = {"window_tokens": spec.window_tokens, "softcap": spec.softcap, "sinks": operands.sinks}
-        for option in OPTIONS:
-            if asked[option] and option not in self.options:
-                return f"does not compute {option}={asked[option]}"
+        asked = options_of(operands, spec)
+        missing = [option for option in asked if option not in self.options]
+        if missing:
+            return f"does not compute {' and '.join(missing)}"
+        for lack in self.lacks:
+            missing = [option for option in asked if option in lack.options]
+            if missing and operands.compute_capability in lack.compute_capability and largest > lack.above_head_dim:
+                where = f"head dimension {largest} on compute capability {operands.compute_capability}"
+                return f"does not compute {' and '.join(missing)} with {where}"
         return None
 
 
@@ -113,15 +131,20 @@ class Operands:
         )
 
 
+def options_of(operands: Operands, spec: AttentionSpec) -> list[str]:
+    """Returns the names of the `OPTIONS` that a call asks for."""
+    window = "window_tokens" if spec.causal else "one_sided_window"
+    asked = {window: spec.window_tokens, "softcap": spec.softcap, "sinks": operands.sinks}
+    return [option for option in OPTIONS if asked.get(option)]
+
+
 log = get_logger(__name__)
 
 # Input dtypes of kernels of tensor cores, and of those that compute with torch's own functions.
 HALF = (torch.bfloat16, torch.float16)
 FLOATING = (*HALF, torch.float32, torch.float64)
-# Tokens on which a kernel is tried: two tiles of 128, so that it loops over keys.
-TRIED_TOKENS = 256
-# Beginning of the reason for a kernel that is there and does not run: it may be so on one rank alone.
-FAILS = "fails:"
+# Beginnings of the reason for a kernel that is there, and does not run or is wrong: it may be so on one rank alone.
+FAILS, IS_WRONG = "fails:", "is wrong:"
 
 
 @dataclass(frozen=True)
@@ -149,22 +172,37 @@ class Entry:
         return None if found else f"is not installed{how}"
 
 
-# Of FlashAttention 2, which comes as a package and with torch.
-FLASH2 = Capabilities(
-    "cuda", HALF, max_head_dim=256, head_dim_multiple=8, equal_dims=True, compute_capability=(8, 9, 10, 11, 12)
+# Of FlashAttention 2, which comes as a package and with torch. Torch has no softcap.
+FLASH2_OF_TORCH = Capabilities(
+    "cuda",
+    HALF,
+    max_head_dim=256,
+    head_dim_multiple=8,
+    equal_dims=True,
+    compute_capability=(8, 9, 10, 11, 12),
+    options=WINDOWS,
 )
-# In order of preference: the fastest that can compute is taken. Dimensions and GPU generations are those of the
-# packages.
+FLASH2 = replace(FLASH2_OF_TORCH, options=WINDOWS | {"softcap"})
+# In order of preference: the fastest that can compute is taken. Dimensions, GPU generations and options are those of
+# the packages.
 KERNELS: dict[str, Entry] = {
     "flash4": Entry(
         "flash_attn.cute.interface",
-        Capabilities("cuda", HALF, max_head_dim=256, head_dim_multiple=8, compute_capability=(9, 10, 11, 12)),
+        Capabilities(
+            "cuda",
+            HALF,
+            max_head_dim=256,
+            head_dim_multiple=8,
+            compute_capability=(9, 10, 11, 12),
+            options=WINDOWS | {"softcap"},
+            lacks=(Lack(WINDOWS | {"softcap"}, compute_capability=(10, 11), above_head_dim=192),),
+        ),
         lambda: Flash4Kernel(importlib.import_module("flash_attn.cute.interface")),
         install="pip install flash-attn-4",
     ),
     "flash3": Entry(
         "flash_attn_interface",
-        Capabilities("cuda", HALF, max_head_dim=256, head_dim_multiple=8, equal_dims=True, compute_capability=(9,)),
+        replace(FLASH2, compute_capability=(9,)),
         lambda: Flash3Kernel(importlib.import_module("flash_attn_interface")),
         install="from sources, the folder hopper of FlashAttention",
     ),
@@ -174,10 +212,10 @@ KERNELS: dict[str, Entry] = {
         lambda: Flash2Kernel(importlib.import_module("flash_attn.flash_attn_interface")),
         install="pip install flash-attn --no-build-isolation",
     ),
-    "torch_varlen": Entry(None, FLASH2, TorchVarlenKernel),
+    "torch_varlen": Entry(None, FLASH2_OF_TORCH, TorchVarlenKernel),
     "cpu": Entry(None, Capabilities("cpu", FLOATING, equal_dims=True), CpuKernel),
     "reference": Entry(
-        None, Capabilities(None, FLOATING, options=frozenset({"softcap", "sinks"})), ReferenceKernel, automatic=False
+        None, Capabilities(None, FLOATING, options=frozenset(OPTIONS)), ReferenceKernel, automatic=False
     ),
 }
 
@@ -201,21 +239,26 @@ def kernel_name(kernel: Kernel) -> str:
 def choose_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
     """Returns the kernel called `name`; for "auto" the first of the table that can compute them.
 
-    "auto" tries each on a few tokens, and takes the reference only on a CPU.
+    Each is tried on a few tokens where it is chosen first. "auto" takes the reference only on a CPU.
 
     Args:
-        spec: how to attend; all kernels take any scale, and can be deterministic.
+        spec: how to attend; all kernels take any scale, can be deterministic, and take any window if they take one.
 
     Raises:
-        UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot compute them; says why.
+        UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot compute them; names the options with
+            their values, and what each kernel lacks.
     """
-    return chosen_kernel(name, operands, _of_any_scale(spec))
+    try:
+        return chosen_kernel(name, operands, _kind_of(spec))
+    except UnsupportedAttentionError as refused:
+        options = [f"{name}={value}" for name, value in spec._asdict().items() if value and name in OPTIONS]
+        raise UnsupportedAttentionError(": ".join([*filter(None, [", ".join(options)]), str(refused)])) from None
 
 
 @lru_cache(maxsize=256)
-def _of_any_scale(spec: AttentionSpec) -> AttentionSpec:
+def _kind_of(spec: AttentionSpec) -> AttentionSpec:
     """Returns the one spec that stands for all that every kernel computes if it computes this one."""
-    return spec._replace(scale=1.0, deterministic=False)
+    return spec._replace(scale=1.0, window_tokens=spec.window_tokens and WINDOW_TOKENS, deterministic=False)
 
 
 @lru_cache(maxsize=64)
@@ -245,7 +288,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             if kernel is not None:
                 if better:
                     # A package that is missing is missing on all ranks; a kernel may fail on this GPU alone.
-                    extra = OF_THIS_RANK if any(FAILS in words for words in better) else None
+                    extra = OF_THIS_RANK if any(FAILS in words or IS_WRONG in words for words in better) else None
                     words = "using attention kernel %s, not a faster one: %s"
                     log.warning(words, candidate, "; ".join(better), extra=extra)
                 log.debug("attention kernel %s for %s", candidate, operands)
@@ -256,48 +299,28 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
 
 
 def _made(entry: Entry, operands: Operands, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
-    """Returns the kernel of an entry, or why there is none: not installed, or it does not import, compile or run."""
+    """Returns the kernel of an entry, or why there is none: not installed, it does not import, compile or run, or is
+    wrong."""
     missing = entry.missing()
     if missing is not None:
         return None, missing
     try:
         kernel = entry.make()
-        try_out(kernel, operands, spec)
+        wrong = try_out(kernel, operands, spec)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler may raise
         return None, _failure(error)
-    return kernel, None
+    return (kernel, None) if wrong is None else (None, f"{IS_WRONG} {wrong}")
 
 
 def _failure(error: Exception) -> str:
     return f"{FAILS} {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def try_out(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> None:
-    """Attends to a few tokens on the GPU, forward and backward: kernels are compiled when first used."""
+def try_out(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> str | None:
+    """Returns which result of a kernel is wrong on this GPU, None if all are right or there is no GPU."""
     if operands.device_type != "cuda" or not torch.cuda.is_available():
-        return
-
-    def tensor(*shape: int, dtype: torch.dtype = operands.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device="cuda")
-
-    tokens = TRIED_TOKENS
-    q, k, v = (
-        tensor(tokens, heads, dim)
-        for heads, dim in (
-            (operands.num_heads, operands.head_dim),
-            (operands.num_kv_heads, operands.head_dim),
-            (operands.num_kv_heads, operands.value_dim),
-        )
-    )
-    out, lse = (
-        tensor(tokens, operands.num_heads, operands.value_dim),
-        tensor(operands.num_heads, tokens, dtype=torch.float32),
-    )
-    offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-    spans = Spans(offsets, offsets, tokens, tokens)
-    inputs = Inputs(q, k, v, tensor(operands.num_heads) if operands.sinks else None)
-    kernel.forward(inputs, spans, spec, Room(out, lse))
-    kernel.backward(out, Saved(q, k, v, out, lse), Gradients(*(torch.empty_like(x) for x in (q, k, v))), spans, spec)
-    torch.cuda.synchronize()
+        return None
+    heads = operands.num_heads, operands.num_kv_heads, operands.head_dim, operands.value_dim
+    return describe_error(kernel, spec, heads, operands.dtype, torch.device("cuda"))

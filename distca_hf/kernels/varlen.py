@@ -1,4 +1,4 @@
-"""The attention kernels, behind `kernels.interface.Kernel`: of torch, on GPUs and on the CPU; the reference; and of
+"""Attention kernels of packages, behind `kernels.interface.Kernel`: of torch, on GPUs and on the CPU, and of
 FlashAttention.
 
 On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly.
@@ -13,9 +13,6 @@ On the CPU the kernel runs once per task, or twice for a causal task with more k
     queries | no mask  | square, causal |      queries and keys are equally many. The prefix is attended without mask.
                                                Both parts are merged by their log-sum-exps.
 
-The reference is exact attention by its definition: any dtype, any head dimension, any device, softcap and sinks. It
-computes in max(fp32, input dtype).
-
 Packages of FlashAttention 4, 3 and 2 are imported when a kernel is chosen. Forward and backward run inside one
 operator of ours, where autograd is off. So the functions below each package's autograd are called:
 `flash_attn.cute.interface._flash_attn_fwd/_flash_attn_bwd` (4),
@@ -23,11 +20,16 @@ operator of ours, where autograd is off. So the functions below each package's a
 `flash_attn.flash_attn_interface._flash_attn_varlen_forward/_backward` (2). All three align causal masks bottom-right
 and return log-sum-exps as `[N, T]` in fp32.
 
+Sliding windows are the functions' own. `window_size_left` counts the keys before a query's place, so it is one less
+than `window_tokens`. On the right `causal` ends a window, or nothing does. FlashAttention 2, also torch's, takes an
+open right side as `max_seqlen_k` keys: `_open_to_the_right` makes that enough where there are fewer keys than queries.
+
 Shape legend in `kernels.interface`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -41,7 +43,6 @@ from distca_hf.kernels.interface import (
     Room,
     Saved,
     Spans,
-    accumulation_dtype,
 )
 
 
@@ -52,11 +53,12 @@ class TorchVarlenKernel:
         dropout, debug_mask = 0.0, False
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *inputs[:3],
-            *spans.in_order,
+            *_open_to_the_right(spans, spec),
             dropout,
             spec.causal,
             debug_mask,
             scale=spec.scale,
+            **_options(spec),
         )
         return room.filled(out, lse)
 
@@ -71,15 +73,38 @@ class TorchVarlenKernel:
                 dout_TNV,
                 *saved[:4],
                 saved.lse_NT.contiguous(),
-                *spans.in_order,
+                *_open_to_the_right(spans, spec),
                 dropout,
                 spec.causal,
                 rng_state,
                 unused,
                 scale=spec.scale,
+                **_options(spec),
             )
         for room, gradient in zip(gradients, (dq, dk, dv), strict=True):
             room.copy_(gradient)
+
+
+@lru_cache(maxsize=256)
+def _options(spec: AttentionSpec) -> dict[str, float]:
+    """Returns window and softcap by the names of varlen functions; only those that are asked for, because former
+    versions of packages lack some."""
+    options: dict[str, float] = {}
+    if spec.window_tokens:
+        options["window_size_left"] = spec.window_tokens - 1
+    if spec.softcap:
+        options["softcap"] = spec.softcap
+    return options
+
+
+def _open_to_the_right(spans: Spans, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Returns spans in order, with enough keys for windows that only a left side ends.
+
+    The first query of a task stands up to `max_seqlen_q` places before its last key, and must attend to it.
+    """
+    if spec.causal or not spec.window_tokens or spans.max_seqlen_q <= spans.max_seqlen_k:
+        return spans.in_order
+    return spans.cu_seqlens_q, spans.cu_seqlens_k, spans.max_seqlen_q, spans.max_seqlen_q
 
 
 @contextmanager
@@ -161,89 +186,6 @@ def _batch(x_TND: torch.Tensor) -> torch.Tensor:
     return x_TND.transpose(0, 1).unsqueeze(0)
 
 
-# Query rows of a task are worked on in blocks, so that scores of a long document need not be held at once.
-BLOCK_ROWS = 1024
-
-
-class ReferenceKernel:
-    """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
-
-    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        q_TNH, k_SGH, v_SGV, sinks_N = inputs
-        out_TNV, lse_NT = room.made(inputs)
-        precise = accumulation_dtype(q_TNH.dtype)
-        for rows, keys, visible in _blocks(spans, spec.causal):
-            q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
-            scores = _scores(q, k, spec, visible)
-            lse = scores.logsumexp(-1)
-            if sinks_N is not None:
-                lse = torch.logaddexp(lse, sinks_N.to(precise).unsqueeze(-1))
-            out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
-            lse_NT[:, rows] = lse
-        return out_TNV, lse_NT
-
-    def backward(
-        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
-    ) -> None:
-        q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
-        dq_TNH, dk_SGH, dv_SGV = gradients
-        precise = accumulation_dtype(q_TNH.dtype)
-        dk_sum, dv_sum = torch.zeros_like(dk_SGH, dtype=precise), torch.zeros_like(dv_SGV, dtype=precise)
-        groups = k_SGH.shape[1]
-        for rows, keys, visible in _blocks(spans, spec.causal):
-            q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
-            dout, out = dout_TNV[rows].to(precise).transpose(0, 1), out_TNV[rows].to(precise).transpose(0, 1)
-            scores = _scores(q, k, spec, visible)
-            probabilities = (scores - lse_NT[:, rows].to(precise).unsqueeze(-1)).exp()
-            dprobabilities = torch.matmul(dout, v.transpose(-1, -2))
-            dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * spec.scale
-            if spec.softcap:  # derivative of tanh; hidden scores are minus infinity and have none
-                dscores *= 1 - (scores.clamp(min=-spec.softcap) / spec.softcap).square()
-            dq_TNH[rows] = torch.matmul(dscores, k).transpose(0, 1).to(dq_TNH.dtype)
-            dk_sum[keys] += _sum_groups(torch.matmul(dscores.transpose(-1, -2), q), groups)
-            dv_sum[keys] += _sum_groups(torch.matmul(probabilities.transpose(-1, -2), dout), groups)
-        dk_SGH.copy_(dk_sum)
-        dv_SGV.copy_(dv_sum)
-
-
-def _blocks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, int]]:
-    """Yields query rows, key rows, and how many of the keys the block's first query sees; the next one sees one
-    more."""
-    for task in range(len(spans.queries) - 1):
-        query_start, query_stop = spans.queries[task], spans.queries[task + 1]
-        key_start, key_stop = spans.keys[task], spans.keys[task + 1]
-        for start in range(query_start, query_stop, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, query_stop)
-            if not causal:
-                yield slice(start, stop), slice(key_start, key_stop), key_stop - key_start
-                continue
-            last_key = key_stop - (query_stop - stop)
-            yield slice(start, stop), slice(key_start, last_key), last_key - key_start - (stop - start) + 1
-
-
-def _heads_first(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns tensors with heads in front, KV heads repeated for the query heads that share them."""
-    shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-    return q.to(dtype).transpose(0, 1), k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec, visible: int) -> torch.Tensor:
-    """Returns scaled and capped scores, minus infinity where a query must not look."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(visible - 1)
-    return scores.masked_fill(~causal, float("-inf"))
-
-
-def _sum_groups(gradient_NSD: torch.Tensor, groups: int) -> torch.Tensor:
-    """Sums over the query heads that share a KV head: `[N, S, D]` to `[S, G, D]`."""
-    return gradient_NSD.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)
-
-
 class Flash4Kernel:
     """FlashAttention 4 (CuTe), compiled when first used: about four seconds per variant."""
 
@@ -257,6 +199,7 @@ class Flash4Kernel:
             **spans.by_name,
             softmax_scale=spec.scale,
             causal=spec.causal,
+            **_options(spec),
             return_lse=True,
             out=room.out_TNV,
         )
@@ -276,6 +219,7 @@ class Flash4Kernel:
             lse_NT.contiguous(),
             softmax_scale=spec.scale,
             causal=spec.causal,
+            **_options(spec),
             **spans.by_name,
             deterministic=spec.deterministic,
             dq=dq_TNH,
@@ -292,7 +236,9 @@ class Flash3Kernel:
         self._backward = interface._flash_attn_backward
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        out, lse, *_ = self._forward(*inputs[:3], **spans.by_name, softmax_scale=spec.scale, causal=spec.causal)
+        out, lse, *_ = self._forward(
+            *inputs[:3], **spans.by_name, softmax_scale=spec.scale, causal=spec.causal, **_options(spec)
+        )
         return room.filled(out, lse)
 
     def backward(
@@ -312,6 +258,7 @@ class Flash3Kernel:
             *gradients,
             spec.scale,
             spec.causal,
+            **_options(spec),
             deterministic=spec.deterministic,
         )
 
@@ -325,7 +272,12 @@ class Flash2Kernel:
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs[:3], *spans.in_order, dropout_p=0.0, softmax_scale=spec.scale, causal=spec.causal
+            *inputs[:3],
+            *_open_to_the_right(spans, spec),
+            dropout_p=0.0,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            **_options(spec),
         )
         return room.filled(out, lse)
 
@@ -337,13 +289,11 @@ class Flash2Kernel:
             *saved[:4],
             saved.lse_NT.contiguous(),
             *gradients,
-            *spans.in_order,
+            *_open_to_the_right(spans, spec),
             dropout_p=0.0,
             softmax_scale=spec.scale,
             causal=spec.causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
             alibi_slopes=None,
             deterministic=spec.deterministic,
+            **{"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, **_options(spec)},
         )

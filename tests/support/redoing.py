@@ -1,6 +1,7 @@
 """Training in which steps are spoiled and run again, with a script in the place of attention servers."""
 
 import random
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,39 @@ def initial_model() -> nn.Module:
     return model
 
 
+def collecting_trainer() -> type[Any]:
+    """A Trainer that collects numbers in each of the ways in which those of TRL do, and logs them."""
+    from transformers import Trainer
+
+    class CollectingTrainer(Trainer):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self._stored_metrics: Any = defaultdict(lambda: defaultdict(list))
+            self._texts, self._counts = {"losses": deque(maxlen=3)}, {"kept": Counter[str]()}
+            self._loss_total, self._micro_batches = 0.0, 0
+
+        def training_step(self, *arguments: Any) -> torch.Tensor:
+            loss = super().training_step(*arguments)
+            self._stored_metrics["train"]["loss"].append(loss.mean())
+            self._texts["losses"].append(f"{loss:.6f}")
+            self._counts["kept"]["all"] += 1
+            self._loss_total, self._micro_batches = self._loss_total + loss.item(), self._micro_batches + 1
+            return loss
+
+        def floating_point_ops(self, inputs: object) -> int:
+            return 1  # Trainer's own loop adds these up
+
+        def log(self, logs: dict[str, Any], *arguments: Any) -> None:
+            stored = {
+                name: [x.item() for x in values] for name, values in self._stored_metrics.pop("train", {}).items()
+            }
+            collected = {"texts": list(self._texts["losses"]), "counts": dict(self._counts["kept"]), "stored": stored}
+            sums = {"loss_total": self._loss_total, "micro_batches": self._micro_batches, "flos": self.current_flos}
+            super().log(logs | collected | sums, *arguments)
+
+    return CollectingTrainer
+
+
 def train_with_script(
     script: Script | None,
     folder: Path,
@@ -136,6 +170,8 @@ def train_with_script(
     model, dataset = model or initial_model(), random_dataset(count=50)
     if loop == "sft":
         trainer = sft_trainer(model, dataset, max_length=None, **arguments)
+    elif loop == "collecting":
+        trainer = collecting_trainer()(model=model, args=TrainingArguments(**arguments), train_dataset=dataset)
     else:
         collator = {"data_collator": DataCollatorWithFlattening()} if packs else {}
         trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=dataset, **collator)

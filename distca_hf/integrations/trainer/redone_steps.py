@@ -5,8 +5,8 @@ gradients, ranks agree whether the step counts (see `integrations.redo`). Traine
 and sums of the run that counts.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -36,6 +36,10 @@ from distca_hf.parallel_context import ParallelContext
 # Optimizers of DeepSpeed whose gradients can be discarded; others are made of them, with steps at other times.
 STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
 UNDOABLE = (STAGES_1_AND_2, "DeepSpeedZeroOptimizer_Stage3")
+# Types of attributes in which trainers collect numbers of micro-batches.
+NUMBERS, CONTAINERS = (bool, int, float), (list, deque, set, dict, defaultdict, Counter)
+# Sums to which Trainer itself adds between two micro-batches, where nothing runs again.
+SUMS_OF_THE_LOOP = ("current_flos",)
 
 
 def cannot_redo(trainer: Trainer) -> Iterator[str]:
@@ -229,23 +233,30 @@ def _add_loss(trainer: Trainer, loss: torch.Tensor) -> None:
 
 
 def _keep_sums(trainer: Trainer) -> Restore:
-    """Keeps the sums of micro-batches: Trainer's loss, and lists and tokens of TRL's trainers."""
+    """Keeps the loss that Trainer sums up, and all numbers and containers that are attributes of this trainer.
+
+    In these trainers collect metrics: mappings of lists, counts of tokens, sums of losses, positions in a buffer.
+    """
     loss = trainer._tr_loss.clone()
-    metrics, tokens = _copied(getattr(trainer, "_metrics", {})), getattr(trainer, "_total_train_tokens", None)
+    attributes = {name: value for name, value in vars(trainer).items() if name not in SUMS_OF_THE_LOOP}
+    sums = {name: value for name, value in attributes.items() if type(value) in (*NUMBERS, *CONTAINERS)}
+    contents = [(container, copy(container)) for value in sums.values() for container in _containers_in(value)]
 
     def restore() -> None:
         trainer._tr_loss.copy_(loss)
-        if metrics:
-            trainer._metrics = _copied(metrics)
-        if tokens is not None:
-            trainer._total_train_tokens = tokens
+        vars(trainer).update(sums)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
     return restore
 
 
-def _copied(metrics: Mapping[str, Mapping[str, list[float]]]) -> dict[str, defaultdict[str, list[float]]]:
-    """Returns a copy of TRL's lists of metrics, for training and evaluation."""
-    return {
-        mode: defaultdict(list, {name: list(values) for name, values in lists.items()})
-        for mode, lists in metrics.items()
-    }
+def _containers_in(value: Any) -> Iterator[Any]:
+    """Yields a container, and those in a mapping; they are restored in place, because others may refer to them."""
+    if type(value) not in CONTAINERS:
+        return
+    yield value
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _containers_in(inner)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels import registry, varlen
+from distca_hf.kernels import reference, registry, trial
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -25,9 +25,10 @@ from distca_hf.kernels.interface import (
     sink_gradients,
     spec_of,
 )
+from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
 from distca_hf.kernels.registry import KERNELS, OPTIONS, Capabilities, Entry, Operands, choose_kernel, chosen_kernel
 from distca_hf.kernels.rows import merge
-from distca_hf.kernels.varlen import BLOCK_ROWS, CpuKernel, ReferenceKernel, TorchVarlenKernel
+from distca_hf.kernels.varlen import CpuKernel, TorchVarlenKernel
 
 
 BOTH = pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
@@ -178,7 +179,7 @@ def test_outputs_and_gradients_are_exact(kernel: Kernel, heads: tuple[int, int],
 def test_reference_computes_softcap(
     monkeypatch: pytest.MonkeyPatch, softcap: float, causal: bool, block_rows: int
 ) -> None:
-    monkeypatch.setattr(varlen, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(reference, "BLOCK_ROWS", block_rows)
     case = dataclasses.replace(Case.draw(TASKS["prefixed"], causal=causal), softcap=softcap)
 
     assert_close(computed(ReferenceKernel(), case), exact(case))
@@ -251,7 +252,7 @@ def test_tasks_longer_than_a_block_are_exact(kernel: Kernel, tasks: list[tuple[i
 def test_reference_does_not_depend_on_the_size_of_its_blocks(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], block_rows: int
 ) -> None:
-    monkeypatch.setattr(varlen, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(reference, "BLOCK_ROWS", block_rows)
     case = Case.draw([(10, 10), (5, 12), (1, 7), (0, 0), (11, 12)], heads, dims=(8, 6))
 
     assert_close(computed(ReferenceKernel(), case), exact(case))
@@ -750,7 +751,7 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
         ("cpu", {"device_type": "cpu", "value_dim": 32}, ["equal key and value dimensions", "64 and 32"]),
         ("cpu", {"device_type": "cpu", "dtype": torch.int64}, ["torch.float64", "torch.int64"]),
         ("reference", {"dtype": torch.float8_e4m3fn}, ["torch.float32", "torch.float8_e4m3fn"]),
-        ("torch_varlen", {"sinks": True}, ["does not compute sinks"]),
+        ("torch_varlen", {"sinks": True}, ["torch_varlen does not compute sinks"]),
         ("flash4", {}, ["is not installed (pip install flash-attn-4)"]),
         ("flash3", {}, ["is not installed (from sources, the folder hopper"]),
         ("flash2", {}, ["is not installed (pip install flash-attn --no-build-isolation)"]),
@@ -823,26 +824,102 @@ def test_sums_are_kept_in_fp32_at_least(dtype: torch.dtype, expected: torch.dtyp
 # --- how to attend
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("option", "value"), [("window_tokens", 128), ("softcap", 30.0), ("sinks", True)])
-def test_options_that_a_kernel_does_not_compute_are_refused_by_name(name: str, option: str, value: float) -> None:
-    entry = KERNELS[name]
-    plain = dataclasses.replace(GPU_OPERANDS, device_type=entry.capabilities.device_type or "cpu")
-    operands = dataclasses.replace(plain, sinks=option == "sinks")
-    spec = SPEC if operands.sinks else SPEC._replace(**{option: value})
-    unable = dataclasses.replace(entry.capabilities, options=entry.capabilities.options - {option})
-    able = dataclasses.replace(entry.capabilities, options=frozenset({option}))
+# Options by the calls that ask for them.
+ASKED = {
+    "window_tokens": SPEC._replace(window_tokens=128),
+    "one_sided_window": SPEC._replace(window_tokens=128, causal=False),
+    "softcap": SPEC._replace(softcap=30.0),
+    "sinks": SPEC,
+}
+WINDOWS = {"window_tokens", "one_sided_window"}
+COMPUTED = {
+    "flash4": WINDOWS | {"softcap"},
+    "flash3": WINDOWS | {"softcap"},
+    "flash2": WINDOWS | {"softcap"},
+    "torch_varlen": WINDOWS,
+    "cpu": set(),
+    "reference": set(OPTIONS),
+}
 
-    assert entry.capabilities.refusal(plain, SPEC) is None
-    assert unable.refusal(operands, spec) == f"does not compute {option}={value}"
+
+def operands_for(name: str, option: str = "") -> Operands:
+    device_type = KERNELS[name].capabilities.device_type or "cpu"
+    return dataclasses.replace(GPU_OPERANDS, device_type=device_type, sinks=option == "sinks")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_that_a_kernel_does_not_compute_are_refused_by_name(name: str, option: str) -> None:
+    capabilities, operands, spec = KERNELS[name].capabilities, operands_for(name, option), ASKED[option]
+    unable = dataclasses.replace(capabilities, options=capabilities.options - {option})
+    able = dataclasses.replace(capabilities, options=frozenset({option}))
+
+    assert capabilities.refusal(operands_for(name), SPEC) is None
+    assert unable.refusal(operands, spec) == f"does not compute {option}"
     assert able.refusal(operands, spec) is None
-    assert (option in entry.capabilities.options) == (name == "reference" and option != "window_tokens")
+    assert (capabilities.refusal(operands, spec) is None) == (option in COMPUTED[name])
+
+
+def test_windows_without_a_causal_mask_are_an_option_of_their_own() -> None:
+    both, one = ({option: ASKED[option]} for option in ("window_tokens", "one_sided_window"))
+    for asked, missing in ((both, "one_sided_window"), (one, "window_tokens")):
+        [(option, spec)] = asked.items()
+        assert registry.options_of(GPU_OPERANDS, spec) == [option]
+        assert missing not in registry.options_of(GPU_OPERANDS, spec)
+
+
+@pytest.mark.parametrize("option", ["window_tokens", "one_sided_window", "softcap"])
+@pytest.mark.parametrize(
+    ("generation", "dim", "refused"),
+    [(9, 256, False), (10, 256, True), (11, 256, True), (10, 128, False), (12, 256, False)],
+)
+def test_flash4_lacks_options_on_some_gpus(option: str, generation: int, dim: int, refused: bool) -> None:
+    capabilities = KERNELS["flash4"].capabilities
+    operands = dataclasses.replace(GPU_OPERANDS, compute_capability=generation, head_dim=dim, value_dim=dim)
+    told = f"does not compute {option} with head dimension 256 on compute capability {generation}"
+
+    assert capabilities.refusal(operands, ASKED[option]) == (told if refused else None)
+    assert capabilities.refusal(operands, SPEC) is None
+
+
+def test_refusals_name_options_with_their_values_and_what_each_kernel_lacks(nothing_installed: None) -> None:
+    spec = SPEC._replace(window_tokens=4096, softcap=50.0)
+    with pytest.raises(UnsupportedAttentionError) as refused:
+        choose_kernel("auto", GPU_OPERANDS, spec)
+
+    message = str(refused.value)
+    assert message.startswith("window_tokens=4096, softcap=50.0: no attention kernel for Operands(")
+    for part in ("flash4 is not installed", "flash2 is not installed", "torch_varlen does not compute softcap"):
+        assert part in message
+    with pytest.raises(
+        UnsupportedAttentionError, match="cpu does not compute window_tokens and softcap; kernel='auto'"
+    ):
+        choose_kernel("cpu", CPU_OPERANDS, spec)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_auto_takes_the_reference_on_a_cpu_for_what_the_cpu_kernel_lacks(option: str) -> None:
+    operands = dataclasses.replace(CPU_OPERANDS, sinks=option == "sinks")
+
+    assert isinstance(choose_kernel("auto", operands, ASKED[option]), ReferenceKernel)
+
+
+def test_kernel_that_is_wrong_gives_way_by_name(
+    nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its results are compared, not only computed."""
+    wrong = "its output is off by 30% on 296 random tokens"
+    monkeypatch.setattr(registry, "try_out", lambda kernel, *how: wrong if isinstance(kernel, CpuKernel) else None)
+
+    assert isinstance(choose_kernel("auto", CPU_OPERANDS, SPEC), ReferenceKernel)
+    assert f"reference, not a faster one: cpu is wrong: {wrong}" in caplog.text
+    assert f"kernel='cpu' cannot be used: cpu is wrong: {wrong}" in refusal("cpu", CPU_OPERANDS)
 
 
 def test_every_optional_field_of_a_spec_is_an_option() -> None:
     """A field that is neither read by all kernels nor an option would be ignored."""
     of_all_kernels = {"scale", "causal", "deterministic"}
-    assert set(AttentionSpec._fields) == of_all_kernels | set(OPTIONS) - {"sinks"}
+    assert set(AttentionSpec._fields) == of_all_kernels | set(OPTIONS) - {"sinks", "one_sided_window"}
 
 
 @pytest.mark.parametrize(
@@ -858,13 +935,15 @@ def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
         assert [type(field) for field in arrived] == [float, bool, int, float, bool]
 
 
-def test_kernel_is_chosen_once_for_all_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_chosen_once_for_all_scales_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[AttentionSpec] = []
     monkeypatch.setattr(registry, "try_out", lambda kernel, operands, spec: tried.append(spec))
     chosen_kernel.cache_clear()
     for scale in (0.1, 0.2):
         for deterministic in (True, False):
             choose_kernel("cpu", CPU_OPERANDS, AttentionSpec(scale, deterministic=deterministic))
+    for window_tokens in (1, 128, 4096):
+        choose_kernel("reference", CPU_OPERANDS, AttentionSpec(0.1, window_tokens=window_tokens))
     chosen_kernel.cache_clear()
 
-    assert tried == [AttentionSpec(1.0)]
+    assert tried == [AttentionSpec(1.0), AttentionSpec(1.0, window_tokens=trial.WINDOW_TOKENS)]

@@ -9,7 +9,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.kernels.varlen import ReferenceKernel
+from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import Plan, plan_in_place

@@ -31,7 +31,7 @@ def test_placed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [log["distca/redone_steps"] for log in redone[0] if "loss" in log] == [1, 2]
 
 
-@pytest.mark.parametrize("loop", ["trainer", "sft"])
+@pytest.mark.parametrize("loop", ["trainer", "sft", "collecting"])
 def test_accumulation(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = train_with_script(None, tmp_path, loop=loop, accumulation=3)
     script = Script(spoiled={1, 4}, from_call=6)  # in the second micro-batch
