@@ -160,6 +160,7 @@ def _find_documents(
     positions: torch.Tensor | None,
     goes_on: torch.Tensor | None,
     unseen: bool,
+    chunk_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens.
 
@@ -172,6 +173,7 @@ def _find_documents(
         positions, goes_on, unseen,
     )  # fmt: skip
     found = find_documents(there.device, given)
+    check_chunk(chunk_tokens, found.longest_keys)
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
     offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]
     sizes, rows = found.sizes.clone(), []
@@ -208,6 +210,24 @@ def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
 
 
 find_in_graph = define_op(_find_documents, _shapes)
+
+
+def check_chunk(chunk_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:
+    """Checks the length of chunks against the longest document. Chunks begin anew at multiples of their length.
+
+    Args:
+        layer: that attends inside of chunks; its number is looked at in an error alone, because graphs are made for
+            each value of an attribute.
+
+    Raises:
+        UnsupportedAttentionError: chunks are shorter.
+    """
+    if chunk_tokens is not None and chunk_tokens < longest_tokens:
+        place = "a compiled layer" if layer is None else name_of(layer)
+        raise UnsupportedAttentionError(
+            f"{place}: attends inside of chunks of {chunk_tokens} tokens, a document has {longest_tokens}, and chunks "
+            "are not computed; split documents, or load the model with another attn_implementation"
+        )
 
 
 def name_of(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ call with an unknown argument is refused. In the first forward pass every attent
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
+from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.parts import (
     attention_layers,
     heads_of,
@@ -298,9 +299,9 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         head_dim=heads.dim,
         value_dim=heads.value_dim,
     )
-    for mask, count in layer_masks_of(model):
+    for window_tokens, count in Counter(window or 0 for _, window in layer_windows(model)).items():
         try:
-            choose_kernel(kernel, operands, AttentionSpec(scale=1.0, window_tokens=mask.window_tokens or 0))
+            choose_kernel(kernel, operands, AttentionSpec(scale=1.0, window_tokens=window_tokens))
         except UnsupportedAttentionError as error:
             yield f"{count} of its layers: {error}"
             return

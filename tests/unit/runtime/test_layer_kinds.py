@@ -28,9 +28,8 @@ def kinds_of(*layer_masks: tuple[Mask, int], rank: int = 1, **settings: object) 
     pinned = PinnedKinds.prepare(plan_in_place(LAYOUT), rank, layer_masks=layer_masks)
     planned = Planned(pinned.to(CPU), pinned.route_window(CPU), pinned.facts, 7)
     kinds = LayerKinds(planned, DistCAConfig(**settings), "rank 1, micro-batch 0")  # type: ignore[arg-type]
-    kinds.begin_forward_pass(
-        sum(count for _, count in layer_masks), sum(count for _, count in layer_masks), layer_masks
-    )
+    layers = sum(count for _, count in layer_masks)
+    kinds.begin_forward_pass(layers, layers, layer_masks)
     return kinds
 
 
