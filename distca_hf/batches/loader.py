@@ -111,6 +111,7 @@ class PlacedLoader:
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
+        self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
         self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()

@@ -12,7 +12,8 @@ from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import PostedPlan, ServedTransport
+from distca_hf.comm.posted_plans import PostedPlan
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
@@ -63,7 +64,7 @@ def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_ch
     if plan is None:
         return None
     assert isinstance(transport, ServedTransport)  # a plan with servers comes of a transport that reaches them
-    return transport.order_plan(micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
+    return PostedPlan(transport, micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
 
 
 class Replanner:

@@ -191,8 +191,8 @@ def _window_and_chunk(module: nn.Module, of_layer: int | None, mask: RowMask | N
     window_tokens = min([window for window in (of_layer, of_mask) if window is not None], default=None)
     if window_tokens is not None and window_tokens < 1:
         raise UnsupportedAttentionError(
-            f"{name_of(module)}: sliding window {window_tokens} holds no token; it counts the token itself, so 1 is the "
-            "shortest. Leave it out of the config for full attention"
+            f"{name_of(module)}: sliding window {window_tokens} holds no token; it counts the token itself, so 1 is "
+            "the shortest. Leave it out of the config for full attention"
         )
     return window_tokens, None
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.served_transport import PostedPlan
+from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
 from distca_hf.errors import PlanError

@@ -16,7 +16,7 @@ import torch
 
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
-from distca_hf.comm.served_transport import PostedPlan
+from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
