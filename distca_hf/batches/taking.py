@@ -20,7 +20,8 @@ from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.served import plan_to_integers
-from distca_hf.runtime.live_plan import LivePlan, Planned, PlanUse
+from distca_hf.runtime.layer_kinds import Planned
+from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -81,7 +82,8 @@ class Replanner:
         prepared = self._prepared = self._preparer.planned_for(self._transport.servers, self._prepared)
         device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
         return Planned(
-            {mask: pinned.to(device) for mask, pinned in prepared.routings.items()},
+            prepared.kinds.to(device),
+            prepared.kinds.route_window(device),
             prepared.facts,
             prepared.fingerprint,
             order_plan(self._transport, prepared.plan, self._micro_batch, num_chunks),

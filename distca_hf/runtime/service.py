@@ -16,10 +16,9 @@ from distca_hf.comm.speeds import Reading, Stopwatch
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
-from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import plan_from_integers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
 
@@ -85,17 +84,17 @@ class Service:
                 f"micro-batch {order.micro_batch}: the plan that arrived has fingerprint {plan.fingerprint}, trainers "
                 f"made {order.fingerprint}; install one version of distca_hf on all nodes"
             )
-        mine = rank_plan(plan, self.transport.rank, order.num_chunks)
-        pinned = PinnedRankPlan.prepare(mine, pin=self.device.type == "cuda")
+        kinds = PinnedKinds.prepare(plan, self.transport.rank, order.num_chunks, pin=self.device.type == "cuda")
         self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
         live = LivePlan(
             order.micro_batch,
-            {mine.mask: pinned.to(self.device)},
-            mine.facts,
+            kinds.to(self.device),
+            kinds.facts,
             self.transport,
             self.config,
             fingerprint=plan.fingerprint,
             stopwatch=self.stopwatch,
+            route_window=kinds.route_window(self.device),
         )
         self.plans[order.plan] = live, {}
 
@@ -114,7 +113,7 @@ class Service:
         if rows is None:
             rows = self.rows[shapes] = NoRows.of(order, self.device)
         spec, slot = spec_of(*order.spec), order.slot
-        plan.retention.follow(keeps=slot > 0)
+        plan.retention(spec).follow(keeps=slot > 0)
         if order.phase == Phase.FORWARD:
             _, _, received = attend(rows.q, rows.k, rows.v, spec, plan)
             kept.update({slot: received} if slot else {})
