@@ -87,10 +87,9 @@ FAMILIES = (
         "Gemma 3",
         ("gemma3_text", "gemma3"),
         windows(1024),
-        "sliding window",
-        "documents of text, no images; the 1B has a window of 512",
+        note="documents of text, no images; the 1B has a window of 512",
     ),
-    Family("OLMo 3", ("olmo3",), windows(4096), "sliding window"),
+    Family("OLMo 3", ("olmo3",), windows(4096)),
     Family(
         "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
     ),
