@@ -202,6 +202,11 @@ class Layout:
         return int(self.document_tokens.max(initial=0))
 
     @cached_property
+    def cut_documents(self) -> int:
+        """Documents that lie in several segments."""
+        return int(np.count_nonzero(np.bincount(self.segment_document, minlength=1) > 1))
+
+    @cached_property
     def segment_tokens(self) -> IntArray:
         return self.segment_stop - self.segment_start
 

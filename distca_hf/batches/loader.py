@@ -297,6 +297,7 @@ class PlacedLoader:
             replan=None if served is None else Replanner(served, self.preparer, prepared, number),
             stopwatch=None if served is None else served.speeds.stopwatch,
             route_window=prepared.kinds.route_window(self._device),
+            document_tokens=prepared.kinds.document_tokens,
         )
         batch = {
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},

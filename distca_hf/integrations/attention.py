@@ -30,6 +30,7 @@ LAYER_SETTINGS = "_distca_layer_settings"
 HARMLESS_KEYWORDS = frozenset(
     {
         "cache_position",
+        "distca_documents",
         "ignore_index",
         "labels",
         "logits_to_keep",

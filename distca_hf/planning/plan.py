@@ -132,6 +132,7 @@ class PlanFacts:
 
     Attributes:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
+        cut_documents: documents that lie in several segments.
         work: attended pairs x head groups of each rank, as planned.
         work_before: the same for documents packed in order; of the ranks that hold tokens, without servers.
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
@@ -154,6 +155,7 @@ class PlanFacts:
     remote_query_rows: tuple[int, ...] = ()
     rows_per_token: int = 1
     num_tokens: int = 0
+    cut_documents: int = 0
     speeds: tuple[float, ...] = ()
     kinds: tuple[tuple[Self, int], ...] = ()
 
@@ -183,6 +185,7 @@ class PlanFacts:
             remote_query_rows=tuple(remote_query_rows.tolist()),
             rows_per_token=plan.tasks.head_groups,
             num_tokens=int(layout.document_tokens.sum()),
+            cut_documents=layout.cut_documents,
             speeds=plan.speeds,
         )
 

@@ -270,5 +270,6 @@ def _facts(
         key_rows_received=tuple(key_rows.sum(axis=0).tolist()),
         remote_query_rows=none,
         num_tokens=int(layout.document_tokens.sum()),
+        cut_documents=layout.cut_documents,
         speeds=(1.0,) * num_trainers + (0.0,) * num_servers if num_servers else (),
     )

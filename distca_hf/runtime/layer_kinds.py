@@ -105,6 +105,11 @@ class PinnedKinds:
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
         return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
 
+    @property
+    def document_tokens(self) -> IntArray:
+        """`[segments]` tokens of each document, or part of one, that this rank holds, in row order."""
+        return self.layout.segment_tokens[self.layout.segments_of(self.rank)]
+
     def to(self, device: torch.device) -> dict[Mask, DeviceRankPlan]:
         """Returns the rank plans on the device; the host does not wait."""
         return {mask: plan.to(device) for mask, plan in self.plans.items()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distca_hf.arrays import IntArray
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
 from distca_hf.comm.posted_plans import PostedPlan
@@ -77,6 +78,8 @@ class LivePlan:
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
         route_window: makes the rank plan of a window that is not among `routings`; None if there is no other.
         stopwatch: measures this rank's kernels; None where nobody asks for their times.
+        document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
+            on attention servers, which hold none.
 
     Attributes:
         numbers: numbers of every rank in the agreement, by name.
@@ -100,8 +103,9 @@ class LivePlan:
         replan: Callable[[], Planned | None] | None = None,
         stopwatch: Stopwatch | None = None,
         route_window: RouteWindow | None = None,
+        document_tokens: IntArray | None = None,
     ) -> None:
-        self.micro_batch = micro_batch
+        self.micro_batch, self.document_tokens = micro_batch, document_tokens
         self.transport = transport
         self.config = config
         self._replan = replan

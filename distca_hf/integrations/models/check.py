@@ -2,8 +2,9 @@
 refuses others by name. Of a multimodal model the part that text runs through is checked.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
-tokens. A recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
-silently. So everything that is not known to be right is refused before the first step.
+tokens. Models with recurrent or convolutional layers need whole documents (`mixers`). A mask of another kind, or a
+loss that shifts labels itself, would go wrong silently. So everything that is not known to be right is refused before
+the first step.
 
 Documents must not be longer than the model's positions reach (`PositionLimits`).
 
@@ -25,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.parts import (
     attention_layers,
     heads_of,
@@ -46,10 +48,6 @@ log = get_logger(__name__)
 # Name of the attention implementation in Transformers' registers.
 IMPLEMENTATION = "distca"
 REMEDY = "Else train it without distca_hf"
-# Layer types of configurations whose tokens attend to tokens before them.
-CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-# Layers of these kinds carry state from token to token.
-RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
 # Names of modules that look positions up in a table.
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 
@@ -160,7 +158,7 @@ def check_model(
         *undivided(inner),
         *_structure(inner, config),
         *_adapters(model),
-        *_token_mixers(inner, config),
+        *unknown_mixers(inner, config),
         *_positions(inner),
         *_rotary(inner, longest_document_tokens),
         *_attention_settings(inner, config),
@@ -189,24 +187,6 @@ def _adapters(model: nn.Module) -> Iterator[str]:
     method: Any = getattr(model, "active_peft_config", None)
     if method is not None and getattr(method, "is_prompt_learning", False):
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
-
-
-def _token_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Yields layers other than attention that mix tokens."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    for kind in sorted({str(kind) for kind in kinds} - CAUSAL_LAYER_TYPES):
-        layers = [index for index, name in enumerate(kinds) if name == kind]
-        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-        yield f"layers {layers[:3]}{more} are of type {kind!r}, which cannot be cut between ranks"
-    parts = text_modules(model).items()
-    mixers = [name for name, part in parts if not isinstance(part, PreTrainedModel) and _mixes_tokens(part)]
-    if mixers:
-        yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens"
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
-    return convolves or RECURRENT_CLASS.search(type(module).__name__) is not None
 
 
 def _positions(model: PreTrainedModel) -> Iterator[str]:

@@ -28,6 +28,7 @@ from distca_hf.integrations.checkpointing import (
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, check_placed, module_facts
 from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
@@ -84,6 +85,7 @@ class ForwardWatch:
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
+        self._mixers = MixerWatch(inner, self._accepts_use_cache)
         self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
         self._checkpointed: list[nn.Module] | None = None
@@ -105,6 +107,7 @@ class ForwardWatch:
             self.root.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             self.root.register_forward_hook(_Hook(self._after), with_kwargs=True),
         ]
+        self._mixers.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
         """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies, too. Checkpointed
@@ -116,6 +119,7 @@ class ForwardWatch:
                     hooks.pop(handle.id, None)
             if vars(module).get(WATCH) is self:
                 delattr(module, WATCH)
+            self._mixers.leave(module)
         if is_original:
             for handle in self._handles:
                 handle.remove()
@@ -145,12 +149,13 @@ class ForwardWatch:
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
-                return None if len(batch) == len(given) else (args[len(self._names) :], batch)
+                batch = batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
+                return None if batch.keys() == given.keys() else (args[len(self._names) :], batch)
             plan = self._plan_packs(module, batch)
             batch |= fill_empty(batch)
         args = args[len(self._names) :]
         if plan is None:
-            return args, batch
+            return args, batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
         if not isinstance(plan, LivePlan):
             raise PlanError(
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
@@ -160,6 +165,7 @@ class ForwardWatch:
         self._check.check_plan(plan)
         self._check_transport(plan)
         check_placed(batch, plan)
+        batch |= self._mixers.with_plan(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
 
@@ -231,7 +237,7 @@ class ForwardWatch:
         self._check.check_model(module)
         if self.packs is None:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
-            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks
+            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._mixers.lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model)
         return self.packs.plan(batch, module.training, self._check.towers_are_sharded)
 
