@@ -46,6 +46,10 @@ SIZES: dict[str, Any] = {
         # linear attention
         (4, "linear_num_heads linear_num_key_heads linear_num_value_heads"),
         (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+        # Mamba: twice as wide as the model
+        (2 * HIDDEN, "mamba_d_ssm"),
+        (2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads"),
+        (HEAD_DIM, "mamba_d_head mamba_head_dim mamba_d_state ssm_state_size mamba_chunk_size"),
         # experts
         (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
         (2, "num_experts_per_tok moe_topk moe_k"),
@@ -112,6 +116,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": SECTIONS,
     "qwen2_vl_text": SECTIONS,
     "qwen2_vl_vision": {"embed_dim": HIDDEN},
+    "nemotron_h": {"chunk_size": HEAD_DIM},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
         **{"indexer_budget": 32, "indexer_compress_ratio": 4},

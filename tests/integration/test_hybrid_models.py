@@ -1,0 +1,102 @@
+"""Hybrids, whose layers mix tokens by other means than attention too: a step on ranks has the loss and gradients of
+every document alone."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distca_hf
+from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.stated_documents import stated_lengths
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.testing import run_ranks
+from support.commands import REPOSITORY
+
+
+# Model types of `...ForCausalLM`.
+MODEL_TYPES = (
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_next",
+    "recurrent_gemma",
+    "zamba2",
+)
+# The longest document of the sweep against all others, which are as long together: unequal work.
+PACKS = {1: [[6, 0, 3, 1, 5, 2, 4]], 2: [[6], [0, 3, 1, 5, 2, 4]], 3: [[6], [3, 5], [0, 1, 4, 2]]}
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
+    return importlib.import_module("sweep")
+
+
+def config_class_of(model_type: str, sweep: ModuleType) -> type:
+    if model_type not in {config_class.model_type for config_class in sweep.TEXT.mapping}:
+        pytest.skip(f"this Transformers has no causal language model of type {model_type}")
+    (config_class,) = sweep.TEXT.config_classes([model_type])
+    return config_class
+
+
+def pack(documents: list[Any]) -> dict[str, Any]:
+    """Returns one row of documents as DataCollatorWithFlattening makes it."""
+    lengths = [len(document.input_ids) for document in documents]
+    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    numbers = np.repeat(np.arange(len(lengths)), lengths)
+    return {
+        "input_ids": torch.from_numpy(np.concatenate([document.input_ids for document in documents]))[None],
+        "labels": torch.from_numpy(np.concatenate([document.labels for document in documents]))[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "seq_idx": torch.from_numpy(numbers).to(torch.int32)[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets),
+        **dict.fromkeys(("max_length_q", "max_length_k"), max(lengths)),
+    }
+
+
+def step_on_packs(sweep: ModuleType, config_class: type, packs: list[list[int]]) -> tuple[Any, PlanFacts]:
+    """Runs a step on packs that stay; returns its mean over ranks, and facts of the plan."""
+    from distca_hf.comm.transport import LocalTransport
+
+    documents = sweep.loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
+    documents.sort(key=lambda document: len(document.input_ids))
+    labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
+    models = [sweep.build(config_class, "distca") for _ in packs]
+
+    def step(transport: Transport) -> tuple[Any, PlanFacts]:
+        model = models[transport.rank]
+        distca_hf.enable(model, distca_hf.DistCAPlugin(), sweep.LONGEST_TOKENS)
+        batch = pack([documents[number] for number in packs[transport.rank]])
+        plan = PackPlanner(DistCAConfig(), transport, lengths=stated_lengths).plan(batch)
+        assert plan is not None
+        loss = model(**batch, distca_plan=plan, num_items_in_batch=torch.tensor(labels / len(packs))).loss
+        loss.backward()
+        return sweep.Step(loss.item(), sweep.gradients_of(model)), plan.facts
+
+    steps, facts = zip(*run_ranks(len(packs), step, timeout_seconds=30.0), strict=True)
+    gradients = torch.stack([step.gradients for step in steps]).mean(0)
+    return sweep.Step(sum(step.loss for step in steps) / len(packs), gradients), facts[0]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_step_on_packs_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
+    config_class = config_class_of(model_type, sweep)
+    expected = sweep.step_alone(sweep.build_plain(config_class))
+    for num_ranks, packs in PACKS.items():
+        step, facts = step_on_packs(sweep, config_class, packs)
+
+        assert step.difference(expected) <= 1e-5
+        assert num_ranks == 1 or sum(facts.query_rows_sent) > 0, "attention tasks move"
