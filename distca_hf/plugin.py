@@ -15,6 +15,7 @@ from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
@@ -85,7 +86,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             device: where batches go; by default where the process group works. "cuda" is the current GPU.
             prefetch: micro-batches to prepare ahead; by default the setting of this name.
             model: the model that batches are for: then the heads of very long documents may be divided, too, and
-                layers with sliding windows are balanced as well.
+                layers with sliding windows are balanced as well. If some of its layers carry a state from token to
+                token, documents stay whole, and none may be longer than `tokens_per_rank`.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
@@ -96,6 +98,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         """
         target = self.device if device is None else numbered(device)
         head_groups = 1 if model is None else head_groups_of(model)
+        whole_documents = model is not None and needs_whole_documents(model)
+        needs_bytes = self.servers is not None or whole_documents
         return PlacedLoader(
             dataset,
             self.config,
@@ -108,8 +112,9 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             micro_steps,
             unlearnt_token,
             self.servers,
-            TokenBytes() if model is None or self.servers is None else token_bytes_of(model),
+            token_bytes_of(model) if model is not None and needs_bytes else TokenBytes(),
             CAUSAL_LAYERS if model is None else layer_masks_of(model),
+            whole_documents,
         )
 
     def attempts(

@@ -70,6 +70,7 @@ class PlacedLoader:
         servers: attention servers that take part; then `transport` reaches them.
         token_bytes: bytes of one token in one layer; read where there are servers.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
+        whole_documents: whether the model's layers need whole documents; then attention tasks move.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
@@ -95,6 +96,7 @@ class PlacedLoader:
         servers: Servers | None = None,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
         layer_masks: LayerMasks = CAUSAL_LAYERS,
+        whole_documents: bool = False,
     ) -> None:
         self.dataset = dataset
         self.writes_epochs = True
@@ -108,14 +110,17 @@ class PlacedLoader:
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
-        self._planner = PlacedPlanner(config, transport.world_size, head_groups, servers, token_bytes, layer_masks)
+        of_model = head_groups, servers, token_bytes, layer_masks, whole_documents
+        planner = self._planner = PlacedPlanner(config, transport.world_size, *of_model)
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
         check_map_style(dataset)
         check_no_media(dataset)
-        self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
+        source_settings = planner.longest_tokens, config.overlong, unlearnt_token, whole_documents
+        self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
-        self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
+        lengths = self._source.document_tokens
+        self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits)
         self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()
         self._loaded: Cursor | None = None
@@ -196,6 +201,7 @@ class PlacedLoader:
                 f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
                 "same sizes"
             )
+        self._check_same_ranks(sizes, is_midst=bool(micro_batch or taken))
         # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
         if sizes != self._sizes():
             steps_from = micro_batch
@@ -211,6 +217,25 @@ class PlacedLoader:
         saved = Cursor(epoch, micro_batch, taken, steps_from)
         over = saved.micro_batch >= self._packed(saved).num_micro_batches
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
+
+    def _check_same_ranks(self, sizes: Mapping[str, int], is_midst: bool) -> None:
+        """Checks that the midst of an epoch of whole documents is of ranks as they are now: which documents had room
+        in its micro-batches depends on them.
+
+        Args:
+            sizes: with which the position was saved.
+            is_midst: whether micro-batches of its epoch were taken.
+
+        Raises:
+            ConfigError: it is of others.
+        """
+        now = self._sizes()
+        same = all(sizes[name] == now[name] for name in ("capacity_tokens", "num_ranks"))
+        if self._planner.whole_documents and is_midst and not same:
+            raise ConfigError(
+                f"the position was saved in the midst of an epoch of whole documents, with {sizes}; this loader has "
+                f"{now}. Resume with the same ranks and tokens_per_rank, or from the end of an epoch"
+            )
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
         """Counts the rest of the epoch at the loader's position, in optimizer steps of that many micro-batches."""
@@ -347,4 +372,5 @@ class PlacedLoader:
             "documents": len(self._source),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **({"whole_documents": True} if self._planner.whole_documents else {}),
         }

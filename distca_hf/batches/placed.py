@@ -4,7 +4,7 @@ Training plans with it, and so does `distca plan`: it imports no torch.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,14 @@ from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
-from distca_hf.data.epochs import Epoch
+from distca_hf.data.epochs import Epoch, Fits
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.place import place
+from distca_hf.placement.whole import fit_whole, place_whole
 from distca_hf.planning.plan import Plan, plan_in_place
+from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.served import Servers, plan_served
 
 
@@ -31,8 +33,9 @@ class PlacedPlanner:
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
         servers: attention servers behind these ranks; None if there are none.
-        token_bytes: bytes of one token in one layer; read where there are servers.
+        token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
+        whole_documents: whether documents are not cut; then tasks of attention move.
     """
 
     config: DistCAConfig
@@ -41,6 +44,12 @@ class PlacedPlanner:
     servers: Servers | None = None
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
+    whole_documents: bool = False
+
+    @property
+    def longest_tokens(self) -> int:
+        """Most tokens of a document."""
+        return self.config.tokens_per_rank if self.whole_documents else self.capacity_tokens
 
     @property
     def capacity_tokens(self) -> int:
@@ -63,7 +72,8 @@ class PlacedPlanner:
         return KernelTimes.load(Path(self.config.kernel_times)) if self.config.kernel_times else None
 
     def check_kernel_times(self, longest_document_tokens: int) -> None:
-        """Checks that a table of kernel times is not used with windows, which it does not know.
+        """Checks that a table of kernel times is not used with windows, which it does not know, or with documents that
+        stay whole.
 
         Args:
             longest_document_tokens: a window as long as this document is full attention.
@@ -73,6 +83,11 @@ class PlacedPlanner:
         """
         if not self.config.kernel_times:
             return
+        if self.whole_documents:
+            raise ConfigError(
+                f"kernel_times={self.config.kernel_times!r} decides where documents are cut, and documents of this "
+                "model stay whole, because layers carry a state from token to token; leave kernel_times out"
+            )
         windows = [mask.window_tokens for mask, _ in self.layer_masks if mask.window_tokens is not None]
         shorter = [tokens for tokens in windows if tokens < longest_document_tokens]
         if shorter:
@@ -97,7 +112,15 @@ class PlacedPlanner:
         return RegroupedEpoch(
             *(epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from),
             layer_masks=self.layer_masks,
+            whole_tokens=self.config.tokens_per_rank if self.whole_documents else None,
         )
+
+    @property
+    def fits(self) -> Fits | None:
+        """Which documents of a micro-batch have room on the ranks; None if all have, because they may be cut."""
+        if not self.whole_documents:
+            return None
+        return partial(fit_whole, num_ranks=self.num_ranks, tokens_per_rank=self.config.tokens_per_rank)
 
     def plan(self, document_tokens: IntArray, placed: Layout | None = None) -> Plan:
         """Plans a micro-batch, its rows padded.
@@ -120,6 +143,9 @@ class PlacedPlanner:
 
     def plan_layout(self, layout: Layout) -> Plan:
         """Plans a placed layout of the trainers, its rows padded."""
+        if self.servers is None and self.whole_documents:
+            topology = self.config.topology(self.num_ranks)
+            return plan_by_moving(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
         if self.servers is None:
             return plan_in_place(layout, self.head_groups)
         return plan_served(
@@ -134,6 +160,8 @@ class PlacedPlanner:
         """Places documents: equal work for all ranks, or equal seconds."""
         topology, times = self.config.topology(self.num_ranks), self.kernel_times
         self.check_kernel_times(int(np.max(document_tokens, initial=0)))
+        if self.whole_documents:
+            return place_whole(document_tokens, self.num_ranks, self.config.tokens_per_rank)
         if times is None:
             return place(
                 document_tokens,

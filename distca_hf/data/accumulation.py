@@ -27,6 +27,7 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import moved_rows
+from distca_hf.placement.whole import place_whole, surplus_work
 from distca_hf.topology import Topology
 
 
@@ -56,6 +57,7 @@ class RegroupedEpoch:
         capacity_tokens: most tokens of a micro-batch.
         topology, head_groups, layer_masks: as for `placement.place`.
         steps_from: a micro-batch that some optimizer step begins with.
+        whole_tokens: tokens of a rank, where documents stay whole; else None.
     """
 
     def __init__(
@@ -68,11 +70,12 @@ class RegroupedEpoch:
         head_groups: int = 1,
         steps_from: int = 0,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
+        whole_tokens: int | None = None,
     ) -> None:
         self._epoch, self._document_tokens = epoch, document_tokens
         self._micro_steps, self._capacity_tokens = micro_steps, capacity_tokens
         self._topology, self._head_groups, self._layer_masks = topology, head_groups, layer_masks
-        self._steps_from = steps_from
+        self._steps_from, self._whole_tokens = steps_from, whole_tokens
         self._regrouped: tuple[int, list[MicroStep]] = (-1, [])
 
     @property
@@ -106,6 +109,7 @@ class RegroupedEpoch:
             *(tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups),
             as_they_came=as_packed,
             layer_masks=self._layer_masks,
+            whole_tokens=self._whole_tokens,
         )
         return [MicroStep(documents[group.documents], group.layout) for group in groups]
 
@@ -118,6 +122,7 @@ def group_documents(
     head_groups: int = 1,
     as_they_came: Sequence[IntArray] | None = None,
     layer_masks: LayerMasks = CAUSAL_LAYERS,
+    whole_tokens: int | None = None,
 ) -> list[MicroStep]:
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
 
@@ -128,6 +133,7 @@ def group_documents(
         topology: ranks to try placements on; without it long documents are together in any case.
         head_groups, layer_masks: as for `place`.
         as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
+        whole_tokens: tokens of a rank, where documents stay whole; else None.
 
     Returns:
         The micro-steps. Their documents are indices, in rising order, and every document is in one of them. With a
@@ -156,6 +162,8 @@ def group_documents(
     if divisions:
         if topology is None:
             return [MicroStep(documents) for documents in divisions[0]]
+        if whole_tokens is not None:
+            return _cheapest_of_whole(lengths, divisions, topology.num_ranks, whole_tokens)
         return _cheapest(lengths, divisions, topology, head_groups, layer_masks)
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
@@ -209,6 +217,28 @@ def _cheapest(
 
     tried = [[placed(documents) for documents in division] for division in divisions]
     return min(tried, key=lambda steps: sum(moved_rows(step.layout) for step in steps if step.layout))
+
+
+def _cheapest_of_whole(
+    lengths: IntArray, divisions: Sequence[Sequence[IntArray]], num_ranks: int, tokens_per_rank: int
+) -> list[MicroStep]:
+    """Places the documents of all divisions whole; returns the one of which least work has to move, the first of
+    equals. In some divisions a document may have no room.
+
+    Raises:
+        PackingError: in all of them.
+    """
+    tried = []
+    for division in divisions:
+        try:
+            placed = [(one, place_whole(lengths[one], num_ranks, tokens_per_rank)) for one in division]
+        except PackingError as error:
+            without_room = error
+            continue
+        tried.append([MicroStep(documents, layout) for documents, layout in placed])
+    if not tried:
+        raise without_room
+    return min(tried, key=lambda steps: sum(surplus_work(step.layout) for step in steps if step.layout))
 
 
 class SortedPackSampler:

@@ -190,9 +190,10 @@ class DocumentSource:
 
     Args:
         dataset: the tokenised dataset.
-        capacity_tokens: tokens of a global micro-batch: no document may be longer.
+        capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
         overlong: policy for a longer document.
         unlearnt_token: a token that is never a label; None if all may be.
+        stay_whole: whether every document must fit on one rank.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
@@ -208,6 +209,7 @@ class DocumentSource:
         capacity_tokens: int,
         overlong: OverlongPolicy = "error",
         unlearnt_token: int | None = None,
+        stay_whole: bool = False,
     ) -> None:
         check_map_style(dataset)
         self._dataset, self._transform = dataset, _transform_of(dataset)
@@ -220,7 +222,7 @@ class DocumentSource:
             )
         self.documents_truncated = 0
         self.tokens_truncated = 0
-        self._unlearnt_token = unlearnt_token
+        self._unlearnt_token, self._stay_whole = unlearnt_token, stay_whole
         self._row, self._start, self.document_tokens = self._split_rows(dataset, rows)
         self._apply(overlong, capacity_tokens)
 
@@ -317,9 +319,12 @@ class DocumentSource:
             return
         first = int(too_long[0])
         if overlong == "error":
+            holders, setting = ("all ranks together hold", "ranks x tokens_per_rank")
+            if self._stay_whole:
+                holders, setting = ("documents of this model stay whole, and a rank holds", "tokens_per_rank")
             raise PackingError(
-                f"document {first} (row {self._row[first]}) has {tokens[first]} tokens, all ranks together hold "
-                f"{capacity_tokens}{and_more(len(too_long) - 1)}. Raise ranks x tokens_per_rank to {tokens.max()} "
+                f"document {first} (row {self._row[first]}) has {tokens[first]} tokens, {holders} "
+                f"{capacity_tokens}{and_more(len(too_long) - 1)}. Raise {setting} to {tokens.max()} "
                 "(the longest), or choose overlong='split' or 'truncate'."
             )
         document, start, self.document_tokens = fit_documents(tokens, capacity_tokens, overlong)

@@ -7,19 +7,21 @@ micro-batch.
 A training that goes on in an epoch may have other sizes of micro-batches and steps than before (`ResumedEpoch`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.arrays import BoolArray, IntArray, ceil_div
 from distca_hf.errors import PackingError
 
 
 # Number of documents that are searched to fill the gap before one that does not fit. Padding is below 0.2 % with it,
 # and documents stay close to their shuffled place.
 LOOKAHEAD_DOCUMENTS = 1024
+# Returns which of `[documents]` lengths have room in one micro-batch.
+Fits = Callable[[IntArray], BoolArray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +115,21 @@ class EpochPacker:
         capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
         seed: together with the epoch's number it decides the order of documents.
         shuffle: False keeps the dataset's order.
+        fits: which documents have room, where ranks must hold whole ones; by default all of them. Others wait for the
+            next micro-batch. The longest of them must fit.
 
     Raises:
         PackingError: there is no document, or one is longer than a micro-batch.
     """
 
-    def __init__(self, document_tokens: IntArray, capacity_tokens: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        document_tokens: IntArray,
+        capacity_tokens: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        fits: Fits | None = None,
+    ) -> None:
         if len(document_tokens) == 0:
             raise PackingError("the dataset holds no document")
         longest = int(np.argmax(document_tokens))
@@ -131,6 +142,7 @@ class EpochPacker:
         self._capacity_tokens = capacity_tokens
         self._seed = seed
         self._shuffle = shuffle
+        self._fits = fits
         self._first = self._pack_first()
 
     @property
@@ -142,7 +154,7 @@ class EpochPacker:
         """Packs epoch `number`."""
         if number == 0 or not self._shuffle:
             return self._first
-        packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches)
+        packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches, self._fits)
         if packed.num_micro_batches == self.num_micro_batches:
             return packed
         # This order needs more micro-batches than the first one did: keep the first epoch's groups, in a new order.
@@ -195,7 +207,7 @@ class EpochPacker:
         )
 
     def _pack_first(self) -> Epoch:
-        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens)
+        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens, self._fits)
 
     def _order(self, epoch: int) -> IntArray:
         if not self._shuffle:
@@ -207,17 +219,19 @@ class EpochPacker:
         return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch])
 
 
-def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int) -> Epoch:
+def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int, fits: Fits | None = None) -> Epoch:
     """Packs as few micro-batches as possible, of nearly equal tokens."""
     wanted = ceil_div(int(document_tokens[order].sum()), capacity_tokens)
     while True:
-        packed = _pack(document_tokens, order, capacity_tokens, wanted)
+        packed = _pack(document_tokens, order, capacity_tokens, wanted, fits)
         if packed.num_micro_batches <= wanted:
             return packed
         wanted = packed.num_micro_batches  # once more, now evenly: the last one may hold next to nothing
 
 
-def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, wanted: int) -> Epoch:
+def _pack(
+    document_tokens: IntArray, order: IntArray, capacity_tokens: int, wanted: int, fits: Fits | None = None
+) -> Epoch:
     """Packs micro-batches of at most `capacity_tokens`: `wanted` of them if the documents allow it, else more."""
     if len(order) == 0:
         return Epoch(order, np.zeros(1, dtype=np.int64))
@@ -237,6 +251,8 @@ def _pack(document_tokens: IntArray, order: IntArray, capacity_tokens: int, want
         ahead = int(np.searchsorted(cumulative, done + target, side="right")) + LOOKAHEAD_DOCUMENTS
         queue = np.concatenate([carried, order[at:ahead]])
         chosen = _choose(document_tokens[queue], target, capacity_tokens, max(1, documents_left - batches_left + 1))
+        if fits is not None:
+            chosen = chosen[fits(document_tokens[queue[chosen]])]
         # 3. Documents of the queue before the last chosen one are carried over.
         seen = max(int(chosen.max()) + 1, len(carried))
         left = np.ones(seen, dtype=bool)

@@ -31,7 +31,7 @@ LONGROPE = {
         **{"short_factor": [1.0] * (HEAD_DIM // 2), "long_factor": [2.0] * (HEAD_DIM // 2)},
     }
 }
-LINEAR = "linear attention carries state from token to token; such layers cannot be cut between GPUs"
+WHOLE = "layers carry a state from token to token: documents stay whole on a GPU"
 IMAGES = "documents of text; packs may hold images. Its towers attend with sdpa"
 
 
@@ -97,7 +97,7 @@ FAMILIES = (
     Family("Gemma 4", ("gemma4_text", "gemma4"), sign="head_dim", note="layers have heads of different sizes"),
     Family("GPT-OSS", ("gpt_oss",), sign="attention sinks", note="attention sinks"),
     Family("Llama 4", ("llama4_text", "llama4"), sign="chunked_attention", note="layers attend inside chunks"),
-    Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), sign="linear_attention", note=LINEAR),
+    Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), note=WHOLE),
     Family(
         "DeepSeek-V3.2, GLM-5",
         ("deepseek_v32", "glm_moe_dsa"),
@@ -107,10 +107,9 @@ FAMILIES = (
     Family(
         "Falcon-H1, Nemotron-H, Granite 4 hybrid",
         ("falcon_h1", "nemotron_h", "granitemoehybrid"),
-        sign="mixes neighbouring tokens",
-        note=LINEAR,
+        note=WHOLE,
     ),
-    Family("Mamba", ("mamba", "mamba2"), sign="linear_attention", note="no attention at all"),
+    Family("Mamba", ("mamba", "mamba2"), sign="none of its layers", note="no attention at all"),
 )
 INTRODUCTION = f"""# Models
 

@@ -39,6 +39,7 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.testing import run_ranks
 from shared.page_sections import write_section
 from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config
@@ -208,10 +209,12 @@ def documents_dataset() -> Dataset:
     return Dataset.from_dict({"input_ids": documents, "completion_mask": masks})
 
 
-def loader_of(transport: Transport) -> PlacedLoader:
+def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
     """Returns all documents in one micro-batch."""
-    config = DistCAConfig(tokens_per_rank=CAPACITY_TOKENS // transport.world_size, pad_to_multiple_of=32)
-    return PlacedLoader(documents_dataset(), config, transport, torch.device("cpu"))
+    tokens_per_rank = max(CAPACITY_TOKENS // transport.world_size, LONGEST_TOKENS)
+    config = DistCAConfig(tokens_per_rank=tokens_per_rank, pad_to_multiple_of=32)
+    settings = documents_dataset(), config, transport, torch.device("cpu")
+    return PlacedLoader(*settings, whole_documents=whole_documents)
 
 
 def step_alone(model: PreTrainedModel) -> Step:
@@ -235,7 +238,7 @@ def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind
     def step(transport: Transport) -> Step:
         model = models[transport.rank]
         distca_hf.enable(model, distca_hf.DistCAPlugin(), LONGEST_TOKENS)
-        (batch,) = loader_of(transport)
+        (batch,) = loader_of(transport, needs_whole_documents(model))
         loss = model(**batch).loss
         loss.backward()
         return Step(loss.item(), gradients_of(model))

@@ -12,7 +12,7 @@ import torch
 import distca_hf
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.stated_documents import stated_lengths
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.testing import run_ranks
@@ -35,8 +35,8 @@ MODEL_TYPES = (
     "recurrent_gemma",
     "zamba2",
 )
-# The longest document of the sweep against all others, which are as long together: unequal work.
-PACKS = {1: [[6, 0, 3, 1, 5, 2, 4]], 2: [[6], [0, 3, 1, 5, 2, 4]], 3: [[6], [3, 5], [0, 1, 4, 2]]}
+# Packs of ranks, as numbers of documents from the shortest on. The longest is against all others: unequal work.
+PACKS = ([[6, 0, 3, 1, 5, 2, 4]], [[6], [0, 3, 1, 5, 2, 4]], [[6], [3, 5], [0, 1, 4, 2]])
 
 
 @pytest.fixture
@@ -69,8 +69,6 @@ def pack(documents: list[Any]) -> dict[str, Any]:
 
 def step_on_packs(sweep: ModuleType, config_class: type, packs: list[list[int]]) -> tuple[Any, PlanFacts]:
     """Runs a step on packs that stay; returns its mean over ranks, and facts of the plan."""
-    from distca_hf.comm.transport import LocalTransport
-
     documents = sweep.loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     documents.sort(key=lambda document: len(document.input_ids))
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
@@ -92,11 +90,13 @@ def step_on_packs(sweep: ModuleType, config_class: type, packs: list[list[int]])
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_step_on_packs_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
+def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
     config_class = config_class_of(model_type, sweep)
     expected = sweep.step_alone(sweep.build_plain(config_class))
-    for num_ranks, packs in PACKS.items():
+    for packs in PACKS:
         step, facts = step_on_packs(sweep, config_class, packs)
 
         assert step.difference(expected) <= 1e-5
-        assert num_ranks == 1 or sum(facts.query_rows_sent) > 0, "attention tasks move"
+        assert len(packs) == 1 or sum(facts.query_rows_sent) > 0, "attention tasks move"
+    for num_ranks in sweep.RANKS:
+        assert sweep.step_placed(config_class, num_ranks).difference(expected) <= 1e-5, "whole documents, placed"

@@ -28,7 +28,7 @@ SOME = {
     "gemma3n_text": ("works", ""),  # layers share keys
     "bert": ("works", ""),
     "gemma2": ("refused", "attn_logit_softcapping=50.0"),
-    "qwen3_next": ("refused", "layers [0] are of type 'linear_attention'"),
+    "zaya": ("refused", "layers [0, 1] are of type 'hybrid'"),  # a convolution inside of its attention
     "stablelm": ("refused", "0 of its 2 attention layers came through distca in the first forward pass"),
     "falcon": ("refused", "by Transformers: KeyError: 'distca'"),
     "musicgen": ("not built", "MusicgenConfig"),

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.integrations.models.parts import attention_layers, text_modules
+from distca_hf.integrations.models.parts import attention_layers, text_modules, transformers_model
 
 
 # Layer types of configurations whose tokens attend to tokens before them, or do not see each other.
@@ -39,6 +39,15 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
         and attention.isdisjoint(child.modules())
         and any(_carries_state(type(part)) for part in child.modules())  # type: ignore[arg-type]
     }
+
+
+def needs_whole_documents(model: nn.Module) -> bool:
+    """Returns whether a model has mixers.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one.
+    """
+    return bool(mixers_of(transformers_model(model)))
 
 
 def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of, transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
@@ -211,6 +212,8 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
 def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
     args, config, head_groups = trainer.args, context.config, head_groups_of(trainer.model)
+    whole_documents = needs_whole_documents(trainer.model)
+    needs_bytes = context.servers is not None or whole_documents
     return PlacedLoader(
         _dataset(trainer),
         config,
@@ -223,8 +226,9 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
         servers=context.servers,
-        token_bytes=TokenBytes() if context.servers is None else token_bytes_of(trainer.model),
+        token_bytes=token_bytes_of(trainer.model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(trainer.model),
+        whole_documents=whole_documents,
     )
 
 
@@ -275,6 +279,7 @@ def _evaluation_loader(
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
     device, head_groups = trainer.args.device, head_groups_of(trainer.model)
+    whole_documents = needs_whole_documents(trainer.model)
     return PlacedLoader(
         dataset,
         context.config,
@@ -283,7 +288,9 @@ def _evaluation_loader(
         shuffle=False,
         head_groups=head_groups,
         unlearnt_token=unlearnt_token(trainer.data_collator),
+        token_bytes=token_bytes_of(trainer.model) if whole_documents else TokenBytes(),
         layer_masks=layer_masks_of(trainer.model),
+        whole_documents=whole_documents,
     )
 
 

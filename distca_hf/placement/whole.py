@@ -1,0 +1,107 @@
+"""Whole: placement of documents that must not be cut, for models whose layers carry a state from token to token.
+
+    longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work
+    short ones last    | d0 ........... | d1 .... s1 | d2 .... s0 |      to the rank with fewest tokens
+
+Tokens of ranks come out equal to within a short document. Attention work does not, and tasks move afterwards
+(`planning.rebalance`). A document that no rank has room for is left over.
+"""
+
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from distca_hf.arrays import BoolArray, IntArray, offsets
+from distca_hf.cost import causal_pairs_of
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout, check_document_tokens
+
+
+# Least attention work of a long document, as a fraction of the mean work of the ranks. Shorter ones level tokens.
+LONG_SHARE = 0.01
+# Rank of a document that is left over.
+LEFT_OVER = -1
+
+
+def deal_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -> IntArray:
+    """Deals whole documents to ranks.
+
+    Args:
+        document_tokens: `[documents]` lengths.
+        tokens_per_rank: most tokens of a rank.
+
+    Returns:
+        `[documents]` rank of each document; `LEFT_OVER` where no rank has room. Of equally long documents those that
+        come first are dealt first.
+    """
+    ranks = np.full(len(document_tokens), LEFT_OVER, dtype=np.int64)
+    longest_first = np.argsort(-document_tokens, kind="stable")
+    pairs = causal_pairs_of(np.zeros_like(document_tokens), document_tokens)
+    is_long = pairs[longest_first] > LONG_SHARE * pairs.sum() / num_ranks
+    num_long = int(np.count_nonzero(is_long))
+
+    # 1. Long documents, each to the rank with least work among those with room.
+    tokens, work = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
+    for document in longest_first[:num_long].tolist():
+        length = int(document_tokens[document])
+        candidates = np.flatnonzero(tokens + length <= tokens_per_rank)
+        if len(candidates):
+            rank = int(candidates[np.lexsort((tokens[candidates], work[candidates]))[0]])
+            ranks[document] = rank
+            tokens[rank] += length
+            work[rank] += float(pairs[document])
+
+    # 2. Short ones, each to the rank with fewest tokens: where that has no room, none has.
+    fewest = [(held, rank) for rank, held in enumerate(tokens.tolist())]
+    heapify(fewest)
+    for document in longest_first[num_long:].tolist():
+        held, rank = fewest[0]
+        length = int(document_tokens[document])
+        if held + length <= tokens_per_rank:
+            ranks[document] = rank
+            heapreplace(fewest, (held + length, rank))
+    return ranks
+
+
+def fit_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -> BoolArray:
+    """Returns which of `[documents]` have room on ranks where they stay whole."""
+    fits: BoolArray = deal_whole(document_tokens, num_ranks, tokens_per_rank) != LEFT_OVER
+    return fits
+
+
+def place_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -> Layout:
+    """Places whole documents.
+
+    Args:
+        document_tokens: `[documents]` lengths.
+        tokens_per_rank: most tokens of a rank.
+
+    Returns:
+        A layout without padding.
+
+    Raises:
+        PackingError: a length is out of range, or no rank has room for a document.
+    """
+    lengths = check_document_tokens(document_tokens)
+    ranks = deal_whole(lengths, num_ranks, tokens_per_rank)
+    left = np.flatnonzero(ranks == LEFT_OVER)
+    if len(left):
+        raise PackingError(
+            f"document {left[0]} of {lengths[left[0]]} tokens stays whole, and none of {num_ranks} ranks of "
+            f"{tokens_per_rank} tokens has room for it; leave it for another micro-batch"
+        )
+    order = np.argsort(ranks, kind="stable")
+    return Layout(
+        document_tokens=lengths,
+        segment_document=order,
+        segment_start=np.zeros(len(order), dtype=np.int64),
+        segment_stop=lengths[order],
+        rank_segments=offsets(np.bincount(ranks, minlength=num_ranks)),
+        rank_rows=np.bincount(ranks, weights=lengths, minlength=num_ranks).astype(np.int64),
+    )
+
+
+def surplus_work(layout: Layout) -> int:
+    """Returns the attended pairs that ranks hold above the mean: they have to move."""
+    work = layout.rank_work
+    return int(np.maximum(work - work.mean(), 0).sum())
