@@ -11,13 +11,12 @@ import numpy as np
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
-from distca_hf.placement.lines import CAUSAL_LAYERS, LayerMasks
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.served import Servers, plan_served

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
-from distca_hf.placement.lines import CAUSAL_LAYERS, LayerMasks
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import moved_rows
 from distca_hf.topology import Topology

@@ -29,12 +29,9 @@ from functools import cached_property
 import numpy as np
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import CAUSAL_MASK, Cost, DocumentCost, Mask
+from distca_hf.cost import CAUSAL_MASK, Cost, DocumentCost, LayerMasks, Mask
 
 
-LayerMasks = tuple[tuple[Mask, int], ...]  # each mask with the number of layers that have it, as in `cost.Cost`
-
-CAUSAL_LAYERS: LayerMasks = ((CAUSAL_MASK, 1),)
 # Limits between the lines that are tried, in windows, lowest first.
 LIMITS_IN_WINDOWS = (1.0, 1.5, 2.0)
 # Expected excess of the busiest rank in window layers over the mean, as a fraction of it, up to which a limit will do.

@@ -21,7 +21,7 @@ from operator import not_
 import numpy as np
 
 from distca_hf.arrays import IntArray, offsets
-from distca_hf.cost import CAUSAL_MASK, DocumentCost, Work
+from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, DocumentCost, LayerMasks, Mask, Work
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
@@ -32,7 +32,7 @@ from distca_hf.placement.heuristics import (
     heuristics_of_a_line,
     heuristics_to_try,
 )
-from distca_hf.placement.lines import CAUSAL_LAYERS, LayerKinds, LayerMasks, tokens_of_lines
+from distca_hf.placement.lines import LayerKinds, tokens_of_lines
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.predicted import PredictedTime
@@ -152,9 +152,9 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
     )
 
 
-def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> IntArray:
+def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mask: Mask = CAUSAL_MASK) -> IntArray:
     """Counts `[ranks]` attended pairs of ranks that are packed by `fill_in_order`."""
-    return fill_in_order(document_tokens, num_ranks).rank_work
+    return fill_in_order(document_tokens, num_ranks).rank_work_of(mask)
 
 
 @dataclass(frozen=True, eq=False)

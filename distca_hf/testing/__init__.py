@@ -124,12 +124,18 @@ def run_ranks(
 
 
 def attend_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_tokens: Sequence[int], scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document_tokens: Sequence[int],
+    scale: float,
+    window_tokens: int | None = None,
 ) -> torch.Tensor:
     """Returns causal attention of each document alone, by definition, with gradients from autograd.
 
     Args:
         q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.
+        window_tokens: keys that a token sees, its own among them; None for all before it.
     """
     shared = q.shape[1] // k.shape[1]
     outputs = []
@@ -138,8 +144,10 @@ def attend_documents(
         rows = slice(start, start + tokens)
         keys, values = k[rows].repeat_interleave(shared, dim=1), v[rows].repeat_interleave(shared, dim=1)
         scores = torch.einsum("tnh,snh->nts", q[rows], keys) * scale
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
-        outputs.append(torch.einsum("nts,snv->tnv", scores.masked_fill(~causal, float("-inf")).softmax(-1), values))
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        if window_tokens is not None:
+            seen = seen.triu(1 - window_tokens)
+        outputs.append(torch.einsum("nts,snv->tnv", scores.masked_fill(~seen, float("-inf")).softmax(-1), values))
         start += tokens
     return torch.cat(outputs)
 
