@@ -59,7 +59,7 @@ SHORT_FOR_NODES = 4096
 ALIKE_NODES = 0.5
 # Maximum miss of a rank's work in the long one of two lines, as a fraction of the short line's work, which makes up
 # for it. The more it may miss, the fewer long documents are cut.
-MADE_UP_FOR = 0.1
+MADE_UP_FOR = 0.07
 # Time that ranks lose by uneven layers, as a fraction of all attention, up to which one line will do: as much as full
 # attention is off.
 LITTLE_UNEVEN = 5e-3
@@ -218,39 +218,43 @@ class _Documents:
         tokens, num_ranks = int(self.lengths.sum()), len(self.shares)
         return np.diff([tokens * rank // num_ranks for rank in range(num_ranks + 1)]).tolist()
 
+    @cached_property
+    def pool(self) -> PiecePool:
+        """All documents; lines take from copies of it."""
+        return PiecePool.of_documents(self.sorted_tokens, self.cost)
+
+    @cached_property
+    def rule(self) -> StripeRule:
+        """Rule for stripes, the same for all lines."""
+        rank_load = self.pool.work_left / len(self.shares)
+        return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
+
     def in_one_line(self) -> Layout:
         """Places all documents together."""
-        pool = self._pool()
-        line = _Line(pool, self.rank_tokens, self.shares, self.has_shares)
-        return self._layout([self._dealt(line, self._rule(pool))])
+        line = _Line(self.pool.copy(), self.rank_tokens, self.shares, self.has_shares)
+        return self._layout([self._dealt(line)])
 
     def in_two_lines(self, limit_tokens: int) -> Layout:
         """Places documents up to a length, and longer ones, so that ranks have an equal part of both."""
         # 1. Long documents.
         num_short = int(np.searchsorted(self.sorted_tokens, limit_tokens, side="right"))
         short_tokens, long_tokens = tokens_of_lines(self.rank_tokens, int(self.sorted_tokens[:num_short].sum()))
-        pool = self._pool()
-        rule, work, whole_work, pieces = self._rule(pool), pool.work, pool.work_left, pool.take_all()
+        pieces, work = self.pool.copy().take_all(), self.pool.work
         long_pool = PiecePool([piece for piece in pieces if piece[1] >= num_short], work)
-        part = long_pool.work_left / whole_work
+        part = long_pool.work_left / self.pool.work_left
         off = MADE_UP_FOR * (1 - part)
-        long = self._dealt(_Line(long_pool, long_tokens, self.shares, self.has_shares, part, off), rule)
+        long = self._dealt(_Line(long_pool, long_tokens, self.shares, self.has_shares, part, off))
 
         # 2. Short ones. Their work makes up for what ranks miss of the long ones.
-        goals = _goals(self.rank_tokens, self.shares, whole_work)
+        goals = _goals(self.rank_tokens, self.shares, self.pool.work_left)
         missing = [max(0.0, goal.work - held) for goal, held in zip(goals, long.work, strict=True)]
         short_pool = PiecePool([piece for piece in pieces if piece[1] < num_short], work)
-        short = self._dealt(_Line(short_pool, short_tokens, missing, True, 1 - part), rule)
+        short = self._dealt(_Line(short_pool, short_tokens, missing, True, 1 - part))
         return self._layout([short, long])
 
-    def _pool(self) -> PiecePool:
-        return PiecePool.of_documents(self.sorted_tokens, self.cost)
-
-    def _rule(self, pool: PiecePool) -> StripeRule:
-        return StripeRule(self.head_groups, pool.work_left / len(self.shares), self.sorted_tokens.tolist(), pool.work)
-
-    def _dealt(self, line: _Line, rule: StripeRule) -> _Dealt:
+    def _dealt(self, line: _Line) -> _Dealt:
         """Deals a line out."""
+        rule = self.rule
         # 1. Documents to nodes.
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
         tokens_of = [line.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.cost import Mask, imbalance
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
 from distca_hf.layout import Layout
-from distca_hf.placement.lines import CAUSAL_LAYERS, LayerKinds, LayerMasks
+from distca_hf.placement.lines import LayerKinds
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import PredictedTime
 from distca_hf.planning.plan import plan_in_place

@@ -8,10 +8,10 @@ import pytest
 
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import Mask, imbalance
+from distca_hf.cost import CAUSAL_LAYERS, Mask, imbalance
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
-from distca_hf.placement.lines import CAUSAL_LAYERS, MOST_UNEVEN, LayerKinds, tokens_of_lines
+from distca_hf.placement.lines import MOST_UNEVEN, LayerKinds, tokens_of_lines
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import PredictedTime
 from distca_hf.topology import Topology
