@@ -9,16 +9,16 @@ per token:
     rank 1     |  12K  |  11K  |  13K  |  12K | 9K |     full: even     window of 4K: 1.3
 
 Therefore documents up to a limit are one line, and longer ones another. Every rank gets an equal part of either line:
-equal tokens, and equal work of full attention. That bounds what window layers may differ by. In the short line
+equal tokens, and equal work of full attention. This bounds the difference in window layers. In the short line
 
-    window work = full work - what the window leaves out of documents between the window and the limit,
+    window work = full work - pairs that the window leaves out of documents between the window and the limit,
 
 and full work is even there. In the long line
 
-    window work = window x tokens - what documents lack where they begin,
+    window work = window x tokens - pairs that documents lack where they begin,
 
 and tokens are even there. A document of twice the window loses as much in one line as in the other. It is the limit
-with the lowest bound. Lower limits move fewer keys, because documents near the limit are what is cut.
+with the lowest bound. Lower limits move fewer keys, because mostly documents near the limit are cut.
 """
 
 from collections import Counter
