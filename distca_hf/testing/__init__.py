@@ -124,12 +124,20 @@ def run_ranks(
 
 
 def attend_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_tokens: Sequence[int], scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document_tokens: Sequence[int],
+    scale: float,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns causal attention of each document alone, by definition, with gradients from autograd.
 
     Args:
         q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.
+        softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
+        sinks_N: one more score for each head, without a value; None without sinks.
     """
     shared = q.shape[1] // k.shape[1]
     outputs = []
@@ -138,8 +146,12 @@ def attend_documents(
         rows = slice(start, start + tokens)
         keys, values = k[rows].repeat_interleave(shared, dim=1), v[rows].repeat_interleave(shared, dim=1)
         scores = torch.einsum("tnh,snh->nts", q[rows], keys) * scale
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
-        outputs.append(torch.einsum("nts,snv->tnv", scores.masked_fill(~causal, float("-inf")).softmax(-1), values))
+        scores = scores.masked_fill(~causal, float("-inf"))
+        if sinks_N is not None:
+            scores = torch.cat([scores, sinks_N[:, None, None].expand(-1, tokens, 1)], dim=2)
+        outputs.append(torch.einsum("nts,snv->tnv", scores.softmax(-1)[:, :, :tokens], values))
         start += tokens
     return torch.cat(outputs)
 

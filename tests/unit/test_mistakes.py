@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     FalconConfig,
-    Gemma2Config,
     GptOssConfig,
     MambaConfig,
     Trainer,
@@ -270,12 +269,6 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "the dataset is padded",
         "row 1: attention_mask is 0 at token 3",
         "Tokenise it without padding",
-    ),
-    "14 Gemma 2": (
-        partial(refused_model, Gemma2Config(**SMALL)),
-        "attn_logit_softcapping=50.0 is not computed",
-        "Gemma2ForCausalLM",
-        "Else train it without distca_hf",
     ),
     "14 GPT-OSS": (
         partial(refused_model, GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),

@@ -221,16 +221,12 @@ def _attention_settings(
     model: PreTrainedModel, config: PreTrainedConfig, longest_document_tokens: int
 ) -> Iterator[str]:
     """Yields settings of attention that are not computed."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
-        yield f"attn_logit_softcapping={softcap} is not computed"
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:
         yield "config.is_causal=False: its masks are not causal"
     checks: dict[str, Callable[[nn.Module], object]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
-        "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
         "attention is not causal (is_causal={})": lambda module: _not_causal(module),
         f"sliding window {{}} is shorter than documents of {longest_document_tokens} tokens": lambda module: (
             _short_window(module, config, longest_document_tokens)
@@ -307,8 +303,9 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         head_dim=heads.dim,
         value_dim=heads.value_dim,
     )
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     try:
-        choose_kernel(kernel, operands, AttentionSpec(scale=1.0))
+        choose_kernel(kernel, operands, AttentionSpec(scale=1.0, softcap=softcap))
     except UnsupportedAttentionError as error:
         yield str(error)
 
