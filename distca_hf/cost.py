@@ -128,6 +128,9 @@ class Mask:
 
 
 CAUSAL_MASK = Mask()
+# Masks of a model's layers, each with the number of layers that attend with it.
+LayerMasks = tuple[tuple[Mask, int], ...]
+CAUSAL_LAYERS: LayerMasks = ((CAUSAL_MASK, 1),)
 
 
 class DocumentCost(Protocol):
@@ -153,7 +156,7 @@ class Cost:
         ConfigError: there are no layers, or fewer than 1 of a mask.
     """
 
-    layers: tuple[tuple[Mask, int], ...] = ((CAUSAL_MASK, 1),)
+    layers: LayerMasks = CAUSAL_LAYERS
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -42,7 +42,6 @@ MOVED = {
         "launcher": "telemetry",
         "lazy": "import_hooks",
         "packing": "data",
-        "placement.stripes": "placement.place",
         "planning.baselines": "analysis.baselines",
         "planning.bounds": "analysis.bounds",
         "planning.chunks": "planning.transfers",

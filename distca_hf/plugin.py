@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
@@ -83,7 +84,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works. "cuda" is the current GPU.
             prefetch: micro-batches to prepare ahead; by default the setting of this name.
-            model: the model that batches are for: then the heads of very long documents may be divided, too.
+            model: the model that batches are for: then the heads of very long documents may be divided, too, and
+                layers with sliding windows are balanced as well.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
@@ -107,6 +109,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             unlearnt_token,
             self.servers,
             TokenBytes() if model is None or self.servers is None else token_bytes_of(model),
+            CAUSAL_LAYERS if model is None else layer_masks_of(model),
         )
 
     def attempts(

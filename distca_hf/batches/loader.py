@@ -25,7 +25,7 @@ from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens
@@ -68,6 +68,7 @@ class PlacedLoader:
         unlearnt_token: a token that is never a label.
         servers: attention servers that take part; then `transport` reaches them.
         token_bytes: bytes of one token in one layer; read where there are servers.
+        layer_masks: masks that the model's layers attend with, each with the number of its layers.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
@@ -92,6 +93,7 @@ class PlacedLoader:
         unlearnt_token: int | None = None,
         servers: Servers | None = None,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+        layer_masks: LayerMasks = CAUSAL_LAYERS,
     ) -> None:
         self.dataset = dataset
         self.writes_epochs = True
@@ -105,10 +107,11 @@ class PlacedLoader:
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
-        self._planner = PlacedPlanner(config, transport.world_size, head_groups, servers, token_bytes)
+        self._planner = PlacedPlanner(config, transport.world_size, head_groups, servers, token_bytes, layer_masks)
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
+        self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)
         self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()
@@ -281,7 +284,7 @@ class PlacedLoader:
         plan = PlacedPlan(
             data,
             micro_batch=number,
-            routings={mask: pinned.to(self._device) for mask, pinned in prepared.routings.items()},
+            routings=prepared.kinds.to(self._device),
             facts=prepared.facts,
             transport=self._transport,
             config=self._config,
@@ -290,6 +293,7 @@ class PlacedLoader:
             posted=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
             replan=None if served is None else Replanner(served, self.preparer, prepared, number),
             stopwatch=None if served is None else served.speeds.stopwatch,
+            route_window=prepared.kinds.route_window(self._device),
         )
         batch = {
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},

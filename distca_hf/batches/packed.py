@@ -18,15 +18,14 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import Servers, plan_served
-from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 from distca_hf.topology import Topology
@@ -41,6 +40,7 @@ class PackPlanner:
     Args:
         servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
             them. None if there are none.
+        layer_masks: masks that the model's layers attend with, each with the number of its layers.
 
     Attributes:
         history: facts of the latest micro-batches.
@@ -54,6 +54,7 @@ class PackPlanner:
         head_groups: int = 1,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
         servers: Servers | None = None,
+        layer_masks: LayerMasks = CAUSAL_LAYERS,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -64,7 +65,7 @@ class PackPlanner:
         self._topology = config.topology(transport.world_size)
         self._head_groups = head_groups
         self._token_bytes = token_bytes
-        self._servers = servers
+        self._servers, self._layer_masks = servers, layer_masks
         self._warned_of_padding = False
         self._next_number = 0
 
@@ -108,22 +109,30 @@ class PackPlanner:
             servers = served.servers  # some may be lost
         plan, topology = self._plan(layout, servers)
         num_chunks = self._config.num_chunks(topology)
-        mine = rank_plan(plan, self._transport.rank, num_chunks, layout.rank_work)
-        routing = PinnedRankPlan.prepare(mine, pin=tokens.is_cuda)
-        self.history.append(mine.facts)
+        kinds = PinnedKinds.prepare(
+            plan,
+            self._transport.rank,
+            num_chunks,
+            self._layer_masks,
+            layout.rank_work_of,
+            pin=tokens.is_cuda,
+            num_servers=0 if servers is None else servers.count,
+        )
+        self.history.append(kinds.facts)
         if trains:
-            self.totals = self.totals.plus(mine.facts)
+            self.totals = self.totals.plus(kinds.facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += time.perf_counter() - began
         return LivePlan(
             micro_batch=number,
-            routings={mine.mask: routing.to(tokens.device)},
-            facts=mine.facts,
+            routings=kinds.to(tokens.device),
+            facts=kinds.facts,
             transport=self._transport if trains else self._alone,
             config=self._config,
             fingerprint=plan.fingerprint,
             posted=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
             stopwatch=None if served is None else served.speeds.stopwatch,
+            route_window=kinds.route_window(tokens.device),
         )
 
     def _plan(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.epochs import Epoch
+from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.place import place
@@ -29,6 +32,7 @@ class PlacedPlanner:
         head_groups: groups that plans may divide the heads of the model in.
         servers: attention servers behind these ranks; None if there are none.
         token_bytes: bytes of one token in one layer; read where there are servers.
+        layer_masks: each mask of the model with the number of layers that have it.
     """
 
     config: DistCAConfig
@@ -36,6 +40,7 @@ class PlacedPlanner:
     head_groups: int = 1
     servers: Servers | None = None
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
+    layer_masks: LayerMasks = CAUSAL_LAYERS
 
     @property
     def capacity_tokens(self) -> int:
@@ -57,6 +62,26 @@ class PlacedPlanner:
         """
         return KernelTimes.load(Path(self.config.kernel_times)) if self.config.kernel_times else None
 
+    def check_kernel_times(self, longest_document_tokens: int) -> None:
+        """Checks that a table of kernel times is not used with windows, which it does not know.
+
+        Args:
+            longest_document_tokens: a window as long as this document is full attention.
+
+        Raises:
+            ConfigError: names setting and window.
+        """
+        if not self.config.kernel_times:
+            return
+        windows = [mask.window_tokens for mask, _ in self.layer_masks if mask.window_tokens is not None]
+        shorter = [tokens for tokens in windows if tokens < longest_document_tokens]
+        if shorter:
+            raise ConfigError(
+                f"kernel_times={self.config.kernel_times!r} has times of full attention, but layers of this model "
+                f"have a window of {shorter[0]} tokens, and a document has {longest_document_tokens}; leave "
+                "kernel_times out for this model"
+            )
+
     def regroup(
         self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0
     ) -> RegroupedEpoch:
@@ -70,7 +95,8 @@ class PlacedPlanner:
         """
         topology = self.config.topology(self.num_ranks)
         return RegroupedEpoch(
-            epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from
+            *(epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from),
+            layer_masks=self.layer_masks,
         )
 
     def plan(self, document_tokens: IntArray, placed: Layout | None = None) -> Plan:
@@ -83,6 +109,7 @@ class PlacedPlanner:
 
         Raises:
             PackingError: a length is out of range.
+            ConfigError: see `check_kernel_times`.
         """
         return self.plan_layout(self.layout(document_tokens, placed))
 
@@ -106,8 +133,15 @@ class PlacedPlanner:
     def _place(self, document_tokens: IntArray) -> Layout:
         """Places documents: equal work for all ranks, or equal seconds."""
         topology, times = self.config.topology(self.num_ranks), self.kernel_times
+        self.check_kernel_times(int(np.max(document_tokens, initial=0)))
         if times is None:
-            return place(document_tokens, self.num_ranks, topology=topology, head_groups=self.head_groups)
+            return place(
+                document_tokens,
+                self.num_ranks,
+                topology=topology,
+                head_groups=self.head_groups,
+                layer_masks=self.layer_masks,
+            )
         return place_by_seconds(
             document_tokens, self.num_ranks, times, topology=topology, head_groups=self.head_groups
         )

@@ -12,20 +12,18 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 
+from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.cost import Mask
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import Servers
-from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.telemetry import LoaderTimes
 
 
@@ -58,7 +56,7 @@ class Prepared:
     Attributes:
         columns: `[1, rows]` tensors by their names among the arguments of models.
         documents_checksum: of the documents that form the micro-batch.
-        routings: rank plans for each mask that layers attend with.
+        kinds: rank plans for each mask that layers attend with, and facts.
         cuts: cuts of documents beside this rank's segments.
         plan: the plan of all ranks, to hand to attention servers; None if there are none.
         layout: the rows of the ranks that train.
@@ -67,8 +65,7 @@ class Prepared:
 
     cursor: Cursor
     columns: dict[str, torch.Tensor]
-    routings: dict[Mask, PinnedRankPlan]
-    facts: PlanFacts
+    kinds: PinnedKinds
     fingerprint: int
     label_tokens: int
     documents_checksum: int
@@ -77,6 +74,11 @@ class Prepared:
     plan: Plan | None = None
     layout: Layout | None = None
     servers: Servers | None = None
+
+    @property
+    def facts(self) -> PlanFacts:
+        """Facts of all layers together."""
+        return self.kinds.facts
 
 
 @dataclass
@@ -103,15 +105,13 @@ class Preparer:
         planner = self.planner  # another one may come meanwhile
         layout = planner.layout(document_tokens, epoch.layout(cursor.micro_batch))
         plan = planner.plan_layout(layout)
-        work_before = work_in_order(document_tokens, planner.num_ranks)
-        mine = rank_plan(plan, self.rank, planner.num_chunks, work_before)
+        kinds = self._routed(plan, document_tokens)
         pin = self.device.type == "cuda"
         rows = collate(plan.layout, self.rank, documents, self.source)
         return Prepared(
             cursor=cursor,
             columns=_host_tensors(rows, pin),
-            routings={mine.mask: PinnedRankPlan.prepare(mine, pin)},
-            facts=mine.facts,
+            kinds=kinds,
             fingerprint=plan.fingerprint,
             label_tokens=rows.num_labels,
             documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),
@@ -129,15 +129,25 @@ class Preparer:
         assert prepared.layout is not None
         planner = self.planner = replace(self.planner, servers=servers)
         plan = planner.plan_layout(prepared.layout)
-        before = np.array(prepared.facts.work_before) // prepared.facts.rows_per_token
-        mine = rank_plan(plan, self.rank, planner.num_chunks, before)
         return replace(
             prepared,
-            routings={mine.mask: PinnedRankPlan.prepare(mine, self.device.type == "cuda")},
-            facts=mine.facts,
+            kinds=self._routed(plan, prepared.layout.document_tokens),
             fingerprint=plan.fingerprint,
             plan=None if servers is None else plan,
             servers=servers,
+        )
+
+    def _routed(self, plan: Plan, document_tokens: IntArray) -> PinnedKinds:
+        """Routes all kinds of layers; facts compare them with documents packed in order."""
+        planner = self.planner
+        return PinnedKinds.prepare(
+            plan,
+            self.rank,
+            planner.num_chunks,
+            planner.layer_masks,
+            lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
+            pin=self.device.type == "cuda",
+            num_servers=0 if planner.servers is None else planner.servers.count,
         )
 
 

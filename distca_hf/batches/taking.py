@@ -12,14 +12,16 @@ from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import PostedPlan, ServedTransport
+from distca_hf.comm.posted_plans import PostedPlan
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.served import plan_to_integers
-from distca_hf.runtime.live_plan import LivePlan, Planned, PlanUse
+from distca_hf.runtime.layer_kinds import Planned
+from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -62,7 +64,7 @@ def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_ch
     if plan is None:
         return None
     assert isinstance(transport, ServedTransport)  # a plan with servers comes of a transport that reaches them
-    return transport.order_plan(micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
+    return PostedPlan(transport, micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
 
 
 class Replanner:
@@ -80,7 +82,8 @@ class Replanner:
         prepared = self._prepared = self._preparer.planned_for(self._transport.servers, self._prepared)
         device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
         return Planned(
-            {mask: pinned.to(device) for mask, pinned in prepared.routings.items()},
+            prepared.kinds.to(device),
+            prepared.kinds.route_window(device),
             prepared.facts,
             prepared.fingerprint,
             order_plan(self._transport, prepared.plan, self._micro_batch, num_chunks),

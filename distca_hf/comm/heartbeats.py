@@ -13,8 +13,7 @@ import atexit
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,8 +29,6 @@ log = get_logger(__name__)
 
 # Seconds between two beats of a server, and between two looks of a trainer.
 BEAT_SECONDS, LOOK_SECONDS = 0.5, 0.25
-# Times in a row that a server may be lost before a step counted with it.
-MOST_LOSSES = 5
 # Seconds between two marks that are left in a stream.
 MARK_SECONDS = 1.0
 # Longest time between two looks that counts as silence of servers. A trainer that was itself stopped or kept from
@@ -85,7 +82,7 @@ class Repeated:
 
 
 class SpoiledRosters:
-    """Rosters that were lost, as the store has them.
+    """Rosters that were lost, as the store has them. Several are open at once if there are several plugins.
 
     Args:
         store: of the thread that looks.
@@ -93,18 +90,22 @@ class SpoiledRosters:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._wanted: int | None = None
+        self._open: set[int] = set()
         self._words: dict[int, str] = {}
 
     def look_for(self, roster: int) -> None:
-        """Makes later looks ask for this roster, and for no earlier one."""
-        self._wanted = roster
+        """Makes later looks ask for this roster, too."""
+        self._open.add(roster)
+
+    def leave(self, roster: int) -> None:
+        """Ends looking for a roster."""
+        self._open.discard(roster)
 
     def look(self) -> None:
         """Asks the store. Raises RuntimeError if it is gone."""
-        roster = self._wanted
-        if roster is not None and roster not in self._words and (words := _peek(self._store, _spoiled(roster))):
-            self._words[roster] = words.decode(errors="replace")
+        for roster in sorted(self._open):
+            if roster not in self._words and (words := _peek(self._store, _spoiled(roster))):
+                self._words[roster] = words.decode(errors="replace")
 
     def spoil(self, roster: int, words: str) -> None:
         """Notes that a roster is lost, here and then in the store; the first words stay."""
@@ -144,8 +145,12 @@ class Heartbeat:
         self._thread.end()
 
     def look_for(self, roster: int) -> None:
-        """Makes `is_spoiled` look at this roster; only the last one is looked for."""
+        """Makes `is_spoiled` look at this roster, until it is left."""
         self._spoiled.look_for(roster)
+
+    def leave(self, roster: int) -> None:
+        """Ends looking at a roster."""
+        self._spoiled.leave(roster)
 
     def is_spoiled(self, roster: int) -> bool:
         """Returns whether trainers have given up a roster, as of the last beat."""
@@ -223,8 +228,12 @@ class Watch:
         return self._last[server].silent_seconds
 
     def look_for(self, roster: int) -> None:
-        """Makes `is_spoiled` look at this roster; only the last one is looked for."""
+        """Makes `is_spoiled` look at this roster, until it is left."""
         self._spoiled.look_for(roster)
+
+    def leave(self, roster: int) -> None:
+        """Ends looking at a roster."""
+        self._spoiled.leave(roster)
 
     def is_spoiled(self, roster: int) -> bool:
         """Returns whether this trainer or, as of the last look, another one has given up a roster."""
@@ -264,7 +273,7 @@ class Watch:
 
 
 class StreamProgress:
-    """For how long a GPU's stream has come no further.
+    """For how long a GPU's stream has come no further, and whether it waits for exchanges.
 
     A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
     because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
@@ -274,7 +283,9 @@ class StreamProgress:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream, self._mark = torch.cuda.current_stream(device), torch.cuda.Event()
+        self._device, self._stream, self._mark = device, torch.cuda.current_stream(device), torch.cuda.Event()
+        self._last_wait = torch.cuda.Event()
+        self._started = self._waited = self._passed = self._rested = 0
         self._stalled_seconds, self._asked, self._is_left = 0.0, time.monotonic(), False
         self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
         self._thread.begin()
@@ -287,56 +298,39 @@ class StreamProgress:
         self._asked = now
         return self._stalled_seconds
 
+    def note_start(self) -> None:
+        """Notes that an exchange has started."""
+        self._started += 1
+
+    def note_wait(self) -> None:
+        """Notes that the current stream of this thread waits for an exchange that was noted."""
+        self._last_wait.record(torch.cuda.current_stream(self._device))
+        self._waited += 1
+
+    def note_rest(self) -> None:
+        """Notes that the GPU has come to its end, and no exchange is under way."""
+        self._waited = self._rested = self._started
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all noted exchanges are known to be over. They are known up to `MARK_SECONDS` later."""
+        return max(self._passed, self._rested) >= self._started
+
     def end(self) -> None:
         """Ends looking."""
         self._thread.end()
 
     def _look(self) -> bool:
         """Leaves a mark unless the last one was not passed yet, and returns True."""
+        waited = self._waited  # read before: a wait that is noted meanwhile may not be over
+        if self._last_wait.query():
+            self._passed = waited
         if self._is_left and not self._mark.query():
             return True
         self._stalled_seconds = 0.0
         self._mark.record(self._stream)
         self._is_left = True
         return True
-
-
-class LostServers:
-    """How often each server was lost in a row, without a step in between that counted; the same on all trainers."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._in_a_row: Counter[int] = Counter()
-
-    def note_names(self, names: Mapping[int, str]) -> None:
-        """Notes names of servers, with their hosts, by their numbers."""
-        self._names |= names
-
-    def name_of(self, server: int) -> str:
-        """Returns the name of a server, with its host as far as that is known."""
-        return self._names.get(server, f"attention server {server}")
-
-    def note_step(self, servers: Iterable[int]) -> None:
-        """Notes a step that counted with these servers."""
-        for server in servers:
-            del self._in_a_row[server]
-
-    def note(self, server: int, incarnation: int) -> None:
-        """Notes a loss, and warns if it is the last of this server."""
-        name = self.name_of(server)
-        log.warning("%s (start %d) takes part no more", name, incarnation)
-        self._in_a_row[server] += 1
-        if self._in_a_row[server] == MOST_LOSSES:
-            log.warning(
-                "%s was lost %d times in a row, and no step counted in between: it is left out for the rest of the "
-                "training. Look at its own words above, and at its GPU",
-                name,
-                MOST_LOSSES,
-            )
-
-    def is_excluded(self, server: int) -> bool:
-        """Returns whether a server was lost too often to take part again."""
-        return self._in_a_row[server] >= MOST_LOSSES
 
 
 def _peek(store: Store, key: str) -> bytes:

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
@@ -34,6 +35,8 @@ from distca_hf.launched import launched_store
 ORDER_VERSION = 3
 # Numbers before those of the order: version, roster, sequence, kind.
 HEADER = 4
+# Dtypes of rows; an order carries a number of this list.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Seconds between two looks into an empty queue: at first, and at most. They grow, because orders of one pass follow
 # each other, and between two passes there is time. The store's own waiting writes a warning at every deadline.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 2e-3
@@ -111,7 +114,7 @@ class CallOrder(NamedTuple):
         plan: number of the plan.
         phase: a `Phase`.
         query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
-        dtype: number of their dtype in `comm.served_transport.DTYPES`.
+        dtype: number of their dtype in `DTYPES`.
         slot: number under which a server keeps rows that it received in forward until backward; 0: it keeps none.
         has_sinks: whether log-sum-exps with sinks come with the output gradients of queries that are kept.
         spec: numbers of an `AttentionSpec`, as doubles.

@@ -15,7 +15,6 @@ needs a number of it. There the thread that looks at heartbeats spoils the step,
 
 import math
 import os
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,8 +24,9 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.heartbeats import LostServers, StreamProgress, Watch
-from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, PlanOrder, open_store, shares_of
+from distca_hf.comm.heartbeats import StreamProgress, Watch
+from distca_hf.comm.live_servers import LiveServers
+from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
@@ -37,12 +37,10 @@ from distca_hf.telemetry import get_logger, leave_for_launcher
 
 log = get_logger(__name__)
 
-# Dtypes of rows; an order carries a number of this list.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Words about a lost server that costs no step.
+NO_STEP = "No step can run again here: see plugin.attach and plugin.attempts"
 # Rosters that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
-# Seconds between two looks at heartbeats.
-LOOK_SECONDS = 0.05
 
 
 class ServedTransport:
@@ -80,7 +78,7 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
-        self.roster, self.servers_lost, self.room_bytes, self._lost_servers = 0, 0, math.inf, LostServers()
+        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
         self.spoiled: str | None = None
@@ -88,16 +86,19 @@ class ServedTransport:
         self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
         self._store: Store = open_store(patience_seconds)
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
+        self._live = LiveServers(self._watch, all_servers.count)
         self._wires: RosterTransport | None = None
         self._retired: list[RosterTransport] = []
         self._outbox = Outbox(self._store, ())
         self.in_step = self._closed = False
-        self._progress = StreamProgress(device) if device.type == "cuda" else None
-        self._has_exchanged_outside = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
         self._plans, self._alive = 0, set[int]()
-        self._watch.begin(self._look_at_exchanges)
-        self._open(self._all_members(patience_seconds), patience_seconds)
+        self._progress = StreamProgress(device) if device.type == "cuda" else None
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self._end_here)
+            self._watch.begin(self._look_at_exchanges)
+            self._open(self._all_members(patience_seconds), patience_seconds)
+            if_it_fails.pop_all()
 
     def exchange(self, asked: AllToAll) -> Exchange:
         """Starts an uneven all-to-all among trainers and members.
@@ -107,11 +108,24 @@ class ServedTransport:
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
-        self._has_exchanged_outside |= not self.in_step
+        outside = None if self.in_step else self._progress
+        if outside is not None:
+            self._begin_outside(outside, asked.where)
         try:
-            return ServedExchange(self, self._wires.exchange(asked))
+            return ServedExchange(self, self._wires.exchange(asked), outside)
         except (PeerLostError, StepTimeoutError) as error:
             raise self.failure(error) from error
+
+    def _begin_outside(self, progress: StreamProgress, where: str) -> None:
+        """Notes an exchange over NCCL that is of no step. The GPU would wait for a lost server, and nobody end that.
+
+        Raises:
+            ServerLostError: a server was lost since the last exchange.
+        """
+        words = self._lost()
+        if words is not None:
+            raise ServerLostError(f"rank {self.rank}, {where}: {words}. {NO_STEP}")
+        progress.note_start()
 
     def gather(self, values: Sequence[int], where: str) -> Gather:
         return self.among_trainers.gather(values, where)
@@ -149,13 +163,13 @@ class ServedTransport:
         words = f"rank {self.rank}, after the start of {place or 'no exchange'}: {words}"
         if self.in_step:
             self._spoil(words)
-        elif self._has_exchanged_outside:
+        elif not self._progress.is_at_rest:  # otherwise the next exchange fails, and a checkpoint is saved before
             self._end_process(words)
 
     def _end_process(self, words: str) -> None:
         """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
         on into a checkpoint."""
-        words = f"ServerLostError: {words}. No step can run again here: see plugin.attach and plugin.attempts"
+        words = f"ServerLostError: {words}. {NO_STEP}"
         log.error(words)
         leave_for_launcher(words)
         os._exit(1)
@@ -178,33 +192,37 @@ class ServedTransport:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
+        if self._progress is not None:
+            self._progress.note_rest()
         if self.spoiled is not None:
-            self._wait_for_suspects()
-        shown = [int(self.spoiled is None), *self._fresh()]
+            self._live.wait_for_a_loss(self.members, 2 * self._limit_seconds)
+        shown = [int(self.spoiled is None), *self._live.starts()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
-        self.in_step = self._has_exchanged_outside = False  # the device has come to here
+        self.in_step = False
         if counts:
-            self._lost_servers.note_step(server for server, _ in self.members)
+            self._live.losses.note_step(server for server, _ in self.members)
             self.servers = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
 
-    def order_plan(self, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray) -> "PostedPlan":
-        """Posts a plan to the members.
+    def order_plan(
+        self, holder: object, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
+    ) -> int:
+        """Posts a plan to the members, and returns its number.
 
         Args:
+            holder: members may drop the plan when it is gone on the trainers.
             integers: the plan.
         """
         self._plans += 1
         self.speeds.note_plan()
-        posted = PostedPlan(self, self._plans)
         self._alive.add(self._plans)
-        weakref.finalize(posted, self._alive.discard, self._plans)
+        weakref.finalize(holder, self._alive.discard, self._plans)
         plan = PlanOrder(self._plans, min(self._alive.copy()), micro_batch, num_chunks, fingerprint, integers)
         self._outbox.post(Order(Kind.PLAN, self.roster, plan.numbers()))
-        return posted
+        return self._plans
 
     def order_call(self, call: CallOrder) -> None:
         """Posts an attention call to the members."""
@@ -216,12 +234,17 @@ class ServedTransport:
             return
         self._closed = True
         with ExitStack() as ends:
+            ends.callback(self._end_here)
+            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+
+    def _end_here(self) -> None:
+        """Ends connections and threads of this process."""
+        with ExitStack() as ends:
             for wires in (*self._retired, *([] if self._wires is None else [self._wires])):
                 ends.callback(wires.close)
             if self._progress is not None:
                 ends.callback(self._progress.end)
             ends.callback(self._watch.end)
-            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
 
     def _all_members(self, patience_seconds: float) -> tuple[Member, ...]:
         """Waits until all servers that were launched have a heartbeat.
@@ -229,43 +252,15 @@ class ServedTransport:
         Raises:
             PeerLostError: some have none; names them.
         """
-        deadline = time.monotonic() + patience_seconds
-        while (silent := [server for server, start in enumerate(self._fresh()) if not start]) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(LOOK_SECONDS)
-        if silent:
-            raise PeerLostError(
-                f"rank {self.rank} waited {patience_seconds:g} s (timeouts.agreement_seconds) for attention server "
-                f"{', '.join(map(str, silent))} of {self._all.count}, and found no heartbeat; look at its own words"
-            )
-        rows = self.gather(self._fresh(), "attention servers").wait()
+        self._live.wait_for_all(self.rank, patience_seconds)
+        rows = self.gather(self._live.starts(), "attention servers").wait()
         return agreed([[1, *row] for row in rows])
-
-    def _fresh(self, hang: Sequence[int] = ()) -> list[int]:
-        """Returns the starts of each server, counted from 1; 0 for one that hangs, is lost, or was lost too often."""
-        seen = enumerate(map(self._watch.incarnation, range(self._all.count)))
-        out = {*hang, *filter(self._lost_servers.is_excluded, range(self._all.count))}
-        return [0 if start is None or server in out else start + 1 for server, start in seen]
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
         if self._watch.is_spoiled(self.roster):
             return "another trainer lost an attention server"
-        for server, incarnation in self.members:
-            if self._watch.incarnation(server) != incarnation:
-                name, seconds = self._lost_servers.name_of(server), self._watch.silent_seconds(server)
-                return f"{name} is lost: its last heartbeat is {seconds:.1f} s old"
-        return None
-
-    def _wait_for_suspects(self) -> None:
-        """Waits until the heartbeat of a lost server is missed: a broken connection is seen earlier."""
-        deadline = time.monotonic() + 2 * self._limit_seconds
-        while self._fresh_members() == self.members and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-
-    def _fresh_members(self) -> tuple[Member, ...]:
-        return tuple(Member(server, start - 1) for server, start in enumerate(self._fresh()) if start)
+        return self._live.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
         """Opens a roster, with fewer members where some do not come. A collective call of the trainers.
@@ -278,7 +273,7 @@ class ServedTransport:
         for _ in range(OPENINGS):
             earlier = self.members if self.roster else members
             self._retire(members)
-            members = tuple(member for member in members if not self._lost_servers.is_excluded(member.server))
+            members = tuple(member for member in members if not self._live.losses.is_excluded(member.server))
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
@@ -295,7 +290,7 @@ class ServedTransport:
                 good, problem = 0, str(error)
                 self._watch.spoil(self.roster, problem)  # servers that met in vain wait for these words
             hang = [] if good else [one.server for one in members if not one.has_answered(self._store, self.roster)]
-            rows = self.gather([good, *self._fresh(hang)], f"roster {self.roster}").wait()
+            rows = self.gather([good, *self._live.starts(hang)], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
                 here = roster_store(self._store, self.roster) if self.rank == 0 else None
                 self.servers = self.speeds.begin_roster(members, here)
@@ -316,7 +311,7 @@ class ServedTransport:
         self._outbox = Outbox(self._store, mine)
         self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._lost_servers.note_names(names)
+        self._live.losses.note_names(names)
         return meet(
             here,
             self.rank,
@@ -334,7 +329,8 @@ class ServedTransport:
         """Lets go of the present roster. Its group ends once no exchange of it is under way."""
         for server, incarnation in (member for member in self.members if member not in members):
             self.servers_lost += 1
-            self._lost_servers.note(server, incarnation)
+            self._live.losses.note(server, incarnation)
+        self._watch.leave(self.roster)
         if self._wires is not None:
             self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)
@@ -345,53 +341,20 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows on their way; a lost server may spoil the step."""
+    """Rows on their way; a lost server may spoil the step.
 
-    def __init__(self, transport: ServedTransport, exchange: Exchange) -> None:
-        self._transport, self._exchange = transport, exchange
+    Args:
+        progress: of the GPU, if the exchange is of no step.
+    """
+
+    def __init__(self, transport: ServedTransport, exchange: Exchange, progress: StreamProgress | None) -> None:
+        self._transport, self._exchange, self._progress = transport, exchange, progress
 
     def wait(self) -> torch.Tensor:
         try:
-            return self._exchange.wait()
+            rows = self._exchange.wait()
         except (PeerLostError, StepTimeoutError) as error:
             raise self._transport.failure(error) from error
-
-
-class PostedPlan:
-    """A plan that servers have: its number, and the calls that are made with it. Servers may drop it when this object
-    is gone on the trainers.
-
-    Attributes:
-        roster: number of the connection that it was planned for.
-        room_bytes: that rows may take on each server until backward.
-    """
-
-    def __init__(self, transport: ServedTransport, number: int) -> None:
-        self._transport, self._number, self.roster = transport, number, transport.roster
-        self.room_bytes = transport.room_bytes
-
-    @property
-    def is_spoiled(self) -> bool:
-        """Whether a server was lost in this step: attention gives zeros."""
-        return self._transport.in_step and self._transport.spoiled is not None
-
-    def call(
-        self,
-        phase: Phase,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: Sequence[float],
-        slot: int = 0,
-        has_sinks: bool = False,
-    ) -> None:
-        """Posts an attention call on tensors like these; for the other arguments see `CallOrder`.
-
-        Raises:
-            ServerLostError: this step is spoiled.
-        """
-        if self._transport.spoiled is not None:
-            raise ServerLostError(self._transport.spoiled)
-        shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
-        dtype = DTYPES.index(q_TNH.dtype)
-        self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec)))
+        if self._progress is not None:
+            self._progress.note_wait()
+        return rows

@@ -21,10 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
-from distca_hf.placement.place import QUERY_AND_OUTPUT_PARTS, place
+from distca_hf.placement.place import place
+from distca_hf.placement.predicted import moved_rows
 from distca_hf.topology import Topology
 
 
@@ -52,7 +54,7 @@ class RegroupedEpoch:
         document_tokens: `[documents]` lengths of all documents.
         micro_steps: micro-batches of an optimizer step.
         capacity_tokens: most tokens of a micro-batch.
-        topology, head_groups: as for `placement.place`.
+        topology, head_groups, layer_masks: as for `placement.place`.
         steps_from: a micro-batch that some optimizer step begins with.
     """
 
@@ -65,10 +67,12 @@ class RegroupedEpoch:
         topology: Topology,
         head_groups: int = 1,
         steps_from: int = 0,
+        layer_masks: LayerMasks = CAUSAL_LAYERS,
     ) -> None:
         self._epoch, self._document_tokens = epoch, document_tokens
         self._micro_steps, self._capacity_tokens = micro_steps, capacity_tokens
-        self._topology, self._head_groups, self._steps_from = topology, head_groups, steps_from
+        self._topology, self._head_groups, self._layer_masks = topology, head_groups, layer_masks
+        self._steps_from = steps_from
         self._regrouped: tuple[int, list[MicroStep]] = (-1, [])
 
     @property
@@ -99,7 +103,9 @@ class RegroupedEpoch:
         as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
         tokens = self._document_tokens[documents]
         groups = group_documents(
-            tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups, as_packed
+            *(tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups),
+            as_they_came=as_packed,
+            layer_masks=self._layer_masks,
         )
         return [MicroStep(documents[group.documents], group.layout) for group in groups]
 
@@ -111,6 +117,7 @@ def group_documents(
     topology: Topology | None = None,
     head_groups: int = 1,
     as_they_came: Sequence[IntArray] | None = None,
+    layer_masks: LayerMasks = CAUSAL_LAYERS,
 ) -> list[MicroStep]:
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
 
@@ -119,7 +126,7 @@ def group_documents(
         micro_steps: micro-steps to divide them among.
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
         topology: ranks to try placements on; without it long documents are together in any case.
-        head_groups: as for `place`.
+        head_groups, layer_masks: as for `place`.
         as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
 
     Returns:
@@ -149,7 +156,7 @@ def group_documents(
     if divisions:
         if topology is None:
             return [MicroStep(documents) for documents in divisions[0]]
-        return _cheapest(lengths, divisions, topology, head_groups)
+        return _cheapest(lengths, divisions, topology, head_groups, layer_masks)
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
         f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
@@ -182,33 +189,26 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
 
 
 def _cheapest(
-    lengths: IntArray, divisions: Sequence[Sequence[IntArray]], topology: Topology, head_groups: int
+    lengths: IntArray,
+    divisions: Sequence[Sequence[IntArray]],
+    topology: Topology,
+    head_groups: int,
+    layer_masks: LayerMasks,
 ) -> list[MicroStep]:
     """Places the documents of all divisions; returns the one whose placements move least, the first of equals."""
 
     def placed(documents: IntArray) -> MicroStep:
-        layout = place(lengths[documents], topology.num_ranks, topology=topology, head_groups=head_groups)
+        layout = place(
+            lengths[documents],
+            topology.num_ranks,
+            topology=topology,
+            head_groups=head_groups,
+            layer_masks=layer_masks,
+        )
         return MicroStep(documents, layout)
 
     tried = [[placed(documents) for documents in division] for division in divisions]
-    return min(tried, key=lambda steps: sum(_moved(step.layout) for step in steps if step.layout))
-
-
-def _moved(layout: Layout) -> float:
-    """Counts the rows that a layout moves, in keys and values of one token.
-
-    A rank needs those of all tokens of a document up to its last one, less its own. Stripes also move queries and
-    outputs, and the keys of each head to one rank.
-    """
-    moved = 0.0
-    for stripe in layout.stripes:
-        ranks, tokens = stripe.stop_rank - stripe.first_rank, stripe.stop - stripe.start
-        moved += (1 + QUERY_AND_OUTPUT_PARTS) * tokens * (ranks - 1) / ranks + stripe.start
-    alone = ~layout.segment_in_stripe
-    held = (layout.segment_rank * layout.num_documents + layout.segment_document)[alone]
-    last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
-    np.maximum.at(last, held, layout.segment_stop[alone])
-    return moved + int(last.sum()) - int(layout.segment_tokens[alone].sum())
+    return min(tried, key=lambda steps: sum(moved_rows(step.layout) for step in steps if step.layout))
 
 
 class SortedPackSampler:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.finding import check_window, name_of
+from distca_hf.integrations.finding import check_chunk, name_of
 from distca_hf.integrations.mask import RowMask
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.parallel_context import job_size
@@ -109,19 +109,20 @@ def distca_attention(
     _check_call(module, dropout, is_causal, kwargs)
     _check_sinks(module, s_aux, query.shape[1])
     mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
-    window_tokens = _shortest_window(sliding_window, None if mask is None else mask.window_tokens)
+    window_tokens, chunk_tokens = _window_and_chunk(module, sliding_window, mask)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
     deterministic = settings is not None and settings.deterministic
-    spec = AttentionSpec(scale, softcap=softcap or 0.0, deterministic=deterministic)
+    spec = AttentionSpec(scale, True, window_tokens or 0, softcap or 0.0, deterministic)
     if distca_plan is not None:
         if settings is None:
             raise PlanError(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        check_window(window_tokens, distca_plan.facts.longest_document_tokens, module)
+        if chunk_tokens is not None:
+            check_chunk(chunk_tokens, distca_plan.facts.longest_document_tokens, module)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number, s_aux)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -129,11 +130,11 @@ def distca_attention(
     if mask is None:
         shape = query.shape[0], 1, query.shape[2], key.shape[2]
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
-    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens)
+    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, chunk_tokens)
     kernel = "auto" if settings is None else settings.kernel
-    if not torch.compiler.is_compiling():  # a graph compares windows where it finds documents
-        if window_tokens is not None:
-            check_window(window_tokens, documents.longest_keys, module)
+    if not torch.compiler.is_compiling():  # a graph looks at chunks where it finds documents
+        if chunk_tokens is not None:
+            check_chunk(chunk_tokens, documents.longest_keys, module)
         if module.training and torch.is_grad_enabled():
             _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel, s_aux)
@@ -191,10 +192,26 @@ def _short(given: object) -> str:
     return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
 
 
-def _shortest_window(*windows: int | None) -> int | None:
-    """Returns the shortest of several windows; None if all are None. Some models pass a window to their layers, some
-    put it in the mask alone."""
-    return min([window for window in windows if window is not None], default=None)
+def _window_and_chunk(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tuple[int | None, int | None]:
+    """Returns the window of a layer, and the length of chunks that it attends inside of; None if it has none.
+
+    Some models pass a window to their layers, some put it in the mask alone.
+
+    Raises:
+        UnsupportedAttentionError: a window holds no token.
+    """
+    of_mask = None if mask is None else mask.window_tokens
+    if mask is not None and of_mask is not None and of_layer is None:
+        chunk_tokens = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+        if mask.chunked or chunk_tokens == of_mask:
+            return None, of_mask
+    window_tokens = min([window for window in (of_layer, of_mask) if window is not None], default=None)
+    if window_tokens is not None and window_tokens < 1:
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: sliding window {window_tokens} holds no token; it counts the token itself, so 1 is "
+            "the shortest. Leave it out of the config for full attention"
+        )
+    return window_tokens, None
 
 
 def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:

@@ -2,8 +2,6 @@
 
 Numbers of documents and of tokens are in the tensors themselves. In a compiled graph an operator finds them, so that
 the graph neither breaks nor depends on them.
-
-A window as long as every document changes nothing. A shorter one is refused by the layer.
 """
 
 from typing import NamedTuple
@@ -162,7 +160,7 @@ def _find_documents(
     positions: torch.Tensor | None,
     goes_on: torch.Tensor | None,
     unseen: bool,
-    window_tokens: int | None,
+    chunk_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens.
 
@@ -175,7 +173,7 @@ def _find_documents(
         positions, goes_on, unseen,
     )  # fmt: skip
     found = find_documents(there.device, given)
-    check_window(window_tokens, found.longest_keys)
+    check_chunk(chunk_tokens, found.longest_keys)
     places = _most_offsets(batch_size, queries, cu_seq_lens_q)
     offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]
     sizes, rows = found.sizes.clone(), []
@@ -214,21 +212,21 @@ def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
 find_in_graph = define_op(_find_documents, _shapes)
 
 
-def check_window(window_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:
-    """Checks a window against the longest document.
+def check_chunk(chunk_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:
+    """Checks the length of chunks against the longest document. Chunks begin anew at multiples of their length.
 
     Args:
-        layer: whose window it is; its number is looked at in an error alone, because graphs are made for each value
-            of an attribute.
+        layer: that attends inside of chunks; its number is looked at in an error alone, because graphs are made for
+            each value of an attribute.
 
     Raises:
-        UnsupportedAttentionError: it is shorter.
+        UnsupportedAttentionError: chunks are shorter.
     """
-    if window_tokens is not None and window_tokens < longest_tokens:
+    if chunk_tokens is not None and chunk_tokens < longest_tokens:
         place = "a compiled layer" if layer is None else name_of(layer)
         raise UnsupportedAttentionError(
-            f"{place}: sliding window {window_tokens} is shorter than a document of {longest_tokens} tokens, and "
-            "windows are not computed; split documents at the window, or disable it in the config"
+            f"{place}: attends inside of chunks of {chunk_tokens} tokens, a document has {longest_tokens}, and chunks "
+            "are not computed; split documents, or load the model with another attn_implementation"
         )
 
 

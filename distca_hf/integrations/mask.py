@@ -33,6 +33,7 @@ class RowMask:
         positions: of the queries, as Transformers was given them; None if they are not known.
         packed: a function that lets a token see the one before it if both are of one document; None if there is none.
         window_tokens: how many keys a query sees at most; None if all of its document.
+        chunked: whether documents are divided in chunks of that many tokens instead, as far as is known.
         refusal: why the mask is more than causal documents; None if it is not.
     """
 
@@ -49,9 +50,10 @@ class RowMask:
         positions: torch.Tensor | None = None,
         packed: MaskFunction | None = None,
         window_tokens: int | None = None,
+        chunked: bool = False,
         refusal: str | None = None,
     ) -> None:
-        self.shape, self.window_tokens, self.refusal = shape, window_tokens, refusal
+        self.shape, self.window_tokens, self.chunked, self.refusal = shape, window_tokens, chunked, refusal
         self._device, self._q_offset, self._kv_offset = device, q_offset, kv_offset
         self._padding, self._numbers, self._positions, self._packed = padding, numbers, positions, packed
         self._compiled = torch.compiler.is_compiling()
@@ -101,7 +103,7 @@ class RowMask:
         position_ids: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
-        window_tokens: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> Documents:
         """Returns the documents that a layer attends to.
 
@@ -110,7 +112,7 @@ class RowMask:
         Args:
             position_ids: positions that the layer was given. They count only if Transformers was given none.
             cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
-            window_tokens: of the layer; a graph compares it with the documents that it finds.
+            chunk_tokens: of the layer; a graph compares them with the documents that it finds.
 
         Raises:
             PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
@@ -123,7 +125,7 @@ class RowMask:
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
         there = torch.empty(0, device=self._device)
-        found = Documents(*find_in_graph(there, *self._all_given(*given), window_tokens))
+        found = Documents(*find_in_graph(there, *self._all_given(*given), chunk_tokens))
         _, _, queries, keys = self.shape
         all_tokens = isinstance(self._q_offset, int) and self._q_offset + queries >= self._kv_offset + keys
         if cu_seq_lens_q is not None or (self._padding is None and all_tokens):
@@ -213,6 +215,7 @@ def document_mask(
         positions=positions,
         packed=mask_function if packed else None,
         window_tokens=local_size,
+        chunked=local_size is not None and _asks_for_chunks(),
         refusal=refusal,
     )
 
@@ -235,6 +238,14 @@ def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | 
         shape = tuple(attention_mask.shape)
         return f"got an attention_mask of shape {shape}; give zeros and ones of shape [batch, tokens]"
     return None
+
+
+def _asks_for_chunks() -> bool:
+    """Returns whether the mask is one of chunks: Transformers gives their length as that of a window.
+
+    It is not known in a compiled pass, where the layer's configuration says it.
+    """
+    return not torch.compiler.is_compiling() and sys._getframe(2).f_code.co_name == "create_chunked_causal_mask"
 
 
 def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -54,9 +54,19 @@ def spec_of(*numbers: float) -> AttentionSpec:
 
 
 @lru_cache(maxsize=256)
-def without_mask(spec: AttentionSpec) -> AttentionSpec:
-    """Returns the spec of calls whose queries attend to all keys of their tasks."""
-    return spec._replace(causal=False)
+def before_queries(spec: AttentionSpec, window_tokens: int = 0) -> AttentionSpec:
+    """Returns the spec of calls whose keys all come before their queries.
+
+    Args:
+        window_tokens: last keys that the last query attends to, and each query before it one more; 0 for all keys.
+    """
+    return spec._replace(causal=False, window_tokens=window_tokens)
+
+
+@lru_cache(maxsize=256)
+def without_window(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the spec of calls in which no task is longer than the window."""
+    return spec._replace(window_tokens=0)
 
 
 @lru_cache(maxsize=256)

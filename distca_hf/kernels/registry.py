@@ -14,7 +14,7 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.kernels.interface import AttentionSpec, Kernel, before_queries
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.trial import WINDOW_TOKENS, describe_error
 from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, Flash4Kernel, TorchVarlenKernel
@@ -257,7 +257,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             f"{operands.num_heads} query heads are no multiple of {operands.num_kv_heads} KV heads"
         )
     if name != "auto":
-        named, reason = None, KERNELS[name].capabilities.refusal(operands, spec)
+        named, reason = None, _refusal(KERNELS[name], operands, spec)
         if reason is None:
             named, reason = _made(KERNELS[name], operands, spec)
         if named is None:
@@ -268,7 +268,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
     reasons: list[str] = []
     better: list[str] = []  # kernels that could compute, were they there
     for candidate, entry in KERNELS.items():
-        reason = entry.capabilities.refusal(operands, spec)
+        reason = _refusal(entry, operands, spec)
         if reason is None and not entry.automatic and operands.device_type != "cpu":
             reason = "is exact but slow, and only taken when asked for by name"
         if reason is None:
@@ -284,6 +284,13 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             better.append(f"{candidate} {reason}")
         reasons.append(f"{candidate} {reason}")
     raise UnsupportedAttentionError(f"no attention kernel for {operands}: " + "; ".join(reasons))
+
+
+def _refusal(entry: Entry, operands: Operands, spec: AttentionSpec) -> str | None:
+    """Returns why a kernel cannot compute a layer, or None if it can. Where its documents are cut, there are calls on
+    the keys before the queries, too."""
+    able = entry.capabilities
+    return able.refusal(operands, spec) or able.refusal(operands, before_queries(spec, spec.window_tokens))
 
 
 def _made(entry: Entry, operands: Operands, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
@@ -311,4 +318,8 @@ def try_out(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> str | No
     if operands.device_type != "cuda" or not torch.cuda.is_available():
         return None
     heads = operands.num_heads, operands.num_kv_heads, operands.head_dim, operands.value_dim
-    return describe_error(kernel, spec, heads, operands.dtype, torch.device("cuda"))
+    for one in (spec, before_queries(spec, spec.window_tokens)):
+        wrong = describe_error(kernel, one, heads, operands.dtype, torch.device("cuda"))
+        if wrong is not None:
+            return wrong
+    return None

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
-from distca_hf.cost import CAUSAL_MASK
+from distca_hf.cost import Mask
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import ExchangeChunks, RemoteKVLayout
@@ -102,7 +102,7 @@ class CallKind(Enum):
 
                     queries            keys            mask
     LOCAL           local tokens       local tokens    causal
-    PREFIX          local tokens       remote-KV rows  none: all keys come before all queries
+    PREFIX          local tokens       remote-KV rows  none: all keys come before all queries; or a window's left end
     REMOTE_QUERIES  remote-query rows  remote-KV rows  causal
     """
 
@@ -126,6 +126,8 @@ class KernelCall:
         heads: head groups [first, last) that the call computes. They count all groups of a local token, or the groups
             side by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after
             token.
+        window_tokens: 0, or the window of a local call. Of a prefix call: the last query sees so many of the last
+            keys, and each query before it one more.
     """
 
     kind: CallKind
@@ -136,6 +138,7 @@ class KernelCall:
     cu_seqlens_q: IntArray
     cu_seqlens_k: IntArray
     heads: tuple[int, int]
+    window_tokens: int = 0
 
     @property
     def groups(self) -> int:
@@ -146,7 +149,14 @@ class KernelCall:
     def pairs_of_tasks(self) -> IntArray:
         """`[tasks]` attended pairs x groups of heads."""
         queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
-        pairs = CAUSAL_MASK.pairs_of(keys - queries, keys) if self.kind.is_causal else queries * keys
+        if self.kind.is_causal:
+            pairs = Mask(self.window_tokens or None).pairs_of(keys - queries, keys)
+        elif self.window_tokens:
+            # Queries from the last on see window_tokens keys, one more, ... until they see all.
+            rising = np.clip(keys - self.window_tokens, 0, queries)
+            pairs = rising * self.window_tokens + rising * (rising - 1) // 2 + (queries - rising) * keys
+        else:
+            pairs = queries * keys
         return pairs * self.groups
 
     @property
@@ -155,8 +165,12 @@ class KernelCall:
         return int(self.pairs_of_tasks.sum())
 
 
-def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
-    """Returns calls of the squares of local parts: one for all neighbours with the same heads."""
+def local_calls(local: LocalParts, window_tokens: int = 0) -> tuple[KernelCall, ...]:
+    """Returns calls of the squares of local parts: one for all neighbours with the same heads.
+
+    Args:
+        window_tokens: keys that a query sees, its own among them; 0 for all before it.
+    """
     # Parts that lie beside each other, with the same heads, are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
@@ -167,7 +181,7 @@ def local_calls(local: LocalParts) -> tuple[KernelCall, ...]:
         cu_seqlens, at = offsets(tokens[begin:end]), int(row[begin])
         stop = at + int(cu_seqlens[-1])
         heads = int(first[begin]), int(last[begin])
-        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, cu_seqlens, cu_seqlens, heads))
+        calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, cu_seqlens, cu_seqlens, heads, window_tokens))
     return tuple(calls)
 
 

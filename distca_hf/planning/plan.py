@@ -8,7 +8,8 @@ In the plan in place every rank computes the queries that it holds, and ranks of
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Self
@@ -139,6 +140,8 @@ class PlanFacts:
         remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
         rows_per_token: 1, or the groups that the plan divides heads into.
         speeds: relative speed of each rank, where they differ (see `Plan`).
+        kinds: facts of layers with one mask, and how many there are, where a model has several masks. Numbers above
+            are means over all layers then.
     """
 
     num_documents: int
@@ -152,6 +155,7 @@ class PlanFacts:
     rows_per_token: int = 1
     num_tokens: int = 0
     speeds: tuple[float, ...] = ()
+    kinds: tuple[tuple[Self, int], ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, key_rows: IntArray, work_before: IntArray) -> "PlanFacts":
@@ -182,15 +186,52 @@ class PlanFacts:
             speeds=plan.speeds,
         )
 
+    @classmethod
+    def of_layers(cls, kinds: Sequence[tuple[Self, int]]) -> Self:
+        """Returns facts of a model whose layers attend with several masks.
+
+        Args:
+            kinds: facts of each mask, and how many layers attend with it.
+        """
+        first = kinds[0][0]
+        if len(kinds) == 1:
+            return first
+        groups, layers = max(facts.rows_per_token for facts, _ in kinds), sum(count for _, count in kinds)
+
+        def mean(name: str) -> tuple[int, ...]:
+            # In plans that divide heads, rows and work count groups of heads.
+            scaled = [
+                np.array(getattr(facts, name)) * (count * groups // facts.rows_per_token) for facts, count in kinds
+            ]
+            return tuple((np.sum(scaled, axis=0) // layers).tolist())
+
+        return replace(
+            first,
+            work=mean("work"),
+            work_before=mean("work_before"),
+            key_rows_sent=mean("key_rows_sent"),
+            query_rows_sent=mean("query_rows_sent"),
+            key_rows_received=mean("key_rows_received"),
+            remote_query_rows=mean("remote_query_rows"),
+            rows_per_token=groups,
+            kinds=tuple(kinds),
+        )
+
     @property
     def imbalance(self) -> float:
-        """Max over mean of `work`; with speeds, the longest time over the time of an even split."""
-        return imbalance(self.work, self.speeds)
+        """Max over mean of `work`; with speeds, the longest time over the time of an even split. Ranks meet in every
+        layer: of several kinds of layers it is the mean, weighted by their work."""
+        return self._mean_of_kinds("imbalance", "work") if self.kinds else imbalance(self.work, self.speeds)
 
     @property
     def imbalance_before(self) -> float:
         """Max over mean of `work_before`."""
-        return imbalance(self.work_before)
+        return self._mean_of_kinds("imbalance_before", "work_before") if self.kinds else imbalance(self.work_before)
+
+    def _mean_of_kinds(self, name: str, work: str) -> float:
+        weights = [sum(getattr(facts, work)) * count / facts.rows_per_token for facts, count in self.kinds]
+        values = [getattr(facts, name) for facts, _ in self.kinds]
+        return float(np.average(values, weights=weights)) if any(weights) else 1.0
 
 
 @dataclass(frozen=True)

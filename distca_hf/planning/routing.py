@@ -220,12 +220,14 @@ def route(
     shared = send.union(copied)
     return Routing(
         num_rows=int(layout.rank_rows[rank]) * groups,
-        held=_held(layout, rank),
+        held=held_segments(layout, rank),
         num_tokens=int(layout.rank_tokens[rank]),
         rows_per_token=groups,
         send_rows=numbered.layout_rows(send),
-        chunk_send_counts=_counts(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
-        chunk_receive_counts=_counts(received.chunk, received.source, received.rows, chunks.count, layout.num_ranks),
+        chunk_send_counts=counts_by_chunk(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
+        chunk_receive_counts=counts_by_chunk(
+            received.chunk, received.source, received.rows, chunks.count, layout.num_ranks
+        ),
         received_to_remote_kv=received_to_remote_kv,
         kept_to_remote_kv=received_to_remote_kv if kept is None else _in_remote_kv(_received(kept, rank), remote_kv),
         local_rows=numbered.layout_rows(copied),
@@ -267,7 +269,7 @@ def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
 
 
-def _held(layout: Layout, rank: int) -> IntArray:
+def held_segments(layout: Layout, rank: int) -> IntArray:
     """Returns `[segments, 3]` document, first token and first row of each segment of a rank."""
     mine = layout.segments_of(rank)
     return np.stack((layout.segment_document[mine], layout.segment_start[mine], layout.segment_row[mine]), axis=1)
@@ -293,7 +295,20 @@ def _late_share(plan: Plan, rank: int) -> float:
         local_time = local / np.maximum(plan.work, 1) * plan.time
         leaves = max((plan.time - local_time).max(), plan.time.max() - LATE_SHARE * plan.time[working].mean())
         return float(np.clip(plan.time[rank] - leaves, 0, local_time[rank]) / local_time[rank])
-    return float(min(LATE_SHARE * plan.work[working].mean(), local[working].min()) / local[rank])
+    return share_to_defer(local, plan.work, rank)
+
+
+def share_to_defer(local: np.ndarray, work: IntArray, rank: int) -> float:
+    """Returns the fraction of a rank's local work to defer where all ranks are equally fast.
+
+    Args:
+        local: `[ranks]` local work.
+        work: `[ranks]` all work.
+    """
+    working = work > 0
+    if not local[rank]:
+        return 0.0
+    return float(min(LATE_SHARE * work[working].mean(), local[working].min()) / local[rank])
 
 
 def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
@@ -315,7 +330,7 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
     def by_chunk(chosen: Pieces, ranks: IntArray) -> tuple[Pieces, IntArray]:
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
         chunk = chunks.of_remote_queries(chosen.server, line_keys(chosen.document, chosen.head, chosen.head_groups))
-        counts = _counts(chunk, ranks, chosen.rows, chunks.count, num_ranks)
+        counts = counts_by_chunk(chunk, ranks, chosen.rows, chunks.count, num_ranks)
         # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
@@ -336,7 +351,7 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
     )
 
 
-def _counts(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks: int, num_ranks: int) -> IntArray:
+def counts_by_chunk(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks: int, num_ranks: int) -> IntArray:
     """Counts `[chunks, ranks]` rows of each chunk and rank."""
     counts = np.zeros((num_chunks, num_ranks), dtype=np.int64)
     np.add.at(counts, (chunk, ranks), rows)

@@ -32,7 +32,7 @@ from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows,
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
-from distca_hf.runtime.retention import Kept, Received
+from distca_hf.runtime.retention import Kept, Received, Retention
 
 
 def attend(
@@ -66,16 +66,18 @@ def attend(
     plan.agree()
     if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
-    where, transport = plan.forward_pass.begin_forward(), plan.transport
-    kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.routing(spec).forward
+    where, transport, spec = plan.forward_pass.begin_forward(), plan.transport, plan.kinds.spec(spec)
+    kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec)
+    routing, retention = kind.plan.forward, kind.retention
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
-    if plan.forward_pass.calls == 1:
-        check_room(plan, spec, where, q_TNH, k_TGH, v_TGV)
-    keeps, groups = plan.retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
+    if not kind.has_room:
+        check_room(plan, kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
+        kind.has_room = True
+    keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     kv_heads, (k, v) = k_TGH.shape[1], as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, plan, routing, k))
+    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, retention, routing, k))
     remote_queries = None
     if routing.queries is not None:
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
@@ -105,7 +107,7 @@ def attend(
         tokens = slice(routing.num_tokens)
         add_sinks(out[tokens], lse[tokens], sinks_N)
     check_finite(plan, where, output=out)
-    nothing = plan.retention.nothing(k)
+    nothing = retention.nothing(k)
     return out, lse, _kept(keys, remote_queries, nothing, slot) if keeps else nothing
 
 
@@ -137,8 +139,8 @@ def attend_backward(
     """
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
-    where, transport = plan.forward_pass.begin_backward(), plan.transport
-    kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.routing(spec).backward
+    where, transport, spec = plan.forward_pass.begin_backward(), plan.transport, plan.kinds.spec(spec)
+    kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec).plan.backward
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
@@ -186,14 +188,14 @@ def attend_backward(
 
 
 def _keys_of(
-    received: Received | None, plan: LivePlan, routing: DeviceRouting, k: torch.Tensor
+    received: Received | None, retention: Retention, routing: DeviceRouting, k: torch.Tensor
 ) -> torch.Tensor | None:
     """Returns the keys of an earlier dispatch; None if there was none, and one is needed."""
     if received is not None:
         return received.keys
     if routing.exchanges or routing.remote_kv_rows:
         return None
-    return plan.retention.nothing(k).keys
+    return retention.nothing(k).keys
 
 
 def _kept(keys: KVDispatch, remote_queries: ForwardRemoteQueries | None, nothing: Kept, slot: int) -> Kept:
@@ -223,15 +225,14 @@ def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
 
 
 def check_room(
-    plan: LivePlan, spec: AttentionSpec, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    plan: LivePlan, routing: DeviceRouting, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     """Compares the memory that backward of this layer needs beside its inputs with the free memory.
 
     Raises:
         PlanError: it cannot fit; names both numbers, and settings to change.
     """
-    free, routing = free_bytes(q.device), plan.routing(spec).backward
-    needed = needed_bytes(routing, q, k, v)
+    free, needed = free_bytes(q.device), needed_bytes(routing, q, k, v)
     if free is not None and needed > free:
         raise PlanError(
             f"rank {plan.transport.rank}, {where}: attention needs {needed} bytes for keys, values and gradients (of "

@@ -19,6 +19,7 @@ from distca_hf.kernels.host_cost import some_rows
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.rows import RowSums
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.routing import QueryMoves, RankPlan, Routing
 
 
@@ -38,6 +39,7 @@ class DeviceCall:
     heads: tuple[int, int]
     rows_per_token: int
     pairs: int
+    window_tokens: int = 0
     adds: bool = False
 
 
@@ -200,10 +202,12 @@ class PinnedRouting:
 
 @dataclass(frozen=True, eq=False)
 class DeviceRankPlan:
-    """Routing of forward and of backward: rows may come in several chunks, and all that was kept is there at once."""
+    """Routing of forward and of backward: rows may come in several chunks, and all that was kept is there at once; and
+    facts of the layers with one mask."""
 
     forward: DeviceRouting
     backward: DeviceRouting
+    facts: PlanFacts
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +216,7 @@ class PinnedRankPlan:
 
     forward: PinnedRouting
     backward: PinnedRouting
+    facts: PlanFacts
 
     @classmethod
     def prepare(cls, plan: RankPlan, pin: bool = False) -> "PinnedRankPlan":
@@ -221,12 +226,14 @@ class PinnedRankPlan:
             pin: puts them in memory that a GPU copies from while the host goes on.
         """
         forward = PinnedRouting.prepare(plan.forward, pin)
-        return cls(forward, forward if plan.backward is plan.forward else PinnedRouting.prepare(plan.backward, pin))
+        backward = forward if plan.backward is plan.forward else PinnedRouting.prepare(plan.backward, pin)
+        return cls(forward, backward, plan.facts)
 
     def to(self, device: torch.device) -> DeviceRankPlan:
         """Returns both on the device; the host does not wait."""
         forward = self.forward.to(device)
-        return DeviceRankPlan(forward, forward if self.backward is self.forward else self.backward.to(device))
+        backward = forward if self.backward is self.forward else self.backward.to(device)
+        return DeviceRankPlan(forward, backward, self.facts)
 
 
 def _table(ranges: IndexRanges) -> np.ndarray:
@@ -300,8 +307,8 @@ def _device_calls(
             )
             at += 2 * entries
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
-            of_heads = call.heads, call.groups, call.pairs
-            of_kind.append(DeviceCall(call.kind, queries, keys, spans, *of_heads, adds=call in adding))
+            how = call.heads, call.groups, call.pairs, call.window_tokens
+            of_kind.append(DeviceCall(call.kind, queries, keys, spans, *how, adds=call in adding))
         made.append(tuple(of_kind))
     return tuple(made)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from distca_hf.kernels.host_cost import part, transposed
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, without_mask
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, before_queries
 from distca_hf.kernels.rows import merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
@@ -54,7 +54,7 @@ class ForwardCalls:
         for call in calls:
             [q] = queries_of(call, self._kv_heads, self._q)
             k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
-            part = self._kernel.forward(Inputs(q, k, v), call.spans, without_mask(self._spec))
+            part = self._kernel.forward(Inputs(q, k, v), call.spans, before_queries(self._spec, call.window_tokens))
             self._prefix_parts.append((call, part))
             if at_once:
                 self.merge_prefixes()
@@ -131,7 +131,7 @@ class BackwardCalls:
     def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
         k, v, dk, dv = of_keys
         dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        spec = without_mask(self._spec) if call.kind is PREFIX else self._spec
+        spec = before_queries(self._spec, call.window_tokens) if call.kind is PREFIX else self._spec
         saved, gradients = Saved(q, k, v, out, transposed(lse)), Gradients(dq, dk, dv)
         self._kernel.backward(dout, saved, gradients, call.spans, spec)
 

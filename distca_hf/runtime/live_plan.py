@@ -11,17 +11,16 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.orders import Phase
-from distca_hf.comm.served_transport import PostedPlan
+from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import Mask
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
 from distca_hf.errors import PlanError
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
@@ -29,20 +28,8 @@ from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.layer_kinds import LayerKinds, Planned, RouteWindow
 from distca_hf.runtime.retention import Retention, Slots
-
-
-class Planned(NamedTuple):
-    """A micro-batch as it was planned for the attention servers that take part now.
-
-    Attributes:
-        routings, facts, fingerprint, posted: see `LivePlan`.
-    """
-
-    routings: Mapping[Mask, DeviceRankPlan]
-    facts: PlanFacts
-    fingerprint: int
-    posted: PostedPlan | None
 
 
 @dataclass
@@ -87,6 +74,7 @@ class LivePlan:
         fingerprint: of the plan.
         posted: the plan as attention servers have it; posts calls to them. None if they take no part.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
+        route_window: makes the rank plan of a window that is not among `routings`; None if there is no other.
         stopwatch: measures this rank's kernels; None where nobody asks for their times.
 
     Attributes:
@@ -94,7 +82,7 @@ class LivePlan:
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
-        retention: decides which rows of other ranks are kept until backward, and until recomputation.
+        kinds: the layers by their masks: routing and kept rows of each kind.
         handle: number by which the operator finds the plan.
     """
 
@@ -110,22 +98,20 @@ class LivePlan:
         posted: PostedPlan | None = None,
         replan: Callable[[], Planned | None] | None = None,
         stopwatch: Stopwatch | None = None,
+        route_window: RouteWindow | None = None,
     ) -> None:
         self.micro_batch = micro_batch
-        self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
-        self.facts = facts
-        self._replan = replan
         self.transport = transport
         self.config = config
+        self._replan = replan
+        self._take(Planned(routings, route_window, facts, fingerprint, posted))
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
-        self.fingerprint = fingerprint
         self._kernels: dict[_KernelKey, Kernel] = {}
         self.numbers: dict[str, list[int]] = {}
         self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self._posted, self._stopwatch = posted, stopwatch
-        self.retention = self._new_retention()
+        self._stopwatch = stopwatch
         self._slots = Slots()
         self.handle = _register.add(self, config.plans_in_flight)
 
@@ -165,7 +151,12 @@ class LivePlan:
         return sum(self.numbers["label_tokens"]) if "label_tokens" in self.numbers else None
 
     def begin_forward_pass(
-        self, num_calls: int | None, facts: Mapping[str, object], layers_kept: int = 1, attention_calls: int = 1
+        self,
+        num_calls: int | None,
+        facts: Mapping[str, object],
+        layers_kept: int = 1,
+        attention_calls: int = 1,
+        layer_masks: LayerMasks = CAUSAL_LAYERS,
     ) -> None:
         """Begins a forward pass of a model with this plan.
 
@@ -174,23 +165,26 @@ class LivePlan:
             facts: must be the same on all ranks; shown to them before the first exchange.
             layers_kept: layers whose attention is saved for backward at the same time.
             attention_calls: of the pass, as far as is known before the first one.
+            layer_masks: masks of the model, each with the number of its layers.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
-        self.retention.begin_forward_pass(layers_kept, attention_calls)
+        self.kinds.begin_forward_pass(layers_kept, attention_calls, layer_masks)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""
         planned = None if self._replan is None else self._replan()
-        if planned is None:
-            return
-        routings, self.facts, self.fingerprint, self._posted = planned
-        self._routings = {mask.window_tokens or 0: routing for mask, routing in routings.items()}
-        self._kernels.clear()
-        self.retention = self._new_retention()
+        if planned is not None:
+            self._take(planned)
+            self._kernels.clear()
+
+    def _take(self, planned: Planned) -> None:
+        self.facts, self.fingerprint, self._posted = planned.facts, planned.fingerprint, planned.posted
+        where = f"rank {self.transport.rank}, micro-batch {self.micro_batch}"
+        self.kinds = LayerKinds(planned, self.config, where)
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
@@ -202,29 +196,10 @@ class LivePlan:
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
         """
-        self.forward_pass.end(any(routing.forward.exchanges for routing in self._routings.values()))
+        self.forward_pass.end(any(kind.plan.forward.exchanges for kind in self.kinds))
         if not backward_follows:
             self.agree()
         self.use.trained |= trains
-
-    def routing(self, spec: AttentionSpec) -> DeviceRankPlan:
-        """Returns the rank plan of layers that attend like this: routing of forward, and of backward.
-
-        Raises:
-            PlanError: the batch was planned without their mask.
-        """
-        found = self._routings.get(spec.window_tokens)
-        if found is None:
-            planned = ", ".join(str(Mask(window_tokens or None)) for window_tokens in self._routings)
-            raise PlanError(
-                f"rank {self.transport.rank}, micro-batch {self.micro_batch}: a layer attends with "
-                f"{Mask(spec.window_tokens or None)}, the plan of this batch has routings for {planned}; plan it "
-                "for the masks of all layers"
-            )
-        return found
-
-    def _new_retention(self) -> Retention:
-        return Retention(self.config, self.facts, None if self._posted is None else self._posted.room_bytes)
 
     def order_forward(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, keeps: bool
@@ -238,7 +213,7 @@ class LivePlan:
             The slot in which they do; 0: they do not.
         """
         slot = self._slots.open() if keeps and self._posted is not None else 0
-        self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec=spec, slot=slot)
+        self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
         return slot
 
     def order_backward(
@@ -255,26 +230,36 @@ class LivePlan:
         Args:
             slot: of the same call of forward, see `Kept`. Servers keep it for one backward pass: for a second one rows
                 are sent again.
-            has_sinks: whether log-sum-exps with sinks are sent with output gradients.
+            has_sinks: see `CallOrder`.
 
         Returns:
             Whether rows were kept, by this rank and by servers.
         """
         number = self._slots.close(slot)
-        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec=spec, slot=number, has_sinks=has_sinks)
-        return self.retention.keeps is True if self._posted is None else number > 0
+        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
+        return self.kinds.of(spec).retention.keeps is True if self._posted is None else number > 0
 
     def _order_call(
-        self, phase: Phase, *tensors: torch.Tensor, spec: AttentionSpec, slot: int, has_sinks: bool = False
+        self,
+        phase: Phase,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        slot: int,
+        has_sinks: bool = False,
     ) -> None:
-        """Posts a call on queries, keys and values. Kernels that follow are measured as those of this call."""
-        q_TNH, k_TGH, v_TGV = tensors
+        """Posts a call. Kernels that follow are measured as those of this call."""
         if self._posted is not None:
             self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
         if self._stopwatch is not None:
-            work, heads, dims = self.facts.work[self.transport.rank], q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
-            flops = 2 * dims * heads * work // self.facts.rows_per_token
+            facts, heads, dims = self.kinds.of(spec).plan.facts, q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
+            flops = 2 * dims * heads * facts.work[self.transport.rank] // facts.rows_per_token
             self._stopwatch.begin_call(flops if phase is Phase.FORWARD else round(ATTENTION_BACKWARD * flops))
+
+    def retention(self, spec: AttentionSpec) -> Retention:
+        """Returns the decisions about rows of layers that attend like this."""
+        return self.kinds.of(self.kinds.spec(spec)).retention
 
     @property
     def is_spoiled(self) -> bool:
@@ -293,7 +278,7 @@ class LivePlan:
     @property
     def _held(self) -> DeviceRouting:
         """One of the routings, to read the rows from that this rank holds."""
-        return next(iter(self._routings.values())).forward
+        return next(iter(self.kinds)).plan.forward
 
     @property
     def attention_dtype(self) -> torch.dtype | None:
@@ -330,10 +315,7 @@ class LivePlan:
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""
-        device, groups = (
-            self._held.send_rows.device,
-            max(one.forward.rows_per_token for one in self._routings.values()),
-        )
+        device, groups = self._held.send_rows.device, max(kind.plan.forward.rows_per_token for kind in self.kinds)
         if x.device != device:
             raise PlanError(
                 f"rank {self.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "

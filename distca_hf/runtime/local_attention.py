@@ -26,6 +26,7 @@ from distca_hf.kernels.interface import (
     empty_outputs,
     made_deterministic,
     spec_of,
+    without_window,
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.kernels.sinks import add_sinks, sink_gradients
@@ -101,7 +102,7 @@ def _flash_attn_local(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention output and log-sum-exp of varlen attention, zero in rows that are no tokens."""
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
-    q, k, v, how = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), spec_of(*spec)
+    q, k, v, how = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _spec(spec, spans)
     if len(q):
         out, lse = _kernel(kernel, q, k, v, how).forward(Inputs(q, k, v), spans, how)
         if sinks_N is not None:
@@ -135,7 +136,7 @@ def _flash_attn_local_backward(
     """Computes gradients of q, k and v, zero in rows that are no tokens; deterministic ones if torch is told so."""
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
     dout, q, out = (_taken(x, rows_q) for x in (dout_TNV, q_TNH, out_TNV))
-    k, v, lse, how = _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _taken(lse_NT, rows_q, dim=1), spec_of(*spec)
+    k, v, lse, how = _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _taken(lse_NT, rows_q, dim=1), _spec(spec, spans)
     if torch.are_deterministic_algorithms_enabled():
         how = made_deterministic(how)
     dq, dk, dv = empty_gradients(dout, q, k, v)
@@ -153,6 +154,12 @@ flash_attn_local_backward = define_op(_flash_attn_local_backward, empty_gradient
 
 def _kernel(name: str, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, spec: AttentionSpec) -> Kernel:
     return choose_kernel(cast(KernelName, name), Operands.of(q_TNH, k_SGH, v_SGV), spec)
+
+
+def _spec(numbers: list[float], spans: Spans) -> AttentionSpec:
+    """Returns the spec of a call. A window as long as every document is none: more kernels compute it then."""
+    spec = spec_of(*numbers)
+    return without_window(spec) if spec.window_tokens >= spans.max_seqlen_k else spec
 
 
 def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tensor | None]:

@@ -48,23 +48,23 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
-    plan, run = find_plan(handle), current_run()
+    plan, run, how = find_plan(handle), current_run(), spec_of(*spec)
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
             plan.forward_pass.check_open()
         received = run.take() if run is not None and run.recomputes else None
-        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, spec_of(*spec), plan, received, sinks_N, needs_gradients)
+        out, lse, kept = attend(q_TNH, k_TGH, v_TGV, how, plan, received, sinks_N, needs_gradients)
     except Exception as error:
         if not _spoils(error, plan):
             _add_place(error, plan, call, "forward")
             raise
         # The step runs again. Until its end all collectives of the framework must go on as they are.
-        (out, lse), kept = empty_layer_outputs(q_TNH, v_TGV), plan.retention.nothing(k_TGH)
+        (out, lse), kept = empty_layer_outputs(q_TNH, v_TGV), plan.retention(how).nothing(k_TGH)
         out.zero_()
         lse.zero_()
     if run is not None and not run.recomputes:
-        waits = plan.retention.waits_for_recomputation(q_TNH, k_TGH, v_TGV)
+        waits = plan.retention(how).waits_for_recomputation(q_TNH, k_TGH, v_TGV)
         run.keep(kept.received() if waits else None)
     plan.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.remote_queries, kept.slot

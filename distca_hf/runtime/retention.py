@@ -20,10 +20,11 @@ a number, its slot, under which they keep what they received. Backward names it.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -104,10 +105,13 @@ class Slots:
 class Retention:
     """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 
-    The first layer decides for all layers; all ranks decide alike, because fetching is an exchange.
+    The first layer decides for all layers with its mask; all ranks decide alike, because fetching is an exchange.
 
     Args:
+        facts: of the layers with one mask.
         room_bytes: on each attention server; None without servers.
+        halos: retentions of the layers with windows, which are few rows and count before those of full layers; None
+            for such a layer itself.
 
     Attributes:
         layers_kept: layers whose attention is saved for backward at the same time.
@@ -115,16 +119,23 @@ class Retention:
         keeps: whether received rows are kept until backward; None before the first layer.
     """
 
-    def __init__(self, config: DistCAConfig, facts: PlanFacts, room_bytes: float | None = None) -> None:
-        self._config, self._facts, self._room_bytes = config, facts, room_bytes
+    def __init__(
+        self,
+        config: DistCAConfig,
+        facts: PlanFacts,
+        room_bytes: float | None = None,
+        halos: "Sequence[Retention] | None" = (),
+    ) -> None:
+        self._config, self._facts, self._room_bytes, self._halos = config, facts, room_bytes, halos
         self.layers_kept = self.attention_calls = 1
+        self._recomputes = False
         self.keeps: bool | None = None
         self._waits: bool | None = None if room_bytes is None else False
         self._nothing: Kept | None = None
 
-    def begin_forward_pass(self, layers_kept: int, attention_calls: int) -> None:
-        """Notes how many layers the next pass has; see the attributes."""
-        self.layers_kept, self.attention_calls = layers_kept, attention_calls
+    def begin_forward_pass(self, layers_kept: int, attention_calls: int, recomputes: bool) -> None:
+        """Notes how many layers the next pass has (see the attributes), and whether their attention is recomputed."""
+        self.layers_kept, self.attention_calls, self._recomputes = layers_kept, attention_calls, recomputes
 
     def follow(self, keeps: bool) -> None:
         """Takes the decision of the trainers for the next call, on an attention server."""
@@ -140,10 +151,12 @@ class Retention:
         """
         if self.keeps is None:
             setting, is_served = self._config.kv_residency, self._room_bytes is not None
-            if setting == "refetch" or (is_served and self.layers_kept != self.attention_calls):
+            if setting == "refetch" or (is_served and self._recomputes):
                 self.keeps = False
+            elif self._halos is None:
+                self.keeps = True
             elif setting == "auto" or is_served:
-                kept = kept_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.layers_kept
+                kept = self._bytes(kept_bytes, "layers_kept", q_TNH, k_TGH, v_TGV)
                 self.keeps = kept <= self._budget_bytes
                 if setting == "keep" and not self.keeps:
                     # Python shows one text once. With exact bytes every micro-batch would have its own.
@@ -163,8 +176,8 @@ class Retention:
         if self._waits is None:
             setting = self._config.kv_residency
             if setting == "auto" and self.keeps_received(q_TNH, k_TGH, v_TGV):
-                of_all_layers = received_bytes(self._facts, q_TNH, k_TGH, v_TGV) * self.attention_calls
-                self._waits = of_all_layers <= self._budget_bytes
+                of_all_layers = self._bytes(received_bytes, "attention_calls", q_TNH, k_TGH, v_TGV)
+                self._waits = self._halos is None or of_all_layers <= self._budget_bytes
             else:
                 self._waits = setting == "keep"
         return self._waits
@@ -176,6 +189,16 @@ class Retention:
             with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
                 self._nothing = Kept.nothing(k)
         return self._nothing
+
+    def _bytes(
+        self,
+        bytes_of_layer: Callable[[PlanFacts, torch.Tensor, torch.Tensor, torch.Tensor], int],
+        layers: Literal["layers_kept", "attention_calls"],
+        *tensors: torch.Tensor,
+    ) -> int:
+        """Sums bytes over so many layers, and over layers with windows as well."""
+        of_all = (self, *(self._halos or ()))
+        return sum(bytes_of_layer(one._facts, *tensors) * int(getattr(one, layers)) for one in of_all)
 
     @property
     def _budget_bytes(self) -> float:

@@ -6,8 +6,8 @@
     call       attend(...), or attend_backward(...), on tensors of no rows: the same exchanges in the same order
     close      ends the group
 
-The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these,
-and results leave with them. Between two calls a server keeps plans, and received rows if they are kept for backward.
+A service (`service.py`) follows plans and calls of one roster. Several rosters are open at once if trainers have
+several plugins.
 
 The process is a child of a supervisor (`supervisor.py`), which starts it anew if it dies.
 """
@@ -16,36 +16,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from distca_hf.comm.heartbeats import Heartbeat
-from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, Phase, PlanOrder, has_ended, open_store
+from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, PlanOrder, has_ended, open_store
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
-from distca_hf.comm.served_transport import DTYPES
 from distca_hf.comm.speeds import Reading, Stopwatch, report
 from distca_hf.config import DistCAConfig, config_of
-from distca_hf.errors import (
-    ConfigError,
-    DistCAError,
-    PeerLostError,
-    PlanError,
-    PlanMismatchError,
-    StoreLostError,
-)
-from distca_hf.kernels.interface import accumulation_dtype, spec_of
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanMismatchError, StoreLostError
 from distca_hf.launched import TRAINERS_GONE, launched_local_rank
-from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.served import plan_from_integers
-from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.device_routing import PinnedRankPlan
-from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.retention import Kept
+from distca_hf.runtime.service import Service
 from distca_hf.supervisor import LEAVING, is_running
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
@@ -105,107 +89,6 @@ def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int
     status = server.run()
     heartbeat.end()
     return status
-
-
-class NoRows(NamedTuple):
-    """Tensors of a layer without a token; all that is computed here belongs to other ranks."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    kept: Kept
-
-    @classmethod
-    def of(cls, order: CallOrder, device: torch.device) -> "NoRows":
-        """Returns tensors of the shapes in an order."""
-        dtype = DTYPES[order.dtype]
-
-        def none(heads: int, *dims: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(0, heads, *dims, device=device, dtype=dtype)
-
-        k = none(order.kv_heads, order.query_dim)
-        return cls(
-            q=none(order.query_heads, order.query_dim),
-            k=k,
-            v=none(order.kv_heads, order.value_dim),
-            out=none(order.query_heads, order.value_dim),
-            lse=none(order.query_heads, dtype=accumulation_dtype(dtype)),
-            kept=Kept.nothing(k),
-        )
-
-
-@dataclass(eq=False)
-class Service:
-    """The server's end of one roster.
-
-    Attributes:
-        config: settings of the trainers' plugin.
-        report: shows trainers what was measured since the roster began.
-        stopwatch: of this server's kernels.
-        plans: live plans by number, and rows that are kept for their backward passes, by slot.
-    """
-
-    transport: RosterTransport
-    config: DistCAConfig
-    device: torch.device
-    report: Callable[[Reading], None]
-    stopwatch: Stopwatch
-    plans: dict[int, tuple[LivePlan, dict[int, Kept]]] = field(default_factory=dict)
-    rows: dict[tuple[int, ...], NoRows] = field(default_factory=dict)
-
-    def take_plan(self, order: PlanOrder) -> None:
-        """Routes a plan, and drops those that no trainer holds any more.
-
-        Raises:
-            PlanMismatchError: it is not the plan that the trainers made.
-        """
-        self.report(self.stopwatch.read())  # once per micro-batch, and not beside its calls
-        plan = plan_from_integers(order.integers)
-        if plan.fingerprint != order.fingerprint:
-            raise PlanMismatchError(
-                f"micro-batch {order.micro_batch}: the plan that arrived has fingerprint {plan.fingerprint}, trainers "
-                f"made {order.fingerprint}; install one version of distca_hf on all nodes"
-            )
-        mine = rank_plan(plan, self.transport.rank, order.num_chunks)
-        pinned = PinnedRankPlan.prepare(mine, pin=self.device.type == "cuda")
-        self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
-        live = LivePlan(
-            order.micro_batch,
-            {mine.mask: pinned.to(self.device)},
-            mine.facts,
-            self.transport,
-            self.config,
-            fingerprint=plan.fingerprint,
-            stopwatch=self.stopwatch,
-        )
-        self.plans[order.plan] = live, {}
-
-    @torch.no_grad()
-    def call(self, order: CallOrder) -> None:
-        """Makes an attention call.
-
-        Raises:
-            PlanError: there is no such plan; or nothing was kept for it.
-        """
-        if order.plan not in self.plans:
-            raise PlanError(f"a call names plan {order.plan}, this server holds {', '.join(map(str, self.plans))}")
-        plan, kept = self.plans[order.plan]
-        shapes = order[2:7]
-        rows = self.rows.get(shapes)
-        if rows is None:
-            rows = self.rows[shapes] = NoRows.of(order, self.device)
-        spec, slot = spec_of(*order.spec), order.slot
-        plan.retention.follow(keeps=slot > 0)
-        if order.phase == Phase.FORWARD:
-            _, _, received = attend(rows.q, rows.k, rows.v, spec, plan)
-            kept.update({slot: received} if slot else {})
-        elif slot and slot not in kept:
-            raise PlanError(f"a call names slot {slot} of plan {order.plan}, and rows of {list(kept)} are kept here")
-        else:
-            attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
-            attend_backward(rows.out, attended, kept.pop(slot, rows.kept), spec, plan, order.has_sinks > 0)
 
 
 class Server:
@@ -331,6 +214,7 @@ class Server:
 
     def _leave(self, roster: int) -> None:
         """Lets go of a roster. Its group ends once no exchange of it is under way."""
+        self._heartbeat.leave(roster)
         self._lost_rosters.add(roster)
         service = self._services.pop(roster, None)
         if service is not None:
@@ -349,6 +233,7 @@ class Server:
         self._heartbeat.look_for(roster)
         invitation = Invitation.read(self._store, roster, self._patience_seconds)
         if self._member not in invitation.members:
+            self._heartbeat.leave(roster)
             return None
         try:
             if invitation.version != __version__:

@@ -14,7 +14,7 @@ import pytest
 import distca_hf
 from distca_hf.comm.orders import Order, Outbox, _queue
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.runtime import attention, server
+from distca_hf.runtime import attention, server, service
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from support.data import random_dataset
@@ -74,7 +74,7 @@ def nothing() -> None:
 
 
 def is_killed_before_forward() -> None:
-    _harm(server, "attend", FORWARD, die)
+    _harm(service, "attend", FORWARD, die)
 
 
 def is_killed_in_forward() -> None:
@@ -82,7 +82,7 @@ def is_killed_in_forward() -> None:
 
 
 def is_killed_before_backward() -> None:
-    _harm(server, "attend_backward", BACKWARD, die)
+    _harm(service, "attend_backward", BACKWARD, die)
 
 
 def is_killed_in_backward() -> None:

@@ -17,8 +17,14 @@ from support.ranks import Outcome, start_ranks
 STEPS, LOST_AT = 6, 2
 
 
-def _train(folder: Path, harmed: bool, phase: str, trainers_attend: bool = True) -> tuple[list[float], int]:
-    """Losses of a loop of its own under FSDP2, and how often a step ran again."""
+def _train(
+    folder: Path, harmed: bool, phase: str, trainers_attend: bool = True, beside: bool = False
+) -> tuple[list[float], int]:
+    """Losses of a loop of its own under FSDP2, and how often a step ran again.
+
+    Args:
+        beside: another plugin has opened a roster, too, after this one.
+    """
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, trainers_attend=trainers_attend)
     loader = plugin.dataloader(random_dataset(90), seed=3)
     torch.manual_seed(0)
@@ -28,6 +34,9 @@ def _train(folder: Path, harmed: bool, phase: str, trainers_attend: bool = True)
     fully_shard(model)
     transport = plugin.served(torch.device("cpu"))
     assert (transport is not None) == harmed
+    other = distca_hf.DistCAPlugin(tokens_per_rank=96)
+    if beside:
+        other.training_transport(torch.device("cpu"))
     if harmed and torch.distributed.get_rank() == 0:
         ServerHarm(folder, LOST_AT * 2 + 1, phase).watch(model.model.layers[1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,6 +59,7 @@ def _train(folder: Path, harmed: bool, phase: str, trainers_attend: bool = True)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
+    other.close()
     plugin.close()
     return losses, again
 
@@ -61,16 +71,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("servers", "how", "phase"),
+    ("servers", "how", "phase", "beside"),
     [
-        (2, signal.SIGKILL, "forward"),
-        (1, signal.SIGKILL, "backward"),
-        (2, signal.SIGSTOP, "backward"),
-        (1, signal.SIGSTOP, "forward"),
+        (2, signal.SIGKILL, "forward", True),
+        (1, signal.SIGKILL, "backward", False),
+        (2, signal.SIGSTOP, "backward", False),
+        (1, signal.SIGSTOP, "forward", False),
     ],
 )
 def test_training_goes_on_without_a_lost_server(
-    servers: int, how: signal.Signals, phase: str, tmp_path: Path, undisturbed: list[list[float]]
+    servers: int, how: signal.Signals, phase: str, beside: bool, tmp_path: Path, undisturbed: list[list[float]]
 ) -> None:
     outcomes = start_ranks(
         2,
@@ -79,6 +89,8 @@ def test_training_goes_on_without_a_lost_server(
         tmp_path,
         True,
         phase,
+        True,
+        beside,
         servers=servers,
         meanwhile=harm_server(tmp_path, 2, how),
         endless=frozenset({2}),

@@ -23,7 +23,15 @@ class Progress:
     """Progress of a stream, as a test says."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self.is_at_rest = 0.0, True
+
+    def note_start(self) -> None:
+        self.is_at_rest = False
+
+    def note_wait(self) -> None: ...
+
+    def note_rest(self) -> None:
+        self.is_at_rest = True
 
     def stalled_seconds(self) -> float:
         return self.seconds

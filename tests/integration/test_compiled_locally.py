@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import distca_hf
-from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.errors import PackingError
 from support.compiling import forget_graphs, graph_breaks, graphs_made
 from support.models import VOCABULARY, tiny_model
 
@@ -132,20 +132,13 @@ def test_compiled_generation_with_a_static_cache_gives_the_tokens_of_sdpa(padded
     [
         ({"position_ids": torch.arange(3, 13).expand(BATCH, 10)}, PackingError),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}, PackingError),
-        ({"sliding_window": 9}, UnsupportedAttentionError),
     ],
-    ids=["cut document", "offsets of other rows", "window"],
+    ids=["cut document", "offsets of other rows"],
 )
 def test_what_is_refused_is_refused_in_graphs_too(given: dict[str, Any], error: type[Exception]) -> None:
     forget_graphs()
     model = tiny_model(num_hidden_layers=2).eval()
     batch = {"input_ids": next(_batches("packed"))["input_ids"], "use_cache": False} | given
-    window = batch.pop("sliding_window", None)
-    if window is not None:
-        for layer in model.model.layers:
-            layer.self_attn.register_forward_pre_hook(
-                lambda module, args, kwargs: (args, {**kwargs, "sliding_window": window}), with_kwargs=True
-            )
     for run in (model, torch.compile(model, backend="aot_eager")):
         with pytest.raises(error):
             run(**batch)

@@ -143,7 +143,8 @@ def compare(case: Case, transport: Transport) -> Difference:
     q, k, v, dout = case.tensors()
     whole = [x.clone().requires_grad_() for x in (q, k, v, *([] if case.sinks is None else [case.sinks]))]
     lengths = case.layout.document_tokens.tolist()
-    expected = attend_documents(*whole[:3], lengths, SCALE, case.softcap, whole[3] if case.has_sinks else None)
+    sinks = whole[3] if case.has_sinks else None
+    expected = attend_documents(*whole[:3], lengths, SCALE, softcap=case.softcap, sinks_N=sinks)
     expected_gradients = torch.autograd.grad(expected, whole, dout)
 
     rank, layout = transport.rank, case.layout

@@ -35,7 +35,7 @@ class Layers:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.live = live_plan(plan.layout, transport, config, device, plan, num_chunks)
-        self.live.retention.attention_calls = LAYERS
+        self.live.retention(SPEC).attention_calls = LAYERS
         generator = torch.Generator().manual_seed(transport.rank)
         rows, (heads, kv_heads, dim) = int(plan.layout.rank_rows[transport.rank]), widths
         self.inputs = [

@@ -13,6 +13,7 @@ call with an unknown argument is refused. In the first forward pass every attent
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.parts import (
     attention_layers,
     heads_of,
@@ -41,7 +43,7 @@ log = get_logger(__name__)
 # Name of the attention implementation in Transformers' registers.
 IMPLEMENTATION = "distca"
 REMEDY = "Else train it without distca_hf"
-# Layer types of configurations whose tokens attend to tokens before them. Windows are compared with documents later.
+# Layer types of configurations whose tokens attend to tokens before them.
 CAUSAL_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 # Layers of these kinds carry state from token to token.
 RECURRENT_CLASS = re.compile(r"mamba|rwkv|xlstm|deltanet|linearattention|recurrent|shortconv|retention", re.IGNORECASE)
@@ -134,7 +136,7 @@ def check_model(
 
     Args:
         model: a Transformers model, or a PEFT model around one.
-        longest_document_tokens: sliding windows at least this long change nothing.
+        longest_document_tokens: longest document that the model will see.
         kernel: the kernel to use, on `device`.
 
     Raises:
@@ -155,7 +157,8 @@ def check_model(
         *_token_mixers(inner, config),
         *_positions(inner),
         *_rotary(inner, longest_document_tokens),
-        *_attention_settings(inner, config, longest_document_tokens),
+        *_attention_settings(inner, config),
+        *_windows(inner),
         *_layerdrop(config),
         *_loss(inner),
     ]
@@ -217,9 +220,15 @@ def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[st
         yield rotary_refusal(limit, longest_document_tokens)
 
 
-def _attention_settings(
-    model: PreTrainedModel, config: PreTrainedConfig, longest_document_tokens: int
-) -> Iterator[str]:
+def _windows(model: PreTrainedModel) -> Iterator[str]:
+    """Yields windows that hold not even the token itself."""
+    for name, window in layer_windows(model):
+        if window is not None and window < 1:
+            yield f"sliding window {window} ({name}) holds no token; it counts the token itself, so 1 is the shortest"
+            return
+
+
+def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     """Yields settings of attention that are not computed."""
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
@@ -228,9 +237,6 @@ def _attention_settings(
     checks: dict[str, Callable[[nn.Module], object]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
         "attention is not causal (is_causal={})": lambda module: _not_causal(module),
-        f"sliding window {{}} is shorter than documents of {longest_document_tokens} tokens": lambda module: (
-            _short_window(module, config, longest_document_tokens)
-        ),
     }
     layers = attention_layers(model)
     for message, check in checks.items():
@@ -257,20 +263,6 @@ def _dropout(module: nn.Module) -> float | None:
 
 def _not_causal(module: nn.Module) -> str | None:
     return "False" if getattr(module, "is_causal", True) is False else None
-
-
-def _short_window(module: nn.Module, config: PreTrainedConfig, longest_document_tokens: int) -> int | None:
-    window = module.sliding_window if hasattr(module, "sliding_window") else _window_of_config(module, config)
-    if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return window if window < longest_document_tokens else None
-
-
-def _window_of_config(module: nn.Module, config: PreTrainedConfig) -> object:
-    """Returns the window of a layer that does not hold one itself; None in a layer of full attention."""
-    kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
-    full = isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
-    return None if full else getattr(config, "sliding_window", None)
 
 
 def _loss(model: PreTrainedModel) -> Iterator[str]:
@@ -304,10 +296,12 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         value_dim=heads.value_dim,
     )
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    try:
-        choose_kernel(kernel, operands, AttentionSpec(scale=1.0, softcap=softcap))
-    except UnsupportedAttentionError as error:
-        yield str(error)
+    for window_tokens, count in Counter(window or 0 for _, window in layer_windows(model)).items():
+        try:
+            choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
+        except UnsupportedAttentionError as error:
+            yield f"{count} of its layers: {error}"
+            return
 
 
 @lru_cache(maxsize=128)

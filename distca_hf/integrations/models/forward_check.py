@@ -20,6 +20,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
+from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.parts import transformers_model
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
@@ -169,6 +170,9 @@ def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) ->
         "model class": type(transformers_model(model)).__name__,
         "attention layers": len(names),
         "names and numbers of attention layers": _checksum(names),
+        "sliding windows of attention layers": ", ".join(
+            f"{mask.window_tokens or 'none'} ({count})" for mask, count in layer_masks_of(model)
+        ),
         "modules and their settings": _checksum(_settings(transformers_model(model))),
         "parameters and which of them are trained": _checksum(trained),
         "dtypes of parameters": ", ".join(dtypes),

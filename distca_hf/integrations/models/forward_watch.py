@@ -27,6 +27,7 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
@@ -83,6 +84,7 @@ class ForwardWatch:
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
         self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
+        self._layer_masks = layer_masks_of(root)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -196,7 +198,7 @@ class ForwardWatch:
             **self._config_facts.now(),
         }
         calls = self._check.num_calls
-        plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers))
+        plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers), self._layer_masks)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -227,7 +229,8 @@ class ForwardWatch:
         self._check.check_model(module)
         if self.packs is None:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
-            self.packs = PackPlanner(self.context.config, transport, self._head_groups, self._token_bytes, servers)
+            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks
+            self.packs = PackPlanner(self.context.config, transport, *of_model)
         return self.packs.plan(batch, trains=module.training)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
@@ -335,8 +338,8 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
             one.
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
-        longest_document_tokens: longest document that the model will see. Sliding windows and some rotary embeddings
-            are refused or accepted by it. By default the longest that all ranks together can hold.
+        longest_document_tokens: longest document that the model will see. Some rotary embeddings are refused or
+            accepted by it. By default the longest that all ranks together can hold.
 
     Returns:
         The same model.

@@ -19,6 +19,7 @@ from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
+from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of, transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
@@ -221,6 +222,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         unlearnt_token=unlearnt_token(trainer.data_collator),
         servers=context.servers,
         token_bytes=TokenBytes() if context.servers is None else token_bytes_of(trainer.model),
+        layer_masks=layer_masks_of(trainer.model),
     )
 
 
@@ -279,6 +281,7 @@ def _evaluation_loader(
         shuffle=False,
         head_groups=head_groups,
         unlearnt_token=unlearnt_token(trainer.data_collator),
+        layer_masks=layer_masks_of(trainer.model),
     )
 
 

@@ -79,7 +79,7 @@ def test_a_prepared_batch_holds_the_plan_for_servers() -> None:
         assert batch.fingerprint == batch.plan.fingerprint == plan.fingerprint
         assert batch.columns["input_ids"].shape == (1, plan.layout.rank_rows[rank])
         assert batch.facts == batches[0][0].facts
-        (routing,) = batch.routings.values()
+        (routing,) = batch.kinds.plans.values()
         forward = routing.to(torch.device("cpu")).forward
         assert (forward.num_rows // forward.rows_per_token, forward.exchanges) == (plan.layout.rank_rows[rank], True)
     facts = batches[0][0].facts

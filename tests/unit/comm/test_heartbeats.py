@@ -107,15 +107,19 @@ def test_all_learn_that_a_roster_is_lost_and_why(store: dist.Store) -> None:
     assert second.words_of(8) is None
 
 
-def test_only_the_last_roster_is_looked_for(store: dist.Store) -> None:
-    watch, other = Watch(store, 0, 1.0), Watch(store, 0, 1.0)
-    watch.look_for(1)
-    watch.look_for(2)
-    for roster in (1, 2):
+@pytest.mark.parametrize("kind", ["trainer", "server"])
+def test_rosters_of_several_plugins_are_looked_for_until_they_are_left(kind: str, store: dist.Store) -> None:
+    other = Watch(store, 0, 1.0)
+    side = Watch(store, 0, 1.0) if kind == "trainer" else Heartbeat(store, 0, 0, None)
+    look = side.look if isinstance(side, Watch) else side.beat
+    for roster in (1, 2, 3):
+        side.look_for(roster)
+    side.leave(2)
+    for roster in (1, 2, 3):
         other.spoil(roster, "lost")
-    watch.look()
+    look()
 
-    assert (watch.is_spoiled(1), watch.is_spoiled(2)) == (False, True)
+    assert [side.is_spoiled(roster) for roster in (1, 2, 3)] == [True, False, True]
 
 
 def test_every_beat_reaches_the_supervisor(store: dist.Store) -> None:

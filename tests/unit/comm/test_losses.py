@@ -3,18 +3,20 @@
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from distca_hf.comm import served_transport
-from distca_hf.comm.heartbeats import MOST_LOSSES, LostServers
+from distca_hf.comm import heartbeats, served_transport
+from distca_hf.comm.live_servers import MOST_LOSSES, LostServers
 from distca_hf.comm.orders import Phase, write
+from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.rosters import Member, roster_store
-from distca_hf.comm.served_transport import PostedPlan, ServedTransport
+from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.speeds import Reading, ServerSpeeds
-from distca_hf.comm.transport import LocalTransport
-from distca_hf.errors import PeerLostError, ServerLostError, StoreLostError
+from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport
+from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreLostError
 from distca_hf.planning.served import Servers
 
 
@@ -22,7 +24,7 @@ class Watch:
     """Heartbeats of servers that a test starts anew."""
 
     def __init__(self, store: object, num_servers: int, limit_seconds: float) -> None:
-        self.starts = [0] * num_servers
+        self.starts, self.has_ended = [0] * num_servers, False
         self.spoiled: dict[int, str] = {}
 
     def incarnation(self, server: int) -> int:
@@ -30,7 +32,12 @@ class Watch:
 
     def begin(self, *calls: object) -> None: ...
 
+    def end(self) -> None:
+        self.has_ended = True
+
     def look_for(self, roster: int) -> None: ...
+
+    def leave(self, roster: int) -> None: ...
 
     def is_spoiled(self, roster: int) -> bool:
         return False
@@ -42,17 +49,28 @@ class Watch:
         return 0.0
 
 
-class Progress:
-    """A GPU whose stream goes on."""
+class Mark:
+    """A mark in the stream of a GPU that comes no further once `is_stuck`."""
 
-    def stalled_seconds(self) -> float:
-        return 0.0
+    is_stuck = False
+
+    def __init__(self) -> None:
+        self._is_passed = True
+
+    def record(self, stream: object) -> None:
+        self._is_passed = not Mark.is_stuck
+
+    def query(self) -> bool:
+        return self._is_passed
 
 
 class Wires:
     """Connections of a roster without a group."""
 
     is_at_rest = True
+
+    def exchange(self, asked: AllToAll) -> Arrived:
+        return Arrived(asked.rows)
 
     def abort(self) -> None: ...
 
@@ -67,7 +85,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> ServedTransport:
 def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_attend: bool = True) -> ServedTransport:
     def connect(transport: ServedTransport, patience_seconds: float) -> Any:
         names = {server: f"attention server {server} on far" for server, _ in transport.members}
-        transport._lost_servers.note_names(names)
+        transport._live.losses.note_names(names)
         return Wires()
 
     monkeypatch.setattr(served_transport, "open_store", lambda seconds: HashStore())
@@ -151,7 +169,7 @@ def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptu
 def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTransport) -> None:
     """Zeros there would be learnt: nothing runs again outside of a step."""
     transport.begin_step()
-    posted, rows = PostedPlan(transport, 1), torch.zeros(1, 1, 1)
+    posted, rows = PostedPlan(transport, 0, 1, 5, np.zeros(0, dtype=np.int64)), torch.zeros(1, 1, 1)
     transport.failure(PeerLostError("connection closed"))
     assert posted.is_spoiled
     transport.leave_step()
@@ -196,19 +214,84 @@ def test_a_transport_without_a_store_ends_here(transport: ServedTransport, monke
     assert ended == ["heartbeats", "roster"]
 
 
-def test_exchanges_of_a_step_that_ended_end_no_process(
-    transport: ServedTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exchanges before the first step have ended with it. A server that is lost later, while a checkpoint is saved,
-    is waited for by nothing."""
-    ended: list[str] = []
-    monkeypatch.setattr(transport, "_end_process", ended.append)
-    transport._has_exchanged_outside = True
-    run_step(transport)
-    transport._progress = Progress()  # type: ignore[assignment]
+@pytest.fixture
+def ended(transport: ServedTransport, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Puts the transport on a GPU; returns the words with which it ends the process."""
+    words: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(Mark, "is_stuck", False)
+    monkeypatch.setattr(heartbeats.Repeated, "begin", lambda thread: None)
+    monkeypatch.setattr(transport, "_end_process", words.append)
+    transport._progress = heartbeats.StreamProgress(torch.device("cpu"))
+    return words
+
+
+ASKED = AllToAll(torch.zeros(2, 1), [1, 1], [1, 1], "layer 3")
+
+
+def lose_outside_of_a_step(transport: ServedTransport) -> None:
+    """A server is lost; the threads that look at the stream and at heartbeats look once."""
+    assert transport._progress is not None
+    transport._progress._look()
     transport._watch.starts[0] += 1  # type: ignore[attr-defined]
     transport._look_at_exchanges()
+
+
+def test_a_server_that_is_lost_while_a_checkpoint_is_saved_is_named_at_the_next_exchange(
+    transport: ServedTransport, ended: list[str]
+) -> None:
+    """In a loop whose steps cannot run again. The GPU waits for nothing meanwhile."""
+    transport.exchange(ASKED).wait()
+    lose_outside_of_a_step(transport)
+
     assert not ended
+    with pytest.raises(ServerLostError, match=r"layer 3: attention server 0 on far is lost: .* No step can run again"):
+        transport.exchange(ASKED)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_server_that_the_gpu_waits_for_ends_the_process(
+    is_waited_for: bool, transport: ServedTransport, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport.exchange(ASKED).wait()
+    monkeypatch.setattr(Mark, "is_stuck", True)
+    exchange = transport.exchange(ASKED)
+    if is_waited_for:
+        exchange.wait()
+    lose_outside_of_a_step(transport)
+
+    assert len(ended) == 1
+    assert "attention server 0 on far is lost" in ended[0]
+
+
+def test_exchanges_of_a_step_that_ended_end_no_process(transport: ServedTransport, ended: list[str]) -> None:
+    """Exchanges before the first step have ended with it, also those that nobody waited for."""
+    transport.exchange(ASKED)
+    run_step(transport)
+    lose_outside_of_a_step(transport)
+    assert not ended
+
+
+@pytest.mark.parametrize("why", ["no heartbeat", "no roster"])
+def test_a_transport_that_cannot_be_opened_leaves_no_thread(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watches: list[Watch] = []
+
+    def watch(*arguments: Any) -> Watch:
+        watches.append(Watch(*arguments))
+        if why == "no heartbeat":
+            monkeypatch.setattr(watches[0], "incarnation", lambda server: None)
+        return watches[0]
+
+    def refuse(transport: ServedTransport, patience_seconds: float) -> Any:
+        raise ConfigError("attention server 0 refuses")
+
+    monkeypatch.setattr(served_transport, "open_store", lambda seconds: HashStore())
+    monkeypatch.setattr(served_transport, "Watch", watch)
+    monkeypatch.setattr(ServedTransport, "_connect", refuse)
+    with pytest.raises((PeerLostError, ConfigError), match=r"found no heartbeat|server 0 refuses"):
+        ServedTransport(LocalTransport(), torch.device("cpu"), Servers((1.0,)), {}, 1.0, 0.0, 0.0)
+    assert watches[0].has_ended
 
 
 def test_a_server_that_has_a_heartbeat_and_does_not_answer_is_left_out(

@@ -113,8 +113,8 @@ REFUSED_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown keyword": ({"invented": "value"}, ["invented='value'"]),
     "two unknown keywords": ({"first": 1, "second": 2.5}, ["first=1", "second=2.5"]),
     "unknown keyword of zero": ({"invented": 0}, ["invented=0"]),
+    "empty window": ({"sliding_window": 0}, ["sliding window 0 holds no token"]),
     "bidirectional": ({"is_causal": False}, ["is_causal=False", "causal attention only"]),
-    "short window": ({"sliding_window": 4}, ["sliding window 4", "5 tokens"]),
 }
 
 
@@ -177,7 +177,7 @@ def test_softcap_and_sinks_of_a_call_are_computed(softcap: float | None, sinks: 
     tensors = qkv(2, 3, 7)
     out, _ = distca_attention(Layer(), *tensors, None, softcap=softcap, s_aux=sinks)
 
-    of_exact = softcap or 0.0, None if sinks is None else sinks.double()
+    of_exact = None, softcap or 0.0, None if sinks is None else sinks.double()
     assert out.dtype == torch.float64
     assert largest(out, expected(*tensors, 8**-0.5, *of_exact)) <= 1e-7
     assert largest(out, expected(*tensors, 8**-0.5)) > 1e-3 or (softcap, sinks) == (None, None)
@@ -215,11 +215,15 @@ def test_packed_documents_attend_alone(given: dict[str, Any]) -> None:
     assert largest(out, torch.cat(alone, 1)) <= 1e-12
 
 
-def test_window_is_compared_with_the_longest_packed_document() -> None:
-    tensors = qkv(queries=TOKENS, keys=TOKENS)
-    distca_attention(Layer(), *tensors, None, sliding_window=4, position_ids=PACKED_POSITIONS)
-    with pytest.raises(UnsupportedAttentionError, match="sliding window 3 is shorter than a document of 4 tokens"):
-        distca_attention(Layer(), *tensors, None, sliding_window=3, position_ids=PACKED_POSITIONS)
+@pytest.mark.parametrize("window_tokens", [1, 2, 3, 4, 9])
+def test_windows_count_inside_packed_documents(window_tokens: int) -> None:
+    query, key, value = qkv(queries=TOKENS, keys=TOKENS)
+    out, _ = distca_attention(
+        Layer(), query, key, value, None, sliding_window=window_tokens, position_ids=PACKED_POSITIONS
+    )
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    exact = attend_documents(*rows, OFFSETS.diff().tolist(), 8**-0.5, window_tokens)
+    assert largest(out[0], exact) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -301,11 +305,6 @@ REFUSED_CALLS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], st
         lambda: tiny_model(attention_dropout=0.25).train(),
         {},
         "LlamaAttention of layer 0: attention dropout 0.25",
-    ),
-    "short window": (
-        lambda: model_of(MistralConfig(sliding_window=TOKENS - 1, **TINY)),
-        {},
-        "MistralAttention of layer 0: sliding window 9 is shorter than a document of 10 tokens",
     ),
     "encoder": (
         lambda: BertLMHeadModel._from_config(
@@ -415,9 +414,10 @@ def test_cached_keys_give_the_logits_of_the_whole_row() -> None:
     assert largest(rest, same(ids).logits[:, 6:]) <= 1e-12
 
 
-def test_generation_past_a_sliding_window_gives_the_tokens_of_sdpa() -> None:
-    """The cache keeps as many keys as the window is long, so nothing has to be left out."""
-    config = MistralConfig(sliding_window=TOKENS + 2, initializer_range=0.3, **TINY)
+@pytest.mark.parametrize("window_tokens", [3, TOKENS, TOKENS + 2])
+def test_generation_past_a_sliding_window_gives_the_tokens_of_sdpa(window_tokens: int) -> None:
+    """The cache keeps as many keys as the window is long."""
+    config = MistralConfig(sliding_window=window_tokens, initializer_range=0.3, **TINY)
     model, same = (model_of(config, name).double() for name in ("distca", "sdpa"))
 
     assert torch.equal(model.generate(random_ids(), **GENERATE), same.generate(random_ids(), **GENERATE))

@@ -75,9 +75,6 @@ OTHER_MASKS: dict[str, Callable[..., Any]] = {
     "bidirectional window": lambda config, embeds, mask, cache: masking_utils.create_bidirectional_sliding_window_mask(
         _with(config, sliding_window=4), embeds, mask
     ),
-    "window": lambda config, embeds, mask, cache: masking_utils.create_sliding_window_causal_mask(
-        _with(config, sliding_window=4), embeds, mask, cache
-    ),
     "chunks": lambda config, embeds, mask, cache: masking_utils.create_chunked_causal_mask(
         _with(config, attention_chunk_size=4), embeds, mask, cache
     ),
@@ -106,7 +103,7 @@ def _ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
 def test_another_mask_is_refused_with_the_layer(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _ask_for(name, monkeypatch)
-    with pytest.raises(UnsupportedAttentionError, match=r"LlamaAttention of layer 0: .*(mask|window)"):
+    with pytest.raises(UnsupportedAttentionError, match=r"LlamaAttention of layer 0: .*(mask|chunks)"):
         tiny_model().eval()(random_ids(2), attention_mask=padded_mask() if padded else None)
 
 
@@ -117,7 +114,7 @@ def test_another_mask_is_refused_with_a_plan(name: str, monkeypatch: pytest.Monk
     batch = next(iter(plugin.dataloader(random_dataset(20))))
     _ask_for(name, monkeypatch)
 
-    with pytest.raises(UnsupportedAttentionError, match=r"LlamaAttention of layer 0: .*(mask|window)"):
+    with pytest.raises(UnsupportedAttentionError, match=r"LlamaAttention of layer 0: .*(mask|chunks)"):
         model(**batch)
 
 
@@ -134,6 +131,7 @@ def test_a_window_as_long_as_the_documents_changes_nothing(limit: str) -> None:
 
     assert mask.refusal is None
     assert mask.window_tokens == 7
+    assert mask.chunked == (limit == "attention_chunk_size")
     assert mask.documents(None).cu_seqlens_k.tolist() == [0, 5, 12]
 
 
@@ -167,18 +165,10 @@ def models_of(config: PreTrainedConfig) -> list[PreTrainedModel]:
     return models
 
 
+@pytest.mark.parametrize("window_tokens", [1, 4, TOKENS - 1, TOKENS])
 @pytest.mark.parametrize("name", ["qwen2_moe", "phimoe"])
-def test_window_of_the_mask_alone_is_refused(name: str) -> None:
-    model, _ = models_of(window_in_the_mask(name, TOKENS - 1))
-    with pytest.raises(
-        UnsupportedAttentionError, match=f"sliding window {TOKENS - 1} .* a document of {TOKENS} tokens"
-    ):
-        model(random_ids())
-
-
-@pytest.mark.parametrize("name", ["qwen2_moe", "phimoe"])
-def test_window_of_the_mask_alone_may_be_as_long_as_the_documents(name: str) -> None:
-    model, same = models_of(window_in_the_mask(name, TOKENS))
+def test_window_of_the_mask_alone_gives_the_logits_of_sdpa(name: str, window_tokens: int) -> None:
+    model, same = models_of(window_in_the_mask(name, window_tokens))
     assert (model(random_ids()).logits - same(random_ids()).logits).abs().max() <= 1e-5
 
 

@@ -126,6 +126,13 @@ ACCEPTED: dict[str, PreTrainedConfig] = {
     "Llama": LlamaConfig(**GROUPED),
     "Qwen2": Qwen2Config(**GROUPED),
     "Qwen2 with a window it does not use": Qwen2Config(use_sliding_window=False, sliding_window=16, **GROUPED),
+    "Mistral with a short window": MistralConfig(sliding_window=16, **GROUPED),
+    "Qwen2 with a short window in one layer": Qwen2Config(
+        use_sliding_window=True, sliding_window=16, layer_types=["full_attention", "sliding_attention"], **GROUPED
+    ),
+    "Gemma 3 with short windows": Gemma3TextConfig(
+        sliding_window=64, layer_types=["full_attention", "sliding_attention"], **HEADS_OF_16
+    ),
     "Qwen3": Qwen3Config(**HEADS_OF_16),
     "Qwen3 MoE": Qwen3MoeConfig(num_experts=4, moe_intermediate_size=32, **EXPERTS, **HEADS_OF_16),
     "Qwen2 MoE with a window that no layer has": Qwen2MoeConfig(
@@ -218,22 +225,9 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         ),
         ["_supports_flash_attn is False", "layers [0, 1] are of type 'chunked_attention'"],
     ),
-    "Mistral with a short window": (
-        MistralConfig(sliding_window=LONGEST_TOKENS - 1, **GROUPED),
-        ["sliding window 149 is shorter than documents of 150 tokens", "model.layers.0.self_attn"],
-    ),
-    "Qwen2 with a short window in one layer": (
-        Qwen2Config(
-            use_sliding_window=True,
-            sliding_window=16,
-            layer_types=["full_attention", "sliding_attention"],
-            **GROUPED,
-        ),
-        ["sliding window 16 is shorter than documents of 150 tokens", "model.layers.1.self_attn"],
-    ),
-    "Gemma 3 with short windows": (
-        Gemma3TextConfig(sliding_window=64, layer_types=["full_attention", "sliding_attention"], **HEADS_OF_16),
-        ["sliding window 64", "model.layers.1.self_attn"],
+    "Mistral with an empty window": (
+        MistralConfig(sliding_window=0, **GROUPED),
+        ["sliding window 0 (model.layers.0.self_attn) holds no token", "1 is the shortest"],
     ),
     "Gemma 3 looking both ways": (
         Gemma3TextConfig(sliding_window=512, use_bidirectional_attention=True, **HEADS_OF_16),
@@ -376,10 +370,10 @@ def test_model_that_is_no_causal_language_model_is_refused(
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    message = refusal(build(MistralConfig(sliding_window=8, attention_dropout=0.5, **GROUPED)))
+    message = refusal(build(MistralConfig(sliding_window=0, attention_dropout=0.5, **GROUPED)))
 
     assert "attention dropout 0.5" in message
-    assert "sliding window 8" in message
+    assert "sliding window 0" in message
 
 
 class ShiftsItself(LlamaForCausalLM):

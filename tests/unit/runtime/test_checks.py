@@ -122,7 +122,7 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
 )
 def test_needed_bytes_by_hand(layout: Layout, dtype: torch.dtype, expected: list[int]) -> None:
     def run(transport: Transport) -> int:
-        routing = live_plan(layout, transport, DistCAConfig()).routing(SPEC).forward
+        routing = live_plan(layout, transport, DistCAConfig()).kinds.of(SPEC).plan.forward
         return attention.needed_bytes(routing, *tensors(int(layout.rank_rows[transport.rank]), dtype))
 
     assert run_ranks(2, run) == expected
@@ -168,7 +168,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
         dout = torch.zeros_like(out)
         with backward if counts else nullcontext():
             attend_backward(dout, Attended(q, k, v, out, lse), kept, SPEC, live)
-        return attention.needed_bytes(live.routing(SPEC).backward, q, k, v), forward.most, backward.most
+        return attention.needed_bytes(live.kinds.of(SPEC).plan.backward, q, k, v), forward.most, backward.most
 
     for rank in range(NUM_RANKS):
         needed, forward, backward = run_ranks(NUM_RANKS, partial(run, counted=rank))[rank]

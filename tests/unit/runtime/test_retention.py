@@ -48,7 +48,7 @@ def plan_of(facts: dict[str, Any], **settings: Any) -> LivePlan:
         "key_rows_sent": (),
     }
     live.facts = PlanFacts(**numbers | facts)
-    live.retention = Retention(live.config, live.facts)
+    live.kinds.of(SPEC).retention = Retention(live.config, live.facts)
     return live
 
 
@@ -65,24 +65,23 @@ def test_auto_keeps_what_fits_the_budget_in_all_layers_that_hold_something(
     layers: int, spare: int, keeps: bool
 ) -> None:
     live = plan_of(RECEIVED, kv_budget_gib=(layers * MOST + spare) / GIB)
-    live.retention.layers_kept = layers
+    live.retention(SPEC).layers_kept = layers
 
     assert kept_bytes(live.facts, *tensors(5)) == MOST
-    assert live.retention.keeps_received(*tensors(5)) == keeps
+    assert live.retention(SPEC).keeps_received(*tensors(5)) == keeps
 
 
 @pytest.mark.parametrize(("setting", "keeps"), [("keep", True), ("refetch", False)])
 def test_other_settings_do_not_look_at_the_budget(setting: str, keeps: bool) -> None:
     for budget in (0.0, 100.0):
         live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=budget)
-        assert live.retention.keeps_received(*tensors(5)) == keeps
+        assert live.retention(SPEC).keeps_received(*tensors(5)) == keeps
 
 
 def test_without_a_budget_only_nothing_is_kept() -> None:
-    assert not plan_of(RECEIVED, kv_budget_gib=0).retention.keeps_received(*tensors(5))
-    assert plan_of({"key_rows_received": (0,), "remote_query_rows": (0,)}, kv_budget_gib=0).retention.keeps_received(
-        *tensors(5)
-    )
+    assert not plan_of(RECEIVED, kv_budget_gib=0).retention(SPEC).keeps_received(*tensors(5))
+    nothing_received = plan_of({"key_rows_received": (0,), "remote_query_rows": (0,)}, kv_budget_gib=0)
+    assert nothing_received.retention(SPEC).keeps_received(*tensors(5))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_attention_servers_keep_what_they_have_room_for(
 ) -> None:
     """And nothing of a pass that is run again before it is differentiated."""
     retention = Retention(DistCAConfig(kv_residency=setting), plan_of(RECEIVED).facts, room_bytes)
-    retention.begin_forward_pass(layers_kept=1 if recomputed else 2, attention_calls=2)
+    retention.begin_forward_pass(layers_kept=1 if recomputed else 2, attention_calls=2, recomputes=recomputed)
     assert retention.keeps_received(*tensors(5)) == keeps
     assert not retention.waits_for_recomputation(*tensors(5))
 
@@ -130,10 +129,10 @@ def test_a_slot_is_open_for_one_backward_pass() -> None:
 def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
     """Backward of a layer must know what its forward did, whatever has changed."""
     live = plan_of(RECEIVED, kv_budget_gib=MOST / GIB)
-    assert live.retention.keeps_received(*tensors(5))
-    live.retention.layers_kept = 100
+    assert live.retention(SPEC).keeps_received(*tensors(5))
+    live.retention(SPEC).layers_kept = 100
 
-    assert live.retention.keeps_received(*tensors(5))
+    assert live.retention(SPEC).keeps_received(*tensors(5))
 
 
 def test_rows_of_one_group_of_heads_are_parts_of_tokens() -> None:
@@ -169,19 +168,19 @@ def test_the_budget_counts_received_rows_of_all_calls() -> None:
     most = 700 * KEY_BYTES + 20 * 4 * HEADS * DIM
     for spare, waits in ((0, True), (-1, False)):
         live = plan_of(RECEIVED, kv_budget_gib=(7 * most + spare) / GIB)
-        live.retention.attention_calls = 7
+        live.retention(SPEC).attention_calls = 7
 
         assert received_bytes(live.facts, *tensors(5)) == most
-        assert live.retention.waits_for_recomputation(*tensors(5)) == waits
-        live.retention.attention_calls = 1000
-        assert live.retention.waits_for_recomputation(*tensors(5)) == waits  # the first layer decides for all
+        assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits
+        live.retention(SPEC).attention_calls = 1000
+        assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits  # the first layer decides for all
 
 
 @pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
 def test_other_settings_decide_alone(setting: str, waits: bool) -> None:
     live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=0)
 
-    assert live.retention.waits_for_recomputation(*tensors(5)) == waits
+    assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits
 
 
 # --- what is really kept
@@ -192,14 +191,14 @@ def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[in
 
     def run(transport: Transport) -> tuple[int, int, bool, int]:
         live = live_plan(plan.layout, transport, DistCAConfig(kernel="reference", **settings), plan=plan)
-        live.retention.layers_kept = layers
+        live.retention(SPEC).layers_kept = layers
         held = tensors(int(plan.layout.rank_rows[transport.rank]))
         out, _, *kept = flash_attn(*held, SPEC, live.handle)
         before = transport.traffic.exchanges
         out.sum().backward()
-        assert live.retention.keeps is not None
+        assert live.retention(SPEC).keeps is not None
         really = sum(x.nbytes for x in kept)
-        return kept_bytes(live.facts, *held), really, live.retention.keeps, transport.traffic.exchanges - before
+        return kept_bytes(live.facts, *held), really, live.retention(SPEC).keeps, transport.traffic.exchanges - before
 
     return run_ranks(NUM_RANKS, run)
 
@@ -259,4 +258,4 @@ def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any
     model(**batch).loss.backward()
 
     assert batch["distca_plan"].forward_pass.calls == (8 if layers_kept == 1 else 4)
-    assert batch["distca_plan"].retention.layers_kept == layers_kept
+    assert batch["distca_plan"].retention(SPEC).layers_kept == layers_kept

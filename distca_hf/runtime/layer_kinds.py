@@ -1,0 +1,223 @@
+"""Layer kinds: the layers of a model by the mask that they attend with, each kind with its routing in a micro-batch.
+
+    full causal layers       routing of the plan: prefixes travel, and perhaps queries
+    layers with a window     routing of the same layout: halos travel
+
+All kinds are of one layout, so the rows that a rank holds are the same in every layer. A window as long as every
+document of the micro-batch is no window: such layers are of the full kind.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from distca_hf.arrays import IntArray
+from distca_hf.comm.posted_plans import PostedPlan
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
+from distca_hf.errors import PlanError
+from distca_hf.kernels.interface import AttentionSpec, without_window
+from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.routing import rank_plan
+from distca_hf.planning.window_routing import window_plan
+from distca_hf.runtime.device_routing import DeviceRankPlan, PinnedRankPlan
+from distca_hf.runtime.retention import Retention
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+
+# Makes the rank plan of a mask with a window, on the device.
+RouteWindow = Callable[[Mask], DeviceRankPlan]
+
+
+class Planned(NamedTuple):
+    """A micro-batch as it was planned for the attention servers that take part now.
+
+    Attributes:
+        routings: rank plans by mask: the full causal one, and windows that were known before.
+        route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
+        facts: of all layers together.
+        fingerprint: of the plan.
+        posted: the plan as attention servers have it; posts calls to them. None if they take no part.
+    """
+
+    routings: Mapping[Mask, DeviceRankPlan]
+    route_window: RouteWindow | None
+    facts: PlanFacts
+    fingerprint: int
+    posted: PostedPlan | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedKinds:
+    """Rank plans of a micro-batch for each mask of a model, before they are copied to the device.
+
+    Attributes:
+        plans: by mask.
+        facts: of all layers together.
+        layout: ranks, and the tokens that each of them holds.
+        rank: the rank that they are of.
+        pin: whether they are in memory that a GPU copies from while the host goes on.
+    """
+
+    plans: Mapping[Mask, PinnedRankPlan]
+    facts: PlanFacts
+    layout: Layout
+    rank: int
+    pin: bool
+
+    @classmethod
+    def prepare(
+        cls,
+        plan: Plan,
+        rank: int,
+        num_chunks: int = 1,
+        layer_masks: LayerMasks = CAUSAL_LAYERS,
+        work_before: Callable[[Mask], IntArray] | None = None,
+        pin: bool = False,
+        num_servers: int = 0,
+    ) -> "PinnedKinds":
+        """Routes all kinds of layers of one rank; safe in a background thread.
+
+        Args:
+            plan: of the full causal layers; layers with a window follow its layout.
+            num_chunks: chunks of the exchange in forward.
+            layer_masks: masks of the model, each with the number of its layers. The full causal one is always routed.
+            num_servers: the last ranks of the plan that are attention servers.
+            work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
+        """
+        layout, longest = plan.layout, plan.layout.longest_document_tokens
+        before: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
+        made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, before(CAUSAL_MASK))}
+        layers = dict.fromkeys(made, 0)
+        for mask, count in layer_masks:
+            if mask.window_tokens is None or mask.window_tokens >= longest:
+                layers[CAUSAL_MASK] += count
+                continue
+            if mask not in made:
+                made[mask] = window_plan(layout, rank, mask, before(mask), num_servers)
+            layers[mask] = layers.get(mask, 0) + count
+        facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
+        return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
+
+    def to(self, device: torch.device) -> dict[Mask, DeviceRankPlan]:
+        """Returns the rank plans on the device; the host does not wait."""
+        return {mask: plan.to(device) for mask, plan in self.plans.items()}
+
+    def route_window(self, device: torch.device) -> RouteWindow:
+        """Returns a function that routes a window which was not known before."""
+
+        def route(mask: Mask) -> DeviceRankPlan:
+            log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)
+            return PinnedRankPlan.prepare(window_plan(self.layout, self.rank, mask), self.pin).to(device)
+
+        return route
+
+
+@dataclass(eq=False)
+class LayerKind:
+    """The layers that attend with one mask.
+
+    Attributes:
+        plan: routing of forward, and of backward.
+        retention: decides which rows of other ranks are kept until backward, and until recomputation.
+        has_room: whether the device is known to have room for a call.
+    """
+
+    plan: DeviceRankPlan
+    retention: Retention
+    has_room: bool = False
+
+
+class LayerKinds:
+    """Kinds of layers of one micro-batch.
+
+    Args:
+        planned: the micro-batch as it was planned.
+        config: settings.
+        where: rank and micro-batch, for messages.
+    """
+
+    def __init__(self, planned: Planned, config: DistCAConfig, where: str) -> None:
+        self._planned, self._config, self._where = planned, config, where
+        self._longest_tokens = planned.facts.longest_document_tokens
+        self._pass = _Pass(1, 1, CAUSAL_LAYERS)
+        self._halos: list[Retention] = []
+        self._kinds: dict[int, LayerKind] = {}
+        for mask, plan in planned.routings.items():
+            self._add(mask, plan)
+
+    def begin_forward_pass(self, layers_kept: int, attention_calls: int, layer_masks: LayerMasks) -> None:
+        """Notes how many layers the next pass has.
+
+        Args:
+            layers_kept: layers whose attention is saved for backward at the same time.
+            attention_calls: of the pass.
+            layer_masks: masks of the model, each with the number of its layers.
+        """
+        self._pass = _Pass(layers_kept, attention_calls, layer_masks)
+        for window_tokens, kind in self._kinds.items():
+            kind.retention.begin_forward_pass(*self._pass.of(window_tokens))
+            kind.has_room = False
+
+    def spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
+        if spec.window_tokens and spec.window_tokens >= self._longest_tokens:
+            return without_window(spec)
+        return spec
+
+    def of(self, spec: AttentionSpec) -> LayerKind:
+        """Returns the kind of layers that attend like this. A window that was not known before is routed now.
+
+        Args:
+            spec: as `spec` returned it.
+
+        Raises:
+            PlanError: the batch was planned without their mask.
+        """
+        found = self._kinds.get(spec.window_tokens)
+        if found is not None:
+            return found
+        mask, route_window = Mask(spec.window_tokens or None), self._planned.route_window
+        if route_window is None or not spec.window_tokens:
+            planned = ", ".join(str(Mask(window_tokens or None)) for window_tokens in self._kinds)
+            raise PlanError(
+                f"{self._where}: a layer attends with {mask}, the plan of this batch has routings for {planned}; plan "
+                "it for the masks of all layers"
+            )
+        return self._add(mask, route_window(mask))
+
+    def __iter__(self) -> Iterator[LayerKind]:
+        """Yields the kinds that are known."""
+        return iter(self._kinds.values())
+
+    def _add(self, mask: Mask, plan: DeviceRankPlan) -> LayerKind:
+        posted, window_tokens = self._planned.posted, mask.window_tokens or 0
+        room_bytes = None if posted is None else posted.room_bytes
+        retention = Retention(self._config, plan.facts, room_bytes, None if window_tokens else self._halos)
+        retention.begin_forward_pass(*self._pass.of(window_tokens))
+        if window_tokens:
+            self._halos.append(retention)
+        kind = self._kinds[window_tokens] = LayerKind(plan, retention)
+        return kind
+
+
+class _Pass(NamedTuple):
+    """Numbers of layers in a forward pass, as `LayerKinds.begin_forward_pass` takes them."""
+
+    layers_kept: int
+    attention_calls: int
+    layer_masks: LayerMasks
+
+    def of(self, window_tokens: int) -> tuple[int, int, bool]:
+        """Returns `layers_kept` and `attention_calls` of one kind, of which there is at least one, and whether the
+        pass recomputes attention."""
+        layers = {mask.window_tokens or 0: count for mask, count in self.layer_masks}
+        total = sum(layers.values())
+        calls = max(1, round(self.attention_calls * layers.get(window_tokens, total) / total))
+        return min(self.layers_kept, calls), calls, self.layers_kept != self.attention_calls
