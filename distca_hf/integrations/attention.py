@@ -35,6 +35,7 @@ HARMLESS_KEYWORDS = frozenset(
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
+        "mm_token_type_ids",  # for positions; a mask that is made of it is refused as a mask
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
