@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 VOCABULARY = 128
 LONGEST_TOKENS = 80
+WINDOW_TOKENS = 16
 HEAD_DIM = 16
 HIDDEN = 4 * HEAD_DIM
 DENSE = {"mlp_layer_types": ["dense", "dense"]}
@@ -34,12 +35,12 @@ SIZES: dict[str, Any] = {
         (HIDDEN, "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim mm_embed_dim adapter_in_dim"),
         (HIDDEN, "intermediate_size ffn_dim d_ff dff dim_ff d_inner n_inner encoder_ffn_dim decoder_ffn_dim"),
         (HIDDEN, "ffn_hidden_size feed_forward_size output_proj_dims adapter_out_dim"),
-        # attention: windows are as long as the longest document
+        # attention: windows are shorter than most documents
         (4, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads"),
         (4, "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads index_n_heads"),
         (2, "num_key_value_heads"),
         (HEAD_DIM, "head_dim d_kv kv_channels d_head dim_head index_head_dim index_topk"),
-        (LONGEST_TOKENS, "sliding_window sliding_window_size"),
+        (WINDOW_TOKENS, "sliding_window sliding_window_size"),
         # linear attention
         (4, "linear_num_heads linear_num_key_heads linear_num_value_heads"),
         (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
@@ -91,7 +92,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
-    "modernbert-decoder": {"local_attention": 2 * LONGEST_TOKENS},
+    "modernbert-decoder": {"local_attention": 2 * WINDOW_TOKENS},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
         **{"indexer_budget": 32, "indexer_compress_ratio": 4},
