@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
+from distca_hf.data.media import MEDIA
 from distca_hf.errors import PackingError
 from distca_hf.kernels.interface import Spans
 from distca_hf.layout import as_int_array, check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
 
+# Rows of positions that begin with those of text: three of images follow.
+POSITIONS_WITH_TEXT = 4
 # Keywords of a model's forward pass: tensors, and flags or caches of any type.
 Batch = Mapping[str, Any]
 
@@ -193,6 +196,16 @@ def tokens_of(batch: Batch) -> torch.Tensor:
     return batch["inputs_embeds"][..., 0] if tokens is None else tokens
 
 
+def media_of(batch: Batch) -> list[str]:
+    """Returns names of the images, videos and sound that a batch holds; waits for no device."""
+    return [name for name, given in batch.items() if MEDIA.search(name) and _is_filled(given)]
+
+
+def _is_filled(given: object) -> bool:
+    """Returns whether a tensor or a list holds anything."""
+    return given.numel() > 0 if isinstance(given, torch.Tensor) else isinstance(given, list | tuple) and bool(given)
+
+
 def document_lengths(batch: Batch) -> IntArray | None:
     """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
 
@@ -211,11 +224,15 @@ def document_lengths(batch: Batch) -> IntArray | None:
     offsets, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     if offsets is not None:
         _check_key_offsets(offsets, batch.get("cu_seq_lens_k"))
-    if offsets is not None and positions is not None and positions.ndim != 2:
-        positions = None  # several positions per token, as of images: they need not restart with the documents
+    if positions is not None and positions.ndim == 3:  # several positions per token, as of images
+        if offsets is not None:
+            positions = None  # they need not restart with the documents
+        elif len(positions) == POSITIONS_WITH_TEXT:
+            positions = positions[0]
     if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
+        several = "; with positions of images give cu_seq_lens_q, too" if positions.ndim == 3 else ""
         raise PackingError(
-            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}"
+            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}{several}"
         )
     if offsets is not None and positions is not None:
         lengths = _agreed_lengths(offsets, positions.expand(tokens.shape))

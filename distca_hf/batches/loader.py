@@ -28,8 +28,9 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.collate import dataset_checksum
-from distca_hf.data.documents import DocumentSource, Tokens
+from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
+from distca_hf.data.media import check_no_media
 from distca_hf.errors import ConfigError
 from distca_hf.planning.plan import PlanFacts, PlanTotals
 from distca_hf.planning.served import Servers
@@ -110,6 +111,8 @@ class PlacedLoader:
         self._planner = PlacedPlanner(config, transport.world_size, head_groups, servers, token_bytes, layer_masks)
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
+        check_map_style(dataset)
+        check_no_media(dataset)
         self._source = DocumentSource(dataset, self._capacity_tokens, config.overlong, unlearnt_token)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         self._packer = EpochPacker(self._source.document_tokens, self._capacity_tokens, seed, shuffle)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
+from distca_hf.batches.batch_documents import Batch, document_lengths, media_of, tokens_of
 from distca_hf.batches.taking import order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
@@ -20,6 +20,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.data.media import MEDIA
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
@@ -81,23 +82,29 @@ class PackPlanner:
 
         return go_back
 
-    def plan(self, batch: Batch, trains: bool = True) -> LivePlan | None:
+    def plan(self, batch: Batch, trains: bool = True, towers_are_sharded: bool = False) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
 
         Args:
             trains: whether it is trained on, and counted.
+            towers_are_sharded: whether a rank that looks at an image waits for weights of all others.
 
         Returns:
             The plan; None where some rank's batch is padded: then every rank attends to its own batch.
 
         Raises:
-            PackingError: the batch holds something else than whole documents, or no rank has any.
+            PackingError: the batch holds something else than whole documents, or no rank has any; or only some
+                ranks hold images, and would wait for the others.
             PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
-        lengths_of_ranks = self._all_lengths(lengths, number, number == 0 and _learns_nothing(batch))
+        flags = {
+            "learns nothing": int(number == 0 and _learns_nothing(batch)),
+            "holds images": int(bool(media_of(batch))),
+        }
+        lengths_of_ranks = self._all_lengths(lengths, number, flags, towers_are_sharded)
         if lengths_of_ranks is None:
             return None
         layout = Layout.from_packs(lengths_of_ranks)
@@ -151,7 +158,9 @@ class PackPlanner:
             Agreement.announce_unable(self._transport, number)
             raise
 
-    def _all_lengths(self, lengths: IntArray | None, number: int, learns_nothing: bool) -> list[IntArray] | None:
+    def _all_lengths(
+        self, lengths: IntArray | None, number: int, flags: dict[str, int], towers_are_sharded: bool
+    ) -> list[IntArray] | None:
         """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
         batch holds no label to learn: most likely all their batches are like it."""
         # 1. How many lengths each rank has: gathers are of equal size.
@@ -163,9 +172,11 @@ class PackPlanner:
             {
                 "documents": 0 if lengths is None else len(lengths),
                 "padded": int(lengths is None),
-                "learns nothing": int(learns_nothing),
+                **flags,
             },
         ).wait()
+        if towers_are_sharded:
+            self._check_images(numbers["holds images"], number)
         if any(numbers["learns nothing"]):
             log.warning(
                 "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
@@ -183,6 +194,17 @@ class PackPlanner:
         where = f"micro-batch {number}, document lengths"
         rows = self._transport.gather(padded, where).wait()
         return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
+
+    def _check_images(self, flags: Sequence[int], number: int) -> None:
+        """Checks that all ranks hold images, or none."""
+        if len(set(flags)) > 1:
+            without = _ranks([1 - flag for flag in flags])
+            raise PackingError(
+                f"rank {self._transport.rank}, micro-batch {number}: rank {_ranks(flags)} holds images, videos or "
+                f"sound, and rank {without} none. The model's towers are sharded: ranks with images would wait for "
+                "the others for ever. Give every rank an image in every micro-batch (a blank one, say), or leave the "
+                "towers out of sharding (ignored parameters of FSDP)"
+            )
 
     def _warn_of_padding(self, ranks: str, number: int) -> None:
         """Warns once that padded batches are not balanced."""
@@ -207,12 +229,12 @@ def _ranks(flags: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
-def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int]:
+def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:
     """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
     ranks."""
     if tokens_of(batch).numel():
         return {}
-    filled: dict[str, torch.Tensor | int] = (
+    filled: dict[str, torch.Tensor | int | None] = (
         {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
     )
     for name, values in batch.items():
@@ -220,6 +242,10 @@ def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int]:
             continue
         if name.startswith("cu_seq_lens"):
             filled[name] = values.new_tensor([0, 1])
+        elif name == "position_ids" and values.ndim == 3:  # several positions per token, as of images
+            filled[name] = values.new_zeros((len(values), 1, 1))
+        elif MEDIA.search(name) and not values.numel():
+            filled[name] = None
         elif 0 in values.shape[:2]:
             is_mask = name == "attention_mask"  # 1: a mean over no token is NaN
             number = IGNORED_LABEL if name.endswith("labels") else int(is_mask)

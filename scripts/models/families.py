@@ -32,7 +32,7 @@ LONGROPE = {
     }
 }
 LINEAR = "linear attention carries state from token to token; such layers cannot be cut between GPUs"
-IMAGES = "its images are not causal; its text part alone, as a causal language model, is checked like any other"
+IMAGES = "documents of text; packs may hold images. Its towers attend with sdpa"
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,18 @@ FAMILIES = (
     Family("GLM-4.5, 4.6", ("glm4_moe",)),
     Family("Granite 3", ("granite",)),
     Family(
-        "Gemma 3, text alone",
-        ("gemma3_text",),
-        windows(1024),
-        "sliding window",
-        "load it as Gemma3ForCausalLM; the 1B has a window of 512",
+        "Qwen2.5-VL, Qwen3-VL, InternVL, LLaVA, SmolVLM, Kimi K2.5",
+        ("qwen2_5_vl", "qwen3_vl", "internvl", "llava", "smolvlm", "kimi_k25"),
+        note=IMAGES,
     ),
-    Family("OLMo 3", ("olmo3",), windows(4096), "sliding window"),
+    Family("Mistral Small 3.1, Ministral 3 with images", ("mistral3",), windows(None), note=IMAGES),
+    Family(
+        "Gemma 3",
+        ("gemma3_text", "gemma3"),
+        windows(1024),
+        note="documents of text, no images; the 1B has a window of 512",
+    ),
+    Family("OLMo 3", ("olmo3",), windows(4096)),
     Family(
         "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
     ),
@@ -106,12 +111,6 @@ FAMILIES = (
         note=LINEAR,
     ),
     Family("Mamba", ("mamba", "mamba2"), sign="linear_attention", note="no attention at all"),
-    Family(
-        "Qwen2.5-VL, Qwen3-VL, LLaVA, Gemma 3 with images",
-        ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3"),
-        sign="not causal",
-        note=IMAGES,
-    ),
 )
 INTRODUCTION = f"""# Models
 
@@ -133,7 +132,7 @@ def build(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
     """Returns a tiny model without weights."""
     config = tiny_config(CONFIG_MAPPING[model_type])
     for name, value in settings.items():
-        setattr(config, name, value)
+        setattr(config.get_text_config(), name, value)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
         return kind.from_config(config, attn_implementation=IMPLEMENTATION)

@@ -1,11 +1,11 @@
-"""Which causal language models of the installed Transformers run on distca, and how exactly, as a Markdown page.
+"""Which models of the installed Transformers run on distca, and how exactly, as two sections of a Markdown page.
 
-    python scripts/models/sweep.py [--only MODEL_TYPE ...] [--out PAGE.md]
+    python scripts/models/sweep.py [--kind text|images] [--only MODEL_TYPE ...] [--out PAGE.md]
 
-Of every class that AutoModelForCausalLM knows a tiny model is built (`shared/tiny_configs.py`) and checked. An
-accepted one trains one step on documents that are placed on 1, 2 and 3 ranks, and on the same documents each alone
-with sdpa: loss and gradients must agree. A class that is accepted but differs, or fails in another way than by a
-refusal, makes the script exit with 1.
+Of every class that AutoModelForCausalLM or AutoModelForImageTextToText knows a tiny model is built
+(`shared/tiny_configs.py`) and checked. An accepted one trains one step on documents of text that are placed on 1, 2
+and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. A class that is accepted
+but differs, or fails in another way than by a refusal, makes the script exit with 1.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,15 @@ import torch
 import transformers
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
@@ -47,7 +55,7 @@ RANDOM_IN_TRAINING = ("phimoe",)
 # In the order of the page. The last two are faults of distca.
 WORKS, REFUSED, NOT_BUILT, WRONG, CRASH = VERDICTS = ("works", "refused", "not built", "WRONG", "CRASH")
 
-INTRODUCTION = f"""## All classes
+TEXT_INTRODUCTION = f"""## All classes
 
 Made by `python scripts/models/sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
 distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` knows: a tiny model with one layer of
@@ -59,7 +67,39 @@ it may work. One that is *not built* could not be built here without distca eith
 they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
 [Transformers' own tests](#transformers-own-tests) end with distca.
 """
+IMAGES_INTRODUCTION = f"""## Image-text-to-text classes
+
+Made by `python scripts/models/sweep.py --kind images` with Transformers {transformers.__version__}, torch
+{torch.__version__} and distca_hf {distca_hf.__version__}, of every class that `AutoModelForImageTextToText` knows,
+in the same way: on documents of text. Their towers attend with sdpa.
+"""
 TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or reason |", "|---|---|---|---|")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Classes of one section of the page.
+
+    Attributes:
+        introduction: the section up to its table.
+        auto_class: builds them.
+        mapping: classes by their configurations.
+    """
+
+    introduction: str
+    auto_class: type[_BaseAutoModelClass]
+    mapping: Mapping[type[PreTrainedConfig], type[PreTrainedModel]]
+
+    def config_classes(self, only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
+        """Returns the configuration classes of all models, or of those model types, each once."""
+        wanted = set(only)
+        classes = {config_class.model_type: config_class for config_class in self.mapping}
+        return [config_class for model_type, config_class in classes.items() if not wanted or model_type in wanted]
+
+
+TEXT = Kind(TEXT_INTRODUCTION, AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+IMAGES = Kind(IMAGES_INTRODUCTION, AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+KINDS = {"text": TEXT, "images": IMAGES}
 
 
 @dataclass(frozen=True)
@@ -91,53 +131,44 @@ def largest(differences: list[float]) -> float:
     return float(np.max(differences))
 
 
-def config_classes(only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
-    """Returns the configuration classes of all causal language models, or of those model types, each once."""
-    wanted = set(only)
-    classes = {config_class.model_type: config_class for config_class in MODEL_FOR_CAUSAL_LM_MAPPING}
-    if wanted - set(classes):
-        raise SystemExit(f"not in AutoModelForCausalLM's mapping: {', '.join(sorted(wanted - set(classes)))}")
-    return [config_class for model_type, config_class in classes.items() if not wanted or model_type in wanted]
-
-
-def examine(config_class: type[PreTrainedConfig]) -> Outcome:
+def examine(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> Outcome:
     """Builds, checks and compares one class."""
-    verdict, detail = _verdict(config_class)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+    verdict, detail = _verdict(config_class, kind)
+    model_class = kind.mapping[config_class].__name__
     detail = detail.removeprefix(f"{model_class} cannot run on distca: ").removeprefix(f"{model_class}: ")
     detail = detail.removesuffix(f". {REMEDY}")
     detail = textwrap.shorten(detail.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
     return Outcome(model_class, config_class.model_type, verdict, detail)
 
 
-def _verdict(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
+def _verdict(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]:
     """Returns the verdict, and the difference or the reason in full."""
     try:
-        parameters = num_parameters(config_class)
+        parameters = num_parameters(config_class, kind)
     except Exception as error:
         return NOT_BUILT, _named(error)
     if parameters > MOST_PARAMETERS:
         return NOT_BUILT, f"{parameters} parameters are too many for a tiny model"
     try:
-        model = build(config_class, IMPLEMENTATION)
+        model = build(config_class, IMPLEMENTATION, kind)
     except Exception as error:
         return REFUSED if IMPLEMENTATION in str(error) else CRASH, f"by Transformers: {_named(error)}"
     try:
         check_model(model, LONGEST_TOKENS)
-        return _verdict_of_steps(config_class)
+        return _verdict_of_steps(config_class, kind)
     except (ConfigError, UnsupportedAttentionError) as error:
         return REFUSED, str(error)
     except Exception as error:
         return CRASH, _named(error)
 
 
-def _verdict_of_steps(config_class: type[PreTrainedConfig]) -> tuple[str, str]:
+def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]:
     """Compares the steps of an accepted model."""
     try:
-        expected = step_alone(build_plain(config_class))
+        expected = step_alone(build_plain(config_class, kind))
     except Exception as error:
         return NOT_BUILT, f"fails without distca, too: {_named(error)}"
-    difference = largest([step_placed(config_class, num_ranks).difference(expected) for num_ranks in RANKS])
+    difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
     return WORKS if difference <= LARGEST_DIFFERENCE else WRONG, f"{difference:.1e}"
 
 
@@ -145,28 +176,28 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def num_parameters(config_class: type[PreTrainedConfig]) -> int:
-    """Parameters of the tiny model, without their memory."""
+def num_parameters(config_class: type[PreTrainedConfig], kind: Kind) -> int:
+    """Returns the number of parameters of the tiny model, without their memory."""
     with torch.device("meta"):
-        return int(AutoModelForCausalLM.from_config(tiny_config(config_class)).num_parameters())
+        return int(kind.auto_class.from_config(tiny_config(config_class)).num_parameters())
 
 
-def build(config_class: type[PreTrainedConfig], implementation: str) -> PreTrainedModel:
+def build(config_class: type[PreTrainedConfig], implementation: str, kind: Kind = TEXT) -> PreTrainedModel:
     """Returns a tiny model in fp32 that trains; its weights are random, equal every time, and none is left at zero."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(config_class), attn_implementation=implementation).float()
+    model = kind.auto_class.from_config(tiny_config(config_class), attn_implementation=implementation).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.train(config_class.model_type not in RANDOM_IN_TRAINING)
 
 
-def build_plain(config_class: type[PreTrainedConfig]) -> PreTrainedModel:
+def build_plain(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> PreTrainedModel:
     """Returns the same model with sdpa, or with eager attention if it does not know sdpa."""
     try:
-        return build(config_class, "sdpa")
+        return build(config_class, "sdpa", kind)
     except ValueError:
-        return build(config_class, "eager")
+        return build(config_class, "eager", kind)
 
 
 def documents_dataset() -> Dataset:
@@ -197,9 +228,9 @@ def step_alone(model: PreTrainedModel) -> Step:
     return Step(total, gradients_of(model))
 
 
-def step_placed(config_class: type[PreTrainedConfig], num_ranks: int) -> Step:
+def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind = TEXT) -> Step:
     """Runs the step on documents that are placed on ranks; returns their mean, as data parallelism makes it."""
-    models = [build(config_class, IMPLEMENTATION) for _ in range(num_ranks)]
+    models = [build(config_class, IMPLEMENTATION, kind) for _ in range(num_ranks)]
 
     def step(transport: Transport) -> Step:
         model = models[transport.rank]
@@ -221,13 +252,13 @@ def gradients_of(model: PreTrainedModel) -> torch.Tensor:
     )
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """Returns the outcomes in Markdown."""
+def section(outcomes: list[Outcome], kind: Kind) -> str:
+    """Returns the outcomes of a kind in Markdown."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     ordered = sorted(outcomes, key=lambda x: (VERDICTS.index(x.verdict), x.model_class.lower(), x.model_type))
     rows = [f"| {x.model_class} | {x.model_type} | {x.verdict} | {x.detail} |" for x in ordered]
-    return "\n".join([INTRODUCTION, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
+    return "\n".join([kind.introduction, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
 
 
 def be_quiet() -> None:
@@ -237,21 +268,33 @@ def be_quiet() -> None:
     disable_progress_bar()
 
 
+def _told(config_class: type[PreTrainedConfig], kind: Kind) -> Outcome:
+    """Prints the outcome of a class, and returns it."""
+    began = time.perf_counter()
+    outcome = examine(config_class, kind)
+    seconds = time.perf_counter() - began
+    print(f"{outcome.model_type}: {outcome.verdict}: {outcome.detail} ({seconds:.1f} s)", flush=True)
+    return outcome
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
     parser.add_argument("--out", type=Path, help="the page whose section is replaced, by default docs/models.md")
+    parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
     options = parser.parse_args()
     be_quiet()
-    outcomes = []
-    for config_class in config_classes(options.only):
-        began = time.perf_counter()
-        outcomes.append(examine(config_class))
-        print(f"{outcomes[-1].model_type}: {outcomes[-1].verdict}: {outcomes[-1].detail}", end="")
-        print(f" ({time.perf_counter() - began:.1f} s)", flush=True)
     out = options.out or (None if options.only else PAGE)
-    if out is not None:
-        write_section(out, page(outcomes))
+    kinds = [KINDS[options.kind]] if options.kind else list(KINDS.values())
+    known = {config_class.model_type for kind in kinds for config_class in kind.mapping}
+    if unknown := set(options.only) - known:
+        raise SystemExit(f"not in the mappings of Transformers: {', '.join(sorted(unknown))}")
+    outcomes = []
+    for kind in kinds:
+        of_kind = [_told(config_class, kind) for config_class in kind.config_classes(options.only)]
+        if out is not None:
+            write_section(out, section(of_kind, kind))
+        outcomes += of_kind
     if any(outcome.verdict in (WRONG, CRASH) for outcome in outcomes):
         sys.exit(1)
 

@@ -1,5 +1,4 @@
-"""The sweep over all causal language models: what it says of some, that it notices faults, and that its page is
-whole."""
+"""The sweep over all models: what it says of some, that it notices faults, and that its page is whole."""
 
 import importlib
 import math
@@ -36,9 +35,18 @@ SOME = {
 }
 
 
-def rows(page: str) -> dict[str, tuple[str, str, str]]:
-    """Class, outcome and what is told, by model type, in the order of the page's list of all classes."""
-    section = page.partition("## All classes\n")[2].partition("\n## ")[0]
+# Headings of the page's lists.
+TEXT, IMAGES = "All classes", "Image-text-to-text classes"
+FEWEST_WITH_IMAGES = 40
+
+
+def section_of(page: str, heading: str) -> str:
+    return page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def rows(page: str, heading: str = TEXT) -> dict[str, tuple[str, str, str]]:
+    """Class, outcome and what is told, by model type, in the order of one of the page's lists."""
+    section = section_of(page, heading)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {model_type: (name, verdict, told) for name, model_type, verdict, told in cells[2:]}
 
@@ -51,7 +59,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
     out = tmp_path / "models.md"
-    run_script(1, tmp_path, ["scripts/models/sweep.py", "--only", *SOME, "--out", out])
+    run_script(1, tmp_path, ["scripts/models/sweep.py", "--kind", "text", "--only", *SOME, "--out", out])
     page = out.read_text()
     found = rows(page)
 
@@ -71,7 +79,7 @@ def test_attention_that_is_a_little_wrong_is_noticed(sweep: ModuleType, monkeypa
         return right(q, k, v, spec._replace(scale=1.001 * spec.scale), *others)
 
     monkeypatch.setattr(attention, "flash_attn", wrong)
-    (llama,) = sweep.config_classes(["llama"])
+    (llama,) = sweep.TEXT.config_classes(["llama"])
 
     assert sweep.examine(llama).verdict == "WRONG"
 
@@ -89,16 +97,16 @@ def test_error_that_is_no_refusal_is_noticed(name: str, sweep: ModuleType, monke
         raise RuntimeError("something else")
 
     monkeypatch.setattr(sweep, name, fail)
-    (llama,) = sweep.config_classes(["llama"])
+    (llama,) = sweep.TEXT.config_classes(["llama"])
     outcome = sweep.examine(llama)
 
     assert (outcome.verdict, outcome.detail) == ("CRASH", "RuntimeError: something else")
 
 
 def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sweep, "examine", lambda config_class: sweep.Outcome("A", "a", sweep.WRONG, "0.1"))
+    monkeypatch.setattr(sweep, "examine", lambda config_class, kind: sweep.Outcome("A", "a", sweep.WRONG, "0.1"))
     monkeypatch.setattr(sweep, "be_quiet", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--only", "llama", "--out", str(tmp_path / "page.md")])
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--kind", "text", "--only", "llama", "--out", f"{tmp_path}/page.md"])
     with pytest.raises(SystemExit) as ended:
         sweep.main()
 
@@ -108,20 +116,22 @@ def test_faults_make_the_command_fail(sweep: ModuleType, monkeypatch: pytest.Mon
 
 def version_of_the_page() -> str:
     """The Transformers that the page was made with."""
-    made_with = re.search(r"with Transformers (\S+),", PAGE.read_text())
+    made_with = re.search(r"with Transformers (\S+),", section_of(PAGE.read_text(), TEXT))
     assert made_with is not None
     return made_with[1]
 
 
-def test_page_tells_of_no_fault_and_counts_what_it_lists() -> None:
-    page = PAGE.read_text()
-    found = rows(page)
+@pytest.mark.parametrize("heading", [TEXT, IMAGES])
+def test_page_tells_of_no_fault_and_counts_what_it_lists(heading: str) -> None:
+    page = section_of(PAGE.read_text(), heading)
+    found = rows(PAGE.read_text(), heading)
     counts = Counter(verdict for _, verdict, _ in found.values())
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("works", "refused", "not built"))
 
     assert set(counts) == {"works", "refused", "not built"}
     assert f"\n{len(found)} classes: {summary}.\n" in page
     assert all(0 <= float(told) <= 1e-5 for _, verdict, told in found.values() if verdict == "works")
+    assert heading == TEXT or counts["works"] >= FEWEST_WITH_IMAGES
 
 
 @pytest.mark.skipif(
@@ -129,4 +139,6 @@ def test_page_tells_of_no_fault_and_counts_what_it_lists() -> None:
     reason=f"made with Transformers {version_of_the_page()}; {transformers.__version__} is here",
 )
 def test_page_lists_every_class_of_the_transformers_that_it_was_made_with(sweep: ModuleType) -> None:
-    assert sorted(rows(PAGE.read_text())) == sorted(config_class.model_type for config_class in sweep.config_classes())
+    for kind, heading in ((sweep.TEXT, TEXT), (sweep.IMAGES, IMAGES)):
+        found = rows(PAGE.read_text(), heading)
+        assert sorted(found) == sorted(config_class.model_type for config_class in kind.config_classes())

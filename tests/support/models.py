@@ -32,10 +32,9 @@ def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
     windows."""
     sizes = SIZES | changes
     if kind == "gemma3":
+        sizes = {"sliding_window": WINDOW_TOKENS} | sizes
         layers = [*["sliding_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
-        return Gemma3TextConfig(
-            head_dim=16, query_pre_attn_scalar=16, sliding_window=WINDOW_TOKENS, layer_types=layers, **sizes
-        )
+        return Gemma3TextConfig(head_dim=16, query_pre_attn_scalar=16, layer_types=layers, **sizes)
     return Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else LlamaConfig(**sizes)
 
 

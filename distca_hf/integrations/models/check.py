@@ -1,5 +1,5 @@
 """Model check: accepts a model whose attention, and only attention, mixes tokens in a way that is computed here;
-refuses others by name.
+refuses others by name. Of a multimodal model the part that text runs through is checked.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
 tokens. A recurrent or convolutional layer, a mask of another kind, or a loss that shifts labels itself would go wrong
@@ -31,8 +31,11 @@ from distca_hf.integrations.models.parts import (
     passes_keywords_on,
     source_of,
     takes_shift_labels,
+    text_decoder,
+    text_modules,
     transformers_model,
 )
+from distca_hf.integrations.models.towers import undivided
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.telemetry import get_logger
@@ -93,7 +96,7 @@ class PositionLimits:
         config = model.config.get_text_config()
         tables = [
             module.num_embeddings - int(getattr(module, "offset", 0))
-            for name, module in model.named_modules()
+            for name, module in text_modules(model).items()
             if isinstance(module, nn.Embedding) and TABLE.search(name)
         ]
         self._table = min(tables, default=None)
@@ -145,13 +148,16 @@ def check_model(
     """
     inner = transformers_model(model)
     config = inner.config.get_text_config()
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation != IMPLEMENTATION:
-        raise ConfigError(
-            f"{type(inner).__name__} uses attn_implementation={implementation!r}; load it with "
-            f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
-        )
+    for part in (config, inner.config):  # some multimodal models make the masks of their text by the second
+        implementation = getattr(part, "_attn_implementation", None)
+        if implementation != IMPLEMENTATION:
+            where = f" ({type(part).__name__})" if part is not config else ""
+            raise ConfigError(
+                f"{type(inner).__name__}{where} uses attn_implementation={implementation!r}; load it with "
+                f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
+            )
     reasons = [
+        *undivided(inner),
         *_structure(inner, config),
         *_adapters(model),
         *_token_mixers(inner, config),
@@ -171,9 +177,10 @@ def check_model(
 def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     if getattr(model.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, and only causal language models are computed"
-    if not model._can_set_attn_implementation() or not attention_layers(model):
+    decoder = text_decoder(model)
+    if not decoder._can_set_attn_implementation() or not attention_layers(model):
         yield "it would ignore attn_implementation: none of its layers looks attention up by name"
-    elif not model._supports_flash_attn:
+    elif not decoder._supports_flash_attn:
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
 
 
@@ -191,8 +198,8 @@ def _token_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[
         layers = [index for index, name in enumerate(kinds) if name == kind]
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
         yield f"layers {layers[:3]}{more} are of type {kind!r}, which cannot be cut between ranks"
-    parts = ((name, module) for name, module in model.named_modules() if not isinstance(module, PreTrainedModel))
-    mixers = [name for name, module in parts if _mixes_tokens(module)]
+    parts = text_modules(model).items()
+    mixers = [name for name, part in parts if not isinstance(part, PreTrainedModel) and _mixes_tokens(part)]
     if mixers:
         yield f"{mixers[0]} (and {len(mixers) - 1} more) mixes neighbouring tokens"
 
@@ -205,7 +212,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
 def _positions(model: PreTrainedModel) -> Iterator[str]:
     """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
     others than the model was trained with."""
-    for name, module in model.named_modules():
+    for name, module in text_modules(model).items():
         if "create_position_ids_from_input_ids" in source_of(getattr(type(module), "forward", None)):
             yield (
                 f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
@@ -290,10 +297,11 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
         yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
         return
+    weights = text_decoder(model).dtype
     operands = Operands(
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
-        dtype=torch.bfloat16 if device.type == "cuda" and model.dtype == torch.float32 else model.dtype,
+        dtype=torch.bfloat16 if device.type == "cuda" and weights == torch.float32 else weights,
         num_heads=heads.query,
         num_kv_heads=heads.key_value,
         head_dim=heads.dim,

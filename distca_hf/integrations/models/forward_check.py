@@ -9,12 +9,14 @@ import copy
 import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from distca_hf.batches.batch_documents import Batch
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -22,6 +24,7 @@ from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionE
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.integrations.models.towers import towers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
@@ -60,7 +63,9 @@ class ForwardCheck:
 
     Attributes:
         position_limits: longest documents that the model can take.
+        towers: parts of a multimodal model beside its text, by name.
         num_calls: attention calls of every pass; None before the first one.
+        windows: tokens of the sliding window of each call, 0 without one; None before the first pass.
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig, layers: Collection[nn.Module]) -> None:
@@ -70,8 +75,9 @@ class ForwardCheck:
         # Layers look their implementation up in their config; most often it is one for all of them.
         configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers]
         self._attention_configs = list({id(config): config for config in configs}.values())
-        self.position_limits = PositionLimits(inner)
+        self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.num_calls: int | None = None
+        self.windows: list[int] | None = None
         self._warned_of_plugin = self._warned_of_implementation = False
 
     def check_model(self, module: nn.Module) -> None:
@@ -110,6 +116,11 @@ class ForwardCheck:
             raise PlanError(message)
         self._warned_of_implementation = True
         log.warning("%s", message)
+
+    @cached_property
+    def towers_are_sharded(self) -> bool:
+        """Whether weights of towers are sharded; asked for once the model was wrapped."""
+        return are_sharded(self._root, self.towers.values())
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach as far as the longest document; warns of another plugin.
@@ -153,7 +164,28 @@ class ForwardCheck:
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
-        self.num_calls = calls
+        self.num_calls, self.windows = calls, plan.forward_pass.windows
+
+
+def check_placed(batch: Batch, plan: LivePlan) -> None:
+    """Checks that a placed batch still has all that a model cannot make of its tokens.
+
+    Raises:
+        PlanError: the model would count positions, or shift labels, itself.
+    """
+    if plan.label_tokens is None:  # packs of others
+        return
+    where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
+    if batch.get("position_ids") is None:
+        raise PlanError(
+            f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
+            "document may go on. Pass position_ids on"
+        )
+    if batch.get("labels") is not None and batch.get("shift_labels") is None:
+        raise PlanError(
+            f"{where} labels, but no shift_labels: the model would shift labels across documents and cuts between "
+            "ranks. Pass shift_labels on, or leave labels out, too, and compute the loss from the batch's shift_labels"
+        )
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:
@@ -291,6 +323,18 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
         # ds_id: DeepSpeed's mark of a parameter that ZeRO-3 divides.
         if parameter not in sharded and not isinstance(parameter, DTensor) and not hasattr(parameter, "ds_id"):
             yield name, parameter
+
+
+def are_sharded(model: nn.Module, towers: Collection[nn.Module]) -> bool:
+    """Returns whether weights of a model's towers are sharded (FSDP, ZeRO-3). Then a rank that looks at an image waits
+    for the weights of all others."""
+    wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
+    return any(
+        not wrapped.isdisjoint(tower.modules())
+        or len(dict(replicated_parameters(tower))) < len(list(tower.parameters()))
+        for tower in towers
+    )
 
 
 def bits_checksum(tensor: torch.Tensor) -> int:

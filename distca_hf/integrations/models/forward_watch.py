@@ -26,7 +26,7 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, check_placed, module_facts
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.parts import (
     attention_layers,
@@ -37,6 +37,7 @@ from distca_hf.integrations.models.parts import (
     token_bytes_of,
     transformers_model,
 )
+from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
@@ -136,14 +137,15 @@ class ForwardWatch:
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
-        batch = dict(zip(self._names, args, strict=False)) | kwargs
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
-                return None
+                return None if len(batch) == len(given) else (args[len(self._names) :], batch)
             plan = self._plan_packs(module, batch)
             batch |= fill_empty(batch)
         args = args[len(self._names) :]
@@ -157,7 +159,7 @@ class ForwardWatch:
         self._check.check_model(module)
         self._check.check_plan(plan)
         self._check_transport(plan)
-        _check_placed(batch, plan)
+        check_placed(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
 
@@ -198,7 +200,8 @@ class ForwardWatch:
             **self._config_facts.now(),
         }
         calls = self._check.num_calls
-        plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers), self._layer_masks)
+        layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
+        plan.begin_forward_pass(calls, facts, *layers)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -231,7 +234,7 @@ class ForwardWatch:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks
             self.packs = PackPlanner(self.context.config, transport, *of_model)
-        return self.packs.plan(batch, trains=module.training)
+        return self.packs.plan(batch, module.training, self._check.towers_are_sharded)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
@@ -292,27 +295,6 @@ class _Hook:
         return _Hook, ()
 
 
-def _check_placed(batch: Batch, plan: LivePlan) -> None:
-    """Checks that a placed batch still has all that a model cannot make of its tokens.
-
-    Raises:
-        PlanError: the model would count positions, or shift labels, itself.
-    """
-    if plan.label_tokens is None:  # packs of others
-        return
-    where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
-    if batch.get("position_ids") is None:
-        raise PlanError(
-            f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
-            "document may go on. Pass position_ids on"
-        )
-    if batch.get("labels") is not None and batch.get("shift_labels") is None:
-        raise PlanError(
-            f"{where} labels, but no shift_labels: the model would shift labels across documents and cuts between "
-            "ranks. Pass shift_labels on, or leave labels out, too, and compute the loss from the batch's shift_labels"
-        )
-
-
 def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
     counted. Never 0: a step without labels has loss 0, not 0 / 0."""
@@ -356,6 +338,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     )
     check_model(model, longest, config.kernel, plugin.device)
     inner = transformers_model(model)
+    give_own_attention(inner)
     watch = watch_of(inner)
     if watch is None or watch.root is not model or watch.context is not plugin:
         if watch is not None:

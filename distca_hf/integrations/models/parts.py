@@ -1,4 +1,5 @@
-"""Model parts: the Transformers model inside others, its attention layers, heads and functions, and its operations.
+"""Model parts: the Transformers model inside others, its text decoder, attention layers, heads and functions, and its
+operations.
 
 Some properties of a function are known only from its source before it runs. Without a source every answer is no.
 Operations are counted from parameters, before the model is wrapped.
@@ -47,14 +48,46 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns modules whose forward looks attention up in Transformers' interface, by name."""
-    return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}  # type: ignore[arg-type]
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the decoder of a multimodal model, which has a configuration of its own. Any other model is returned
+    itself, also one whose decoder cannot be told from its towers."""
+    text = model.config.get_text_config()
+    if text is model.config or getattr(model.config, "is_encoder_decoder", False):
+        return model
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) and decoder.config is text else model
 
 
-def forward_accepts(model: nn.Module, keyword: str) -> bool:
-    """Returns whether `model.forward` has a parameter of this name."""
-    return keyword in inspect.signature(model.forward).parameters
+def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns modules that text runs through, by name: the decoder, all that it is inside of, and the head. In a model
+    for text these are all modules."""
+    decoder, head = text_decoder(model), model.get_output_embeddings()
+    if decoder is model:
+        return dict(model.named_modules())
+    inside = {*decoder.modules(), *(() if head is None else head.modules())}
+    return {
+        name: module for name, module in model.named_modules() if module in inside or decoder in set(module.modules())
+    }
+
+
+def attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns modules of the text part whose forward looks attention up in Transformers' interface, by name."""
+    return {name: module for name, module in text_modules(model).items() if looks_attention_up(module)}
+
+
+def looks_attention_up(module: nn.Module) -> bool:
+    """Returns whether the module's own forward calls Transformers' attention interface."""
+    return _uses_interface(type(module))  # type: ignore[arg-type]
+
+
+def forward_accepts(model: PreTrainedModel, keyword: str) -> bool:
+    """Returns whether `model.forward` has a parameter of this name. A multimodal model may pass it on to its text
+    decoder."""
+    parameters = inspect.signature(model.forward).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keyword in parameters or (
+        passes_on and keyword in inspect.signature(text_decoder(model).forward).parameters
+    )
 
 
 def names_by_position(model: nn.Module) -> list[str]:
@@ -172,8 +205,8 @@ def step_flops(model: nn.Module) -> StepFlops | None:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
-    """Yields the numbers of every matrix that a token is multiplied with, and whether it is trained. An embedding is
-    looked up, unless it is the output's as well.
+    """Yields the numbers of every matrix that a token of text is multiplied with, and whether it is trained. An
+    embedding is looked up, unless it is the output's as well.
 
     Raises:
         ValueError: weights are quantised, or it is not known how many experts a token takes.
@@ -182,10 +215,12 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
     head = inner.get_output_embeddings()
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {getattr(head, "weight", None)}
+    text = {parameter for module in text_modules(inner).values() for parameter in module.parameters(recurse=False)}
+    beside_text = set(inner.parameters()) - text
     share = _share_of_experts(inner.config.get_text_config())
     for name, parameter in model.named_parameters():
         shape = _shape(parameter)
-        if parameter in tables or len(shape) < 2:
+        if parameter in tables or parameter in beside_text or len(shape) < 2:
             continue
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is quantised")

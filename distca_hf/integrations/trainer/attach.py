@@ -122,6 +122,8 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     """Gives the Trainer placed batches."""
     args = trainer.args
     _set_arguments(trainer, context.config, attachment)
+    if not trainer.model_accepts_loss_kwargs:  # its class says so, and `check` has found that its loss does
+        attachment.replace(trainer, "model_accepts_loss_kwargs", True)
     loader = _training_loader(trainer, context)
     loader.writes_epochs = False  # the callback writes a line when training ends
     _enable(attachment, context, loader.longest_document_tokens)

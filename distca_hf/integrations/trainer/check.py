@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from torch import nn
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -22,8 +23,14 @@ from transformers import (
 )
 
 from distca_hf.config import DistCAConfig
+from distca_hf.data.media import media_columns, media_refusal
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.parts import calls_super, takes_shift_labels
+from distca_hf.integrations.models.parts import (
+    calls_super,
+    passes_keywords_on,
+    takes_shift_labels,
+    transformers_model,
+)
 from distca_hf.telemetry import get_logger
 
 
@@ -117,14 +124,23 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
     )
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
-    if not trainer.model_accepts_loss_kwargs:
+    if not trainer.model_accepts_loss_kwargs and not counts_labels(trainer.model):
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
     if config.evaluate == "distca" and trainer.compute_metrics is not None:
         yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
     if config.sort_packs:
         yield "sort_packs is for packs of others, and these batches are placed; set it to False"
     yield from _sampling_strategy(args, "micro-batches are placed; leave it out")
+    if isinstance(trainer.train_dataset, datasets.Dataset) and (media := media_columns(trainer.train_dataset)):
+        yield media_refusal(media)
     yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+
+
+def counts_labels(model: nn.Module) -> bool:
+    """Returns whether the loss of a model's class divides by the number of labels that it is given, although the class
+    says that it takes none (`accepts_loss_kwargs`). Many multimodal classes say so, for losses that they had once."""
+    inner = transformers_model(model)
+    return "accepts_loss_kwargs" not in vars(inner) and passes_keywords_on(type(inner).forward, "loss_function")
 
 
 def _wrong_for_sorted_packs(trainer: Trainer) -> Iterator[str]:

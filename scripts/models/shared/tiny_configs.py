@@ -1,4 +1,4 @@
-"""Configurations of any causal language model of Transformers, so small that it is built in a fraction of a second.
+"""Configurations of any model of Transformers that reads text, so small that it is built in a fraction of a second.
 
 The fields that make a model large, or random, have few names. `SIZES` holds a value for each of them, and a
 configuration gets those that it has fields for; so do its parts (text, vision, audio). What single classes need
@@ -35,6 +35,9 @@ SIZES: dict[str, Any] = {
         (HIDDEN, "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim mm_embed_dim adapter_in_dim"),
         (HIDDEN, "intermediate_size ffn_dim d_ff dff dim_ff d_inner n_inner encoder_ffn_dim decoder_ffn_dim"),
         (HIDDEN, "ffn_hidden_size feed_forward_size output_proj_dims adapter_out_dim"),
+        # widths between a tower and the text
+        (HIDDEN, "out_hidden_size alignment_intermediate_size projector_hidden_size projection_dim"),
+        (HIDDEN, "text_hidden_size image_token_embed_dim projector_input_dim projector_output_dim vision_output_dim"),
         # attention: windows are shorter than most documents
         (4, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads"),
         (4, "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads index_n_heads"),
@@ -64,6 +67,9 @@ LATENT: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), HEAD_DIM),
     **{"qk_rope_head_dim": HEAD_DIM // 2, "head_dim": HEAD_DIM // 2, "num_key_value_heads": 4},
 }
+# Rotary embeddings of which each axis of an image turns a section; all have as many frequencies as half a head.
+SECTIONS = {"rope_parameters": ROTARY | {"mrope_section": [2, 3, 3]}}
+HALF_SECTIONS = {"rope_parameters": ROTARY | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
 # The last layers use keys and values of earlier ones.
 SHARED_KEYS = {
     "layer_types": 2 * ["sliding_attention", "full_attention"],
@@ -73,6 +79,7 @@ SHARED_KEYS = {
 # By model type; a dict adds to what a part of that name has.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "cosmos3_edge_text": SECTIONS,
     "beam": MIXED,
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY, "sliding_attention": ROTARY}},
@@ -82,17 +89,30 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"vision_config": DENSE, "audio_config": {"adapter_input_size": HIDDEN}},
     "dots3_note_text": {"per_layer_config": {1: {"head_dim": HEAD_DIM + HEAD_DIM // 2}}},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": ROTARY | {"mrope_section": [3, 3, 2]},
+        "moe_intermediate_size": [HIDDEN // 2, HIDDEN // 2],
+    },
     "gemma3n_text": SHARED_KEYS,
     "gemma4_unified_assistant": {"text_config": SHARED_KEYS},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "glm4v_moe_text": HALF_SECTIONS,
+    "glm4v_text": HALF_SECTIONS,
+    "glm_ocr_text": HALF_SECTIONS,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_vl_text": SECTIONS,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
     "modernbert-decoder": {"local_attention": 2 * WINDOW_TOKENS},
+    "paddleocr_vl_text": SECTIONS,
+    "qwen2_5_omni_text": SECTIONS,
+    "qwen2_5_vl_text": SECTIONS,
+    "qwen2_vl_text": SECTIONS,
+    "qwen2_vl_vision": {"embed_dim": HIDDEN},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
         **{"indexer_budget": 32, "indexer_compress_ratio": 4},

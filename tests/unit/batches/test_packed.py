@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.batches.batch_documents import check_mask_numbers
+from distca_hf.batches.batch_documents import check_mask_numbers, media_of
 from distca_hf.batches.packed import document_lengths
 from distca_hf.errors import PackingError
 
@@ -29,6 +29,7 @@ def batch(rows: int = 1, tokens: int = 10, **given: Any) -> dict[str, Any]:
         ({"cu_seq_lens_q": OFFSETS[None].long(), "position_ids": POSITIONS}, [4, 3, 3]),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 4, 7, 10, 10]), "position_ids": POSITIONS}, [4, 3, 3]),
         ({"cu_seq_lens_q": OFFSETS, "position_ids": torch.zeros(3, 1, 10, dtype=torch.int64)}, [4, 3, 3]),
+        ({"position_ids": torch.stack([POSITIONS, *3 * [torch.zeros_like(POSITIONS)]])}, [4, 3, 3]),
         ({"rows": 2, "tokens": 5, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, [2, 3, 2, 3]),
         (
             {
@@ -44,6 +45,7 @@ def batch(rows: int = 1, tokens: int = 10, **given: Any) -> dict[str, Any]:
     ],
     ids=[
         *["row", "positions", "offsets", "both", "both, empty documents", "offsets and positions of images"],
+        "positions of text and of images",
         *["rows of equal positions", "both, rows of equal positions", "mask of ones", "nothing"],
     ],
 )
@@ -147,3 +149,12 @@ def test_one_copy_to_the_host_brings_offsets_and_positions(
     document_lengths(batch(cu_seq_lens_q=OFFSETS, **given))
 
     assert called == ["cpu", "numpy"], "numpy() of what is on the host already copies nothing"
+
+
+def test_a_batch_holds_media_if_they_are_not_empty() -> None:
+    tokens = torch.ones(1, 4)
+    batch = {"input_ids": tokens, "mm_token_type_ids": tokens, "pixel_values": torch.ones(4, 8), "image_sizes": None}
+
+    assert media_of(batch) == ["pixel_values"]
+    assert media_of(batch | {"pixel_values": torch.ones(0, 8)}) == []
+    assert media_of({"input_ids": tokens, "images": [tokens]}) == ["images"]

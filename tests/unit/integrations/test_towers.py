@@ -1,0 +1,125 @@
+"""Towers of multimodal models: they keep an attention of their own, and nothing but the text part is looked at."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import distca_hf
+from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.models.check import PositionLimits, check_model
+from distca_hf.integrations.models.forward_watch import enable, watch_of
+from distca_hf.integrations.models.parts import attention_layers, step_flops, text_decoder
+from distca_hf.integrations.models.towers import towers, undivided
+from support.log_lines import KeptLines
+from support.multimodal import document, multimodal_model
+
+
+def enabled(model: PreTrainedModel) -> PreTrainedModel:
+    enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=64)
+    return model
+
+
+def test_towers_attend_with_sdpa_and_the_text_with_distca(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = multimodal_model("qwen2_5_omni_thinker", monkeypatch), KeptLines()
+    logging.getLogger("distca_hf").addHandler(kept)
+    enabled(enabled(model))
+    logging.getLogger("distca_hf").removeHandler(kept)
+
+    assert model.config.text_config._attn_implementation == "distca"
+    assert list(towers(model)) == ["model.audio_tower", "model.visual"]
+    assert {tower.config._attn_implementation for tower in towers(model).values()} == {"sdpa"}
+    assert sum("model.visual attends with sdpa" in line for line in kept.lines) == 1
+    assert all(name.startswith("model.language_model.") for name in attention_layers(model))
+
+
+def test_an_attention_that_was_chosen_for_a_tower_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"": "distca", "text_config": "distca", "vision_config": "eager"}
+    model = enabled(multimodal_model("internvl", monkeypatch, chosen))
+
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_masks_of_another_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models make the masks of their text by the outer configuration."""
+    model = multimodal_model("gemma3", monkeypatch, {"": "sdpa", "text_config": "distca", "vision_config": "sdpa"})
+
+    with pytest.raises(ConfigError, match=r"\(Gemma3Config\) uses attn_implementation='sdpa'"):
+        enabled(model)
+
+
+def test_operations_and_positions_are_those_of_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = multimodal_model("llava", monkeypatch)
+    text = AutoModelForCausalLM.from_config(LlamaConfig(**model.config.text_config.to_dict()))
+    vision = model.model.vision_tower.embeddings.position_embedding
+
+    assert step_flops(model) == step_flops(text)
+    assert vision.num_embeddings < 128
+    PositionLimits(model).check(longest_document_tokens=128, where="here")
+
+
+def test_a_layer_that_mixes_tokens_of_text_is_refused_in_the_decoder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = multimodal_model("llava", monkeypatch)
+    check_model(model, 64)
+    model.model.language_model.layers[0].mlp.conv = torch.nn.Conv1d(1, 1, 1)
+
+    with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.mlp\.conv .* neighbouring tokens"):
+        check_model(model, 64)
+
+
+def test_a_decoder_that_cannot_be_told_from_its_towers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = multimodal_model("llava", monkeypatch)
+    other = copy.deepcopy(model)
+    other.model.language_model.config = copy.deepcopy(other.config.text_config)
+    shared = copy.deepcopy(model)
+    shared.model.vision_tower.encoder.layers[0].self_attn.config = shared.config.text_config
+
+    assert list(undivided(model)) == []
+    assert text_decoder(model) is model.model.language_model
+    with pytest.raises(UnsupportedAttentionError, match="its text decoder cannot be told from its towers"):
+        check_model(other, 64)
+    with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.self_attn attends beside the text decoder"):
+        check_model(shared, 64)
+
+
+def test_a_batch_with_images_is_evaluated_and_continued_as_with_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = (multimodal_model("qwen2_5_vl", monkeypatch, name).eval() for name in ("distca", "sdpa"))
+    enabled(model)
+    batch = document(0, 24, image_at=6)
+    generated = {"max_new_tokens": 5, "do_sample": False}
+
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.generate(**batch, **generated), plain.generate(**batch, **generated))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+def test_kinds_of_tokens_are_text_or_refused(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 lets the tokens of an image see each other in both directions, if it is told which these are."""
+    model, plain = (multimodal_model("gemma3", monkeypatch, name).train(trains) for name in ("distca", "sdpa"))
+    enabled(model)
+    input_ids = document(0, 12)["input_ids"]
+    kinds = torch.zeros_like(input_ids)
+
+    def logits(of: PreTrainedModel, **given: Any) -> torch.Tensor:
+        logits: torch.Tensor = of(input_ids=input_ids, **given).logits
+        return logits
+
+    expected = logits(plain, token_type_ids=kinds)
+    torch.testing.assert_close(logits(model, token_type_ids=kinds), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    kinds[:, 3:6] = 1
+    with pytest.raises(UnsupportedAttentionError, match="combines its causal mask with one of its own"):
+        logits(model, token_type_ids=kinds)
+
+
+def test_placed_batches_have_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5-VL passes `use_cache` on among its keywords."""
+    model = enabled(multimodal_model("qwen2_5_vl", monkeypatch))
+    watch = watch_of(model)
+
+    assert watch is not None
+    assert watch._no_cache({}) == {"use_cache": False}

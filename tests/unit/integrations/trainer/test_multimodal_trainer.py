@@ -1,0 +1,61 @@
+"""Multimodal models in a Trainer: losses over all labels, and datasets with images are refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
+
+import distca_hf
+from distca_hf.errors import ConfigError, PackingError
+from support.data import random_dataset
+from support.models import tiny_model
+from support.multimodal import multimodal_model
+from support.training import quiet_arguments
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Callable[..., Trainer]:
+    def attach(model: Any, dataset: Dataset) -> Trainer:
+        quiet = quiet_arguments(tmp_path, max_steps=2, use_cpu=True, gradient_accumulation_steps=3, logging_steps=1)
+        trainer = Trainer(model, TrainingArguments(**quiet), train_dataset=dataset)
+        distca_hf.DistCAPlugin(tokens_per_rank=192).attach(trainer)
+        return trainer
+
+    return attach
+
+
+def losses(trainer: Trainer) -> list[float]:
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(
+    attached: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer would divide by micro-batches; `accepts_loss_kwargs` of the model itself counts more."""
+    model, says_so = (multimodal_model("qwen3_vl", monkeypatch) for _ in range(2))
+    says_so.accepts_loss_kwargs = True
+    assert not model.accepts_loss_kwargs
+    trainer = attached(model, random_dataset(40))
+    of_labels = losses(attached(says_so, random_dataset(40)))
+
+    assert losses(trainer) == of_labels
+    assert len(of_labels) == 2
+    distca_hf.DistCAPlugin().detach(trainer)
+    assert not trainer.model_accepts_loss_kwargs
+
+
+def with_images() -> Dataset:
+    rows = random_dataset(8)
+    return rows.add_column("pixel_values", [[[0.5, 0.5]]] * len(rows)).add_column("images", [["a.png"]] * len(rows))
+
+
+def test_images_that_would_be_left_out_are_refused(attached: Callable[..., Trainer]) -> None:
+    told = r"the dataset has images, videos or sound \(pixel_values, images\), .* Remove the columns"
+    with pytest.raises(ConfigError, match=told):
+        attached(tiny_model(), with_images())
+    with pytest.raises(PackingError, match=told):
+        distca_hf.DistCAPlugin(tokens_per_rank=192).dataloader(with_images(), device="cpu")
