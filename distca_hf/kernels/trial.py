@@ -70,8 +70,7 @@ def _results(
 ) -> dict[str, torch.Tensor]:
     """Returns output, log-sum-exp and gradients by name."""
     out, lse = kernel.forward(inputs, spans, spec)
-    of_inputs = inputs[:3]
-    gradients = Gradients(*(torch.empty_like(x) for x in of_inputs))
-    kernel.backward(dout, Saved(*of_inputs, out, lse), gradients, spans, spec)
+    gradients = Gradients(*(torch.empty_like(x) for x in inputs))
+    kernel.backward(dout, Saved(*inputs, out, lse), gradients, spans, spec)
     names = "output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values"
     return dict(zip(names, (out, lse, *gradients), strict=True))

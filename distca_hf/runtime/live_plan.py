@@ -45,7 +45,7 @@ class PlanUse:
     trained: bool = False
 
 
-# Shapes, dtypes and devices of queries, keys and values; how they attend; there are no sinks.
+# Shapes, dtypes and devices of queries, keys and values; how they attend.
 _KernelKey = tuple[
     torch.Size,
     torch.Size,
@@ -57,7 +57,6 @@ _KernelKey = tuple[
     torch.device,
     torch.device,
     AttentionSpec,
-    bool,
 ]
 
 
@@ -220,19 +219,26 @@ class LivePlan:
         return slot
 
     def order_backward(
-        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, slot: torch.Tensor
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        slot: torch.Tensor,
+        has_sinks: bool = False,
     ) -> bool:
         """Posts a call of backward to attention servers, if there are any, right before its exchanges.
 
         Args:
             slot: of the same call of forward, see `Kept`. Servers keep it for one backward pass: for a second one rows
                 are sent again.
+            has_sinks: see `CallOrder`.
 
         Returns:
             Whether rows were kept, by this rank and by servers.
         """
         number = self._slots.close(slot)
-        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
+        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
         return self.kinds.of(spec).retention.keeps is True if self._posted is None else number > 0
 
     def _order_call(
@@ -243,10 +249,11 @@ class LivePlan:
         v_TGV: torch.Tensor,
         spec: AttentionSpec,
         slot: int,
+        has_sinks: bool = False,
     ) -> None:
         """Posts a call. Kernels that follow are measured as those of this call."""
         if self._posted is not None:
-            self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot)
+            self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
         if self._stopwatch is not None:
             facts, heads, dims = self.kinds.of(spec).plan.facts, q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
             flops = 2 * dims * heads * facts.work[self.transport.rank] // facts.rows_per_token
@@ -292,7 +299,6 @@ class LivePlan:
         v_TGV: torch.Tensor,
         spec: AttentionSpec,
         where: str = "no layer yet",
-        sinks_N: torch.Tensor | None = None,
     ) -> Kernel:
         """Returns the kernel for these tensors, once they are known to fit the plan; most layers ask for the same.
 
@@ -301,12 +307,12 @@ class LivePlan:
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec, sinks_N is None
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec
         kernel = self._kernels.get(key)
         if kernel is None:
             for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v, sinks_N), spec)
+            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v), spec)
         return kernel if self._stopwatch is None else MeasuredKernel(kernel, self._stopwatch.kernel)
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:

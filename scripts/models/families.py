@@ -93,9 +93,14 @@ FAMILIES = (
     Family(
         "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
     ),
-    Family("Gemma 2", ("gemma2",), sign="attn_logit_softcapping", note="attention with a softcap"),
+    Family(
+        "Gemma 2",
+        ("gemma2",),
+        windows(4096),
+        note="softcap: on GPUs FlashAttention 4, 3 or 2; torch's kernel has none",
+    ),
+    Family("GPT-OSS", ("gpt_oss",), windows(128)),
     Family("Gemma 4", ("gemma4_text", "gemma4"), sign="head_dim", note="layers have heads of different sizes"),
-    Family("GPT-OSS", ("gpt_oss",), sign="attention sinks", note="attention sinks"),
     Family("Llama 4", ("llama4_text", "llama4"), sign="chunked_attention", note="layers attend inside chunks"),
     Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), sign="linear_attention", note=LINEAR),
     Family(

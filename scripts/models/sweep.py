@@ -62,7 +62,7 @@ distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` kn
 each kind (two at least), random fp32 weights, no dropout, and sliding windows as long as the longest document. One
 that *works* trained for a step on documents placed on 1, 2 and 3 ranks; its loss and its gradients were compared with
 those of the same documents, each alone with sdpa, and a difference of up to {LARGEST_DIFFERENCE:.0e} is rounding. One
-that is *refused* is refused by name, before the first step; with other settings (no softcap, attention in all layers)
+that is *refused* is refused by name, before the first step; with other settings (attention in all layers, say)
 it may work. One that is *not built* could not be built here without distca either. Compared as in evaluation, because
 they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
 [Transformers' own tests](#transformers-own-tests) end with distca.

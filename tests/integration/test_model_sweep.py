@@ -27,7 +27,8 @@ SOME = {
     "deepseek_v3": ("works", ""),  # keys and values of different widths
     "gemma3n_text": ("works", ""),  # layers share keys
     "bert": ("works", ""),
-    "gemma2": ("refused", "attn_logit_softcapping=50.0"),
+    "gemma2": ("works", ""),  # softcap
+    "gpt_oss": ("works", ""),  # sinks
     "qwen3_next": ("refused", "layers [0] are of type 'linear_attention'"),
     "stablelm": ("refused", "0 of its 2 attention layers came through distca in the first forward pass"),
     "falcon": ("refused", "by Transformers: KeyError: 'distca'"),
@@ -68,7 +69,7 @@ def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: 
     }
     assert [name for name, (_, told) in SOME.items() if told not in found[name][2]] == []
     assert all(0 <= float(told) <= 1e-5 for _, verdict, told in found.values() if verdict == "works")
-    assert "10 classes: 5 works, 4 refused, 1 not built." in page
+    assert "11 classes: 7 works, 3 refused, 1 not built." in page
     assert list(found)[:2] == ["bert", "deepseek_v3"], "what works comes first, by name"
 
 

@@ -237,16 +237,12 @@ def _windows(model: PreTrainedModel) -> Iterator[str]:
 
 def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     """Yields settings of attention that are not computed."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
-        yield f"attn_logit_softcapping={softcap} is not computed"
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:
         yield "config.is_causal=False: its masks are not causal"
     checks: dict[str, Callable[[nn.Module], object]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
-        "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
         "attention is not causal (is_causal={})": lambda module: _not_causal(module),
     }
     layers = attention_layers(model)
@@ -307,9 +303,10 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         head_dim=heads.dim,
         value_dim=heads.value_dim,
     )
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     for window_tokens, count in Counter(window or 0 for _, window in layer_windows(model)).items():
         try:
-            choose_kernel(kernel, operands, AttentionSpec(scale=1.0, window_tokens=window_tokens))
+            choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
         except UnsupportedAttentionError as error:
             yield f"{count} of its layers: {error}"
             return

@@ -245,7 +245,9 @@ def test_what_operators_return_shares_no_memory(kind: str, kv_residency: Residen
         assert (kv_residency == "keep") == any(len(kept) for kept in forward[2:])
         assert_apart(q, k, v, *forward)
         dout = torch.randn_like(q)
-        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, [*SPEC], live.handle))
+        assert_apart(
+            q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, [*SPEC], live.handle, False)
+        )
 
     run_ranks(2, run)
 
@@ -325,9 +327,8 @@ def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refu
     [
         ({"spec": SPEC._replace(window_tokens=4)}, "cpu does not compute window_tokens"),
         ({"spec": SPEC._replace(softcap=20.0)}, "cpu does not compute softcap"),
-        ({"sinks_N": torch.zeros(HEADS)}, "does not compute sinks"),
     ],
-    ids=["window", "softcap", "sinks"],
+    ids=["window", "softcap"],
 )
 @pytest.mark.parametrize("planned", [True, False])
 def test_options_that_a_kernel_does_not_compute_are_refused(planned: bool, how: dict[str, Any], told: str) -> None:
