@@ -157,8 +157,10 @@ def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedCon
         return {
             name: CONFIG_MAPPING[part.model_type] if part.model_type else part.config_class for name, part in parts
         }
-    parts = config_class.sub_configs.items()  # Transformers 5.17; a part of any class has no default
-    return {name: part for name, part in parts if part is not AutoConfig}
+    parts = config_class.sub_configs  # Transformers 5.17; a part of any class is seen in a default configuration
+    default = config_class() if AutoConfig in parts.values() else None
+    found = {name: type(getattr(default, name, None)) if part is AutoConfig else part for name, part in parts.items()}
+    return {name: part for name, part in found.items() if issubclass(part, PreTrainedConfig)}
 
 
 def _one_layer_of_each_kind(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
