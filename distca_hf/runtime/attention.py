@@ -66,7 +66,8 @@ def attend(
     plan.agree()
     if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
-    where, transport, spec = plan.forward_pass.begin_forward(), plan.transport, plan.kinds.spec(spec)
+    where, transport = plan.forward_pass.begin_forward(spec.window_tokens), plan.transport
+    spec = plan.kinds.spec(spec)
     kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec)
     routing, retention = kind.plan.forward, kind.retention
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,6 +157,7 @@ class LivePlan:
         layers_kept: int = 1,
         attention_calls: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
+        windows: Sequence[int] | None = None,
     ) -> None:
         """Begins a forward pass of a model with this plan.
 
@@ -166,13 +167,14 @@ class LivePlan:
             layers_kept: layers whose attention is saved for backward at the same time.
             attention_calls: of the pass, as far as is known before the first one.
             layer_masks: masks of the model, each with the number of its layers.
+            windows: of each attention call in the pass before; None if there was none.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
         self.kinds.begin_forward_pass(layers_kept, attention_calls, layer_masks)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""

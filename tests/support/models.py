@@ -3,10 +3,19 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 
 VOCABULARY = 128
+# Of models with sliding windows: shorter than most documents.
+WINDOW_TOKENS = 16
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -19,8 +28,13 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Configuration of a tiny "llama" or "qwen3"."""
+    """Configuration of a tiny "llama" or "qwen3", or of a "gemma3" whose last layer is full and the others have
+    windows."""
     sizes = SIZES | changes
+    if kind == "gemma3":
+        sizes = {"sliding_window": WINDOW_TOKENS} | sizes
+        layers = [*["sliding_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
+        return Gemma3TextConfig(head_dim=16, query_pre_attn_scalar=16, layer_types=layers, **sizes)
     return Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else LlamaConfig(**sizes)
 
 

@@ -183,7 +183,7 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
 
 def train_with_trainer(run: Run, folder: Path) -> Curve:
     """An unmodified Trainer, or TRL's, attached."""
-    layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model]
+    layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer", "gemma3": "Gemma3DecoderLayer"}[run.model]
     computing = computing_arguments(run.wrap, run.checkpointing, layer)
     arguments = quiet_arguments(
         folder / "trainer",

@@ -273,8 +273,8 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     "14 an empty window": (
         partial(refused_model, MistralConfig(**SMALL, sliding_window=0)),
         "sliding window 0",
-        "(model.layers.0.self_attn) holds no token",
-        "Else train it without distca_hf",
+        "MistralForCausalLM: sliding window 0 (model.layers.0.self_attn) holds no token",
+        "1 is the shortest",
     ),
     "14 Mamba": (
         partial(refused_model, MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=9)),

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.layer_masks import empty_windows, layer_windows
 from distca_hf.integrations.models.parts import (
     attention_layers,
     heads_of,
@@ -164,7 +164,7 @@ def check_model(
         *_positions(inner),
         *_rotary(inner, longest_document_tokens),
         *_attention_settings(inner, config),
-        *_windows(inner),
+        *empty_windows(inner),
         *_layerdrop(config),
         *_loss(inner),
     ]
@@ -225,14 +225,6 @@ def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[st
     limit = longest_rotary_tokens(model.config.get_text_config())
     if limit is not None and longest_document_tokens > limit:
         yield rotary_refusal(limit, longest_document_tokens)
-
-
-def _windows(model: PreTrainedModel) -> Iterator[str]:
-    """Yields windows that hold not even the token itself."""
-    for name, window in layer_windows(model):
-        if window is not None and window < 1:
-            yield f"sliding window {window} ({name}) holds no token; it counts the token itself, so 1 is the shortest"
-            return
 
 
 def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:

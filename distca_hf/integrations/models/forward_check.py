@@ -65,6 +65,7 @@ class ForwardCheck:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model beside its text, by name.
         num_calls: attention calls of every pass; None before the first one.
+        windows: tokens of the sliding window of each call, 0 without one; None before the first pass.
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig, layers: Collection[nn.Module]) -> None:
@@ -76,6 +77,7 @@ class ForwardCheck:
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.num_calls: int | None = None
+        self.windows: list[int] | None = None
         self._warned_of_plugin = self._warned_of_implementation = False
 
     def check_model(self, module: nn.Module) -> None:
@@ -162,7 +164,7 @@ class ForwardCheck:
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
-        self.num_calls = calls
+        self.num_calls, self.windows = calls, plan.forward_pass.windows
 
 
 def check_placed(batch: Batch, plan: LivePlan) -> None:

@@ -200,7 +200,8 @@ class ForwardWatch:
             **self._config_facts.now(),
         }
         calls = self._check.num_calls
-        plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers), self._layer_masks)
+        layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
+        plan.begin_forward_pass(calls, facts, *layers)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
