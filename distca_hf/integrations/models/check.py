@@ -169,7 +169,7 @@ def check_model(
         *_loss(inner),
     ]
     if attention_layers(inner):
-        reasons += _kernel(inner, kernel, torch.device(device))
+        reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
@@ -278,8 +278,11 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) -> Iterator[str]:
-    """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
+def _kernel(
+    model: PreTrainedModel, longest_document_tokens: int, kernel: KernelName, device: torch.device
+) -> Iterator[str]:
+    """Yields why no kernel can compute the model's layers. On a GPU fp32 weights are expected to compute in bf16. A
+    window as long as every document is none."""
     try:
         heads = heads_of(model)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
@@ -296,7 +299,9 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         value_dim=heads.value_dim,
     )
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    for window_tokens, count in Counter(window or 0 for _, window in layer_windows(model)).items():
+    windows = (window or 0 for _, window in layer_windows(model))
+    shorter = Counter(window if window < longest_document_tokens else 0 for window in windows)
+    for window_tokens, count in shorter.items():
         try:
             choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
         except UnsupportedAttentionError as error:
