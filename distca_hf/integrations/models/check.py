@@ -169,7 +169,7 @@ def check_model(
         *_loss(inner),
     ]
     if attention_layers(inner):
-        reasons += _kernel(inner, kernel, torch.device(device))
+        reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
@@ -278,8 +278,11 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) -> Iterator[str]:
-    """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
+def _kernel(
+    model: PreTrainedModel, longest_document_tokens: int, kernel: KernelName, device: torch.device
+) -> Iterator[str]:
+    """Yields why no kernel can compute the model's layers. On a GPU fp32 weights are expected to compute in bf16. A
+    window as long as every document is none."""
     try:
         heads_of_layer = heads_of_layers(model)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:
@@ -287,7 +290,10 @@ def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) ->
         return
     weights = text_decoder(model).dtype
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    kinds = Counter((heads_of_layer[name], window or 0) for name, window in layer_windows(model))
+    kinds = Counter(
+        (heads_of_layer[name], window if window and window < longest_document_tokens else 0)
+        for name, window in layer_windows(model)
+    )
     for (heads, window_tokens), count in kinds.items():
         operands = Operands(
             device_type=device.type,

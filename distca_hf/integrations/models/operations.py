@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from distca_hf.flops import StepFlops
 from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.parts import text_modules, transformers_model
+from distca_hf.integrations.models.parts import transformers_model, weights_beside_text
 
 
 # Names that configurations have for the experts of a layer, and for the experts of one token.
@@ -46,8 +46,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
     head = inner.get_output_embeddings()
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {getattr(head, "weight", None)}
-    text = {parameter for module in text_modules(inner).values() for parameter in module.parameters(recurse=False)}
-    beside_text = set(inner.parameters()) - text
+    beside_text = set(weights_beside_text(inner).values())
     share = _share_of_experts(inner.config.get_text_config())
     for name, parameter in model.named_parameters():
         shape = _shape(parameter)

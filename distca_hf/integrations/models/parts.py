@@ -57,6 +57,12 @@ def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
+def weights_beside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Returns weights that no text runs through, by name: of towers, and of what is between them and the decoder."""
+    text = {weight for module in text_modules(model).values() for weight in module.parameters(recurse=False)}
+    return {name: weight for name, weight in model.named_parameters() if weight not in text}
+
+
 def attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns modules of the text part whose forward looks attention up in Transformers' interface, by name."""
     return {name: module for name, module in text_modules(model).items() if looks_attention_up(module)}
