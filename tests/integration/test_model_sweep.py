@@ -1,6 +1,5 @@
 """The sweep over all models: what it says of some, that it notices faults, and that its page is whole."""
 
-import importlib
 import math
 import re
 import sys
@@ -50,12 +49,6 @@ def rows(page: str, heading: str = TEXT) -> dict[str, tuple[str, str, str]]:
     section = section_of(page, heading)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {model_type: (name, verdict, told) for name, model_type, verdict, told in cells[2:]}
-
-
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
-    return importlib.import_module("sweep")
 
 
 def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
