@@ -122,7 +122,7 @@ def _count(whole: "PretrainedConfig", name: str) -> ModelSize | None:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from distca_hf.integrations.models.parts import step_flops
+    from distca_hf.integrations.models.operations import step_flops
 
     config = whole.get_text_config()
     try:

@@ -49,7 +49,7 @@ def attend(
 
     Args:
         received: rows of other ranks from an earlier run of the same layer; they are not sent again.
-        sinks_N: scores of the heads' sinks. They are added here, once per row, where rows are complete.
+        sinks_N: scores of the heads' sinks, which are added once per row.
         is_differentiated: whether a backward pass may follow.
 
     Returns:
@@ -102,14 +102,9 @@ def attend(
             remote_queries.attend(chunk, remote_kv, transport, where)
     local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
     local.merge_prefixes()
-    if remote_queries is not None:
-        remote_queries.finish(*as_rows(groups, out, lse))
-    if sinks_N is not None:
-        tokens = slice(routing.num_tokens)
-        add_sinks(out[tokens], lse[tokens], sinks_N)
+    _complete(out, lse, routing, remote_queries, sinks_N)
     check_finite(plan, where, output=out)
-    nothing = retention.nothing(k)
-    return out, lse, _kept(keys, remote_queries, nothing, slot) if keeps else nothing
+    return out, lse, _kept(keys, remote_queries, retention.nothing(k), slot) if keeps else retention.nothing(k)
 
 
 class Attended(NamedTuple):
@@ -186,6 +181,21 @@ def attend_backward(
     if remote_queries is not None:
         remote_queries.finish(*as_rows(groups, dq))
     return dq, dk, dv
+
+
+def _complete(
+    out_TNV: torch.Tensor,
+    lse_TN: torch.Tensor,
+    routing: DeviceRouting,
+    remote_queries: ForwardRemoteQueries | None,
+    sinks_N: torch.Tensor | None,
+) -> None:
+    """Puts results of queries that moved into their rows, and adds sinks: only now is every row complete."""
+    if remote_queries is not None:
+        remote_queries.finish(*as_rows(routing.rows_per_token, out_TNV, lse_TN))
+    if sinks_N is not None:
+        tokens = slice(routing.num_tokens)
+        add_sinks(out_TNV[tokens], lse_TN[tokens], sinks_N)
 
 
 def _keys_of(

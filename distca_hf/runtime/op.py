@@ -30,6 +30,10 @@ OpInputs = tuple[
 ]
 
 
+# Numbers of an `AttentionSpec`.
+NUMBERS = len(AttentionSpec._fields)
+
+
 class _Context(SavedForBackward, Protocol):
     spec: list[float]
     handle: int
@@ -99,15 +103,20 @@ def _flash_attn_backward(
     kept_slot: torch.Tensor,
     spec: list[float],
     handle: int,
-    has_sinks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes gradients of q, k and v."""
+    """Computes gradients of q, k and v.
+
+    Args:
+        spec: numbers of an `AttentionSpec`, and one more if there are sinks. Torch keeps compiled graphs on disk, by
+            their forward alone: with another argument here, graphs of an earlier version would no longer run.
+    """
     plan = find_plan(handle)
     call = plan.forward_pass.backward_calls + 1
     attended = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN)
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse, kept_slot)
+    numbers, has_sinks = spec[:NUMBERS], len(spec) > NUMBERS
     try:
-        return attend_backward(dout_TNV, attended, kept, spec_of(*spec), plan, has_sinks)
+        return attend_backward(dout_TNV, attended, kept, spec_of(*numbers), plan, has_sinks)
     except Exception as error:
         if _spoils(error, plan):
             return torch.zeros_like(q_TNH), torch.zeros_like(k_TGH), torch.zeros_like(v_TGV)
@@ -129,8 +138,9 @@ def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
 def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, keys, remote_q, remote_out, remote_lse, slot, sinks = ctx.saved_tensors
     kept = keys, remote_q, remote_out, remote_lse, slot
+    spec = ctx.spec if sinks is None else [*ctx.spec, 1.0]
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.handle, sinks is not None)
+    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, spec, ctx.handle)
     return *gradients, *[None] * 4, sink_gradients(dout, out, lse, sinks) if ctx.trains_sinks else None
 
 

@@ -49,6 +49,9 @@ RANKS = (1, 2, 3)
 DOCUMENT_TOKENS = (1, 5, 9, 17, 30, 48, LONGEST_TOKENS)
 CAPACITY_TOKENS = 192  # one micro-batch holds all documents, and on three ranks the longest one is cut
 LARGEST_DIFFERENCE = 1e-5
+# Scores without a scale, and random weights of norms: rounding in fp32 is larger, and 2.4e-07 in fp64.
+ROUGH_DIFFERENCE = 5e-5
+ROUGH = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 MOST_PARAMETERS = 10_000_000
 REASON_CHARACTERS = 150
 RANDOM_IN_TRAINING = ("phimoe",)
@@ -169,7 +172,8 @@ def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple
     except Exception as error:
         return NOT_BUILT, f"fails without distca, too: {_named(error)}"
     difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
-    return WORKS if difference <= LARGEST_DIFFERENCE else WRONG, f"{difference:.1e}"
+    allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
+    return WORKS if difference <= allowed else WRONG, f"{difference:.1e}"
 
 
 def _named(error: Exception) -> str:

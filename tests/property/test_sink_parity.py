@@ -9,12 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca_hf.comm.orders import DTYPES, CallOrder, Phase, PlanOrder
+from distca_hf.comm.speeds import Stopwatch
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.planning.served import Servers, plan_served, plan_to_integers
+from distca_hf.runtime.service import Service
 from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
-from support.parity import Case, compare
+from support.parity import Case, Difference, compare
+
+
+CPU = torch.device("cpu")
 
 
 def check_exact(case: Case) -> None:
@@ -79,6 +87,33 @@ def test_attention_servers_need_no_sinks(
     case = replace(Case.draw(seed, plan.layout, plan), kv_residency=kv_residency, num_servers=num_servers)
 
     check_exact(replace(case, softcap=rng.choice([0.0, 0.7]), has_sinks=True))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_orders_tell_servers_of_sinks(keeps: bool) -> None:
+    """A server makes the calls of orders; its trainer compares what comes back."""
+    plan = plan_served(Layout.from_packs([[90]]), Servers((1.0,)), 1)
+    assert plan.pieces.moved.any()
+    residency: Residency = "keep" if keeps else "refetch"
+    case = replace(Case.draw(0, plan.layout, plan), kv_residency=residency, num_chunks=1, has_sinks=True)
+    heads, kv_heads, dim, value_dim = case.heads
+    integers = plan_to_integers(plan)
+
+    def run(transport: Transport) -> Difference | None:
+        if transport.rank == 0:
+            return compare(case, transport)
+        config = DistCAConfig(kernel="reference", kv_residency=residency)
+        service = Service(transport, config, CPU, lambda reading: None, Stopwatch(CPU))  # type: ignore[arg-type]
+        service.take_plan(PlanOrder(1, 1, 0, 1, plan.fingerprint, integers))
+        shapes = heads, kv_heads, dim, value_dim, DTYPES.index(torch.float64)
+        for phase in Phase:
+            service.call(CallOrder(1, phase, *shapes, int(keeps), True, tuple(case.spec)))
+        return None
+
+    [difference, _] = run_ranks(2, run)
+    assert difference is not None
+    assert difference.largest <= 1e-10
+    assert difference.as_planned
 
 
 def test_queries_move_and_sinks_matter_in_these_cases() -> None:

@@ -24,10 +24,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.layer_masks import empty_windows, layer_windows
 from distca_hf.integrations.models.parts import (
     attention_layers,
-    heads_of,
     passes_keywords_on,
     source_of,
     takes_shift_labels,
@@ -176,7 +176,7 @@ def check_model(
         *([] if whole_documents else refused_loss(inner)),
     ]
     if attention_layers(inner):
-        reasons += _kernel(inner, kernel, torch.device(device))
+        reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
@@ -286,25 +286,32 @@ def refused_loss(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) -> Iterator[str]:
-    """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
+def _kernel(
+    model: PreTrainedModel, longest_document_tokens: int, kernel: KernelName, device: torch.device
+) -> Iterator[str]:
+    """Yields why no kernel can compute the model's layers. On a GPU fp32 weights are expected to compute in bf16. A
+    window as long as every document is none."""
     try:
-        heads = heads_of(model)
-    except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
-        yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
+        heads_of_layer = heads_of_layers(model)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        yield f"its heads can be read neither from its config nor from its layers ({error})"
         return
     weights = text_decoder(model).dtype
-    operands = Operands(
-        device_type=device.type,
-        compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
-        dtype=torch.bfloat16 if device.type == "cuda" and weights == torch.float32 else weights,
-        num_heads=heads.query,
-        num_kv_heads=heads.key_value,
-        head_dim=heads.dim,
-        value_dim=heads.value_dim,
-    )
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    for window_tokens, count in Counter(window or 0 for _, window in layer_windows(model)).items():
+    kinds = Counter(
+        (heads_of_layer[name], window if window and window < longest_document_tokens else 0)
+        for name, window in layer_windows(model)
+    )
+    for (heads, window_tokens), count in kinds.items():
+        operands = Operands(
+            device_type=device.type,
+            compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
+            dtype=torch.bfloat16 if device.type == "cuda" and weights == torch.float32 else weights,
+            num_heads=heads.query,
+            num_kv_heads=heads.key_value,
+            head_dim=heads.dim,
+            value_dim=heads.value_dim,
+        )
         try:
             choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
         except UnsupportedAttentionError as error:

@@ -28,16 +28,15 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.operations import step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
-    head_groups_of,
     names_by_position,
-    step_flops,
-    token_bytes_of,
     transformers_model,
 )
 from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text

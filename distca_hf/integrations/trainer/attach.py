@@ -19,8 +19,9 @@ from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
+from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
-from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of, transformers_model
+from distca_hf.integrations.models.parts import transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from accelerate import DistributedType
 from torch import nn
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -30,6 +31,7 @@ from distca_hf.integrations.models.parts import (
     passes_keywords_on,
     takes_shift_labels,
     transformers_model,
+    weights_beside_text,
 )
 from distca_hf.telemetry import get_logger
 
@@ -41,6 +43,7 @@ TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
 # TRL's trainers that pad all their batches; the second ones make these inside of a step.
 PADDING = ("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.reward_trainer")
 PADDING_POLICIES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 # Arguments that configure a torch DataLoader.
 OF_A_DATALOADER = (
     "dataloader_num_workers",
@@ -156,7 +159,24 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
     yield from _sampling_strategy(args, "micro-batches are placed; leave it out")
     if isinstance(trainer.train_dataset, datasets.Dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
+    yield from _towers_without_gradients(trainer)
     yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+
+
+def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
+    """Yields weights of towers that train under DDP: placed documents give them no gradients, and DDP counts on
+    these."""
+    accelerator = trainer.accelerator
+    if accelerator.distributed_type not in DDP or getattr(accelerator.ddp_handler, "find_unused_parameters", False):
+        return
+    inner = transformers_model(trainer.model)
+    trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
+    if trained:
+        yield (
+            f"{trained[0]} and {len(trained) - 1} more weights beside the text train, and documents of text give them "
+            "no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
+            "ddp_find_unused_parameters=True"
+        )
 
 
 def counts_labels(model: nn.Module) -> bool:

@@ -245,9 +245,7 @@ def test_what_operators_return_shares_no_memory(kind: str, kv_residency: Residen
         assert (kv_residency == "keep") == any(len(kept) for kept in forward[2:])
         assert_apart(q, k, v, *forward)
         dout = torch.randn_like(q)
-        assert_apart(
-            q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, [*SPEC], live.handle, False)
-        )
+        assert_apart(q, k, v, *forward, dout, *flash_attn_backward(dout, q, k, v, *forward, [*SPEC], live.handle))
 
     run_ranks(2, run)
 
