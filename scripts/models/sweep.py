@@ -41,7 +41,7 @@ from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.testing import run_ranks
 from shared.page_sections import write_section
-from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config
+from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, WINDOW_TOKENS, tiny_config
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -62,12 +62,13 @@ TEXT_INTRODUCTION = f"""## All classes
 
 Made by `python scripts/models/sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
 distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` knows: a tiny model with one layer of
-each kind (two at least), random fp32 weights, no dropout, and sliding windows as long as the longest document. One
-that *works* trained for a step on documents placed on 1, 2 and 3 ranks; its loss and its gradients were compared with
-those of the same documents, each alone with sdpa, and a difference of up to {LARGEST_DIFFERENCE:.0e} is rounding. One
-that is *refused* is refused by name, before the first step; with other settings (attention in all layers, say)
-it may work. One that is *not built* could not be built here without distca either. Compared as in evaluation, because
-they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
+each kind (two at least), random fp32 weights, no dropout, and sliding windows of {WINDOW_TOKENS} tokens. One that
+*works* trained for a step on documents of up to {LONGEST_TOKENS} tokens, placed on 1, 2 and 3 ranks. Its loss and its
+gradients were compared with those of the same documents, each alone with sdpa. A difference of up to
+{LARGEST_DIFFERENCE:.0e} is rounding; up to {ROUGH_DIFFERENCE:.0e} in Gemma 4, whose scores have no scale. One that is
+*refused* is refused by name, before the first step; with other settings (attention in all layers, say) it may work.
+One that is *not built* could not be built here without distca either. Compared as in evaluation, because they draw
+experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
 [Transformers' own tests](#transformers-own-tests) end with distca.
 """
 IMAGES_INTRODUCTION = f"""## Image-text-to-text classes
