@@ -42,6 +42,7 @@ class PackPlanner:
         servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
             them. None if there are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
+        lengths: returns `[documents]` lengths of a batch, or None if it is padded.
 
     Attributes:
         history: facts of the latest micro-batches.
@@ -56,6 +57,7 @@ class PackPlanner:
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
         servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
+        lengths: Callable[[Batch], IntArray | None] = document_lengths,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -66,7 +68,7 @@ class PackPlanner:
         self._topology = config.topology(transport.world_size)
         self._head_groups = head_groups
         self._token_bytes = token_bytes
-        self._servers, self._layer_masks = servers, layer_masks
+        self._servers, self._layer_masks, self._lengths_of = servers, layer_masks, lengths
         self._warned_of_padding = False
         self._next_number = 0
 
@@ -153,7 +155,7 @@ class PackPlanner:
     def _lengths(self, batch: Batch, number: int) -> IntArray | None:
         """Returns document lengths of this rank; None if its batch is padded. Announces a failure to others."""
         try:
-            return document_lengths(batch)
+            return self._lengths_of(batch)
         except Exception:
             Agreement.announce_unable(self._transport, number)
             raise
@@ -211,7 +213,8 @@ class PackPlanner:
         if not self._warned_of_padding:
             self._warned_of_padding = True
             log.warning(
-                "micro-batch %d is padded on rank %s: every rank attends to this batch alone, and nothing is "
+                "micro-batch %d is padded on rank %s, and cannot be made a pack there (images, labels that padding "
+                "predicts, or a model without a head): every rank attends to this batch alone, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,

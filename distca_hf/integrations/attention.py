@@ -33,6 +33,7 @@ HARMLESS_KEYWORDS = frozenset(
         "ignore_index",
         "labels",
         "logits_to_keep",
+        "margin",  # of TRL's RewardTrainer, for its loss
         "max_length_k",
         "max_length_q",
         "mm_token_type_ids",  # for positions; a mask that is made of it is refused as a mask

@@ -254,7 +254,7 @@ class LivePlan:
         """Posts a call. Kernels that follow are measured as those of this call."""
         if self._posted is not None:
             self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
-        if self._stopwatch is not None:
+        if self._stopwatch is not None and not spec.window_tokens:
             facts, heads, dims = self.kinds.of(spec).plan.facts, q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
             flops = 2 * dims * heads * facts.work[self.transport.rank] // facts.rows_per_token
             self._stopwatch.begin_call(flops if phase is Phase.FORWARD else round(ATTENTION_BACKWARD * flops))
@@ -313,7 +313,9 @@ class LivePlan:
             for x in (q, k, v):
                 self._check_fit(x, where)
             kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v), spec)
-        return kernel if self._stopwatch is None else MeasuredKernel(kernel, self._stopwatch.kernel)
+        if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
+            return kernel
+        return MeasuredKernel(kernel, self._stopwatch.kernel)
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""

@@ -1,5 +1,5 @@
-"""Models whose layers have sliding windows, shorter than documents that are cut between ranks: training on several
-ranks follows one process with sdpa."""
+"""Models whose layers have sliding windows, shorter than documents that are cut between ranks, and sinks: training on
+several ranks follows one process without distca."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +18,20 @@ RUNS = [
     (0, Run("gemma3", 3, "ddp", "plain", 1, "keep")),
     (0, Run("gemma3", 2, "ddp", "trainer", 1, checkpointing="selective")),
     (1, Run("gemma3", 2, "ddp", "plain", 1)),
+    (0, Run("gpt_oss", 2, "fsdp2", "trainer", 1, checkpointing="non-reentrant", steps=MANY_STEPS)),
+    (0, Run("gpt_oss", 2, "zero3", "trainer", 1, "refetch")),
+    (1, Run("gpt_oss", 2, "ddp", "plain", 3)),
 ]
 
 
 def name(value: int | Run) -> str:
-    return f"{value} servers" if isinstance(value, int) else f"{value.wrap}-{value.loop}-{value.checkpointing}"
+    if isinstance(value, int):
+        return f"{value} servers"
+    return "-".join(filter(None, (value.model, value.wrap, value.loop, value.checkpointing)))
 
 
 @pytest.mark.parametrize(("servers", "run"), RUNS, ids=name)
-def test_losses_follow_one_process_sdpa(
+def test_losses_follow_one_process(
     servers: int, run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     how = run.accumulation, run.lora, run.steps

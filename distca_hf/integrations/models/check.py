@@ -104,6 +104,11 @@ class PositionLimits:
         self._trained: int | None = getattr(config, "max_position_embeddings", None)
         self._warned = False
 
+    @property
+    def has_table(self) -> bool:
+        """Whether the model looks positions up in a table."""
+        return self._table is not None
+
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; one that is longer than the model was trained with is a warning, once.
 
@@ -134,6 +139,7 @@ def check_model(
     longest_document_tokens: int,
     kernel: KernelName = "auto",
     device: torch.device | str = "cpu",
+    whole_documents: bool = False,
 ) -> None:
     """Accepts a model, or says why not.
 
@@ -141,6 +147,7 @@ def check_model(
         model: a Transformers model, or a PEFT model around one.
         longest_document_tokens: longest document that the model will see.
         kernel: the kernel to use, on `device`.
+        whole_documents: whether no batch will hold parts of documents. Then the model may have any loss.
 
     Raises:
         ConfigError: the model was loaded with another attention implementation.
@@ -166,7 +173,7 @@ def check_model(
         *_attention_settings(inner, config),
         *empty_windows(inner),
         *_layerdrop(config),
-        *_loss(inner),
+        *([] if whole_documents else refused_loss(inner)),
     ]
     if attention_layers(inner):
         reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
@@ -264,7 +271,8 @@ def _not_causal(module: nn.Module) -> str | None:
     return "False" if getattr(module, "is_causal", True) is False else None
 
 
-def _loss(model: PreTrainedModel) -> Iterator[str]:
+def refused_loss(model: PreTrainedModel) -> Iterator[str]:
+    """Yields why the loss of a model would be wrong if documents are cut between ranks."""
     if not _passes_shift_labels(type(model)):  # type: ignore[arg-type]
         yield (
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
