@@ -87,7 +87,7 @@ class StepCost:
     def speed_up(
         self,
         tokens: IntArray,
-        pairs: IntArray,
+        pairs: NDArray[np.float64],
         imbalance_before: NDArray[np.float64],
         imbalance: NDArray[np.float64],
     ) -> float:

@@ -14,9 +14,9 @@ from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of
 from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of

@@ -77,7 +77,7 @@ def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
     others = {key: getattr(config, key) for key in config.attribute_map}  # GPT-2 writes n_head
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     dtype = str(values.get("dtype") or "bfloat16").removeprefix("torch.")
-    return replace(shape_of_config({**values, "dtype": dtype}, name, where), size=_count(config, name))
+    return replace(shape_of_config({**values, "dtype": dtype}, name, where), size=_count(whole, name))
 
 
 def read_model(path: Path) -> ModelShape:
@@ -95,7 +95,7 @@ def read_model(path: Path) -> ModelShape:
     if config["model_type"] not in CONFIG_MAPPING:
         return shape
     try:
-        known = AutoConfig.for_model(**config).get_text_config()
+        known = AutoConfig.for_model(**config)
     except Exception as error:  # configurations check themselves, each in its own way
         raise ConfigError(f"model config {path} is not one of {config['model_type']}: {error}") from error
     return replace(shape, size=_count(known, str(path)))
@@ -112,20 +112,26 @@ def _type_of(name: str) -> str | None:
     return classes.get(name)
 
 
-def _count(config: "PretrainedConfig", name: str) -> ModelSize | None:
-    """Counts the weights of a causal language model; None if it is unknown how many of them a token passes.
+def _count(whole: "PretrainedConfig", name: str) -> ModelSize | None:
+    """Counts the weights of a causal language model; None if it is unknown how many of them a token passes. Of a
+    multimodal model the text part is counted, with its towers where Transformers has no model of the text alone.
 
     Raises:
         ConfigError: Transformers has no such model with this configuration, or cannot build it.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from distca_hf.integrations.models.parts import step_flops
+    from distca_hf.integrations.models.operations import step_flops
 
+    config = whole.get_text_config()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = (
+                AutoModelForCausalLM.from_config(config)
+                if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+                else AutoModelForImageTextToText.from_config(whole)
+            )
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # a model's code may raise anything
         raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error

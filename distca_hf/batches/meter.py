@@ -79,6 +79,17 @@ class MeterReading:
             "distca/slowest_rank": float(self.slowest_rank or 0),
             "distca/tokens_per_second": self.totals.tokens / self.seconds,
             "distca/documents_truncated": float(documents_truncated),
+            **self._of_kinds(),
+        }
+
+    def _of_kinds(self) -> dict[str, float]:
+        """Returns the balance of full layers and of layers with a window, of a model that has both."""
+        totals, count = self.totals, self.totals.mixed_micro_batches
+        if not count:
+            return {}
+        return {
+            "distca/imbalance_full": totals.imbalance_full / count,
+            "distca/imbalance_window": totals.imbalance_window / count,
         }
 
     def in_words(self, done: str) -> str:

@@ -214,7 +214,8 @@ class PackPlanner:
         if not self._warned_of_padding:
             self._warned_of_padding = True
             log.warning(
-                "micro-batch %d is padded on rank %s: every rank attends to this batch alone, and nothing is "
+                "micro-batch %d is padded on rank %s, and cannot be made a pack there (images, labels that padding "
+                "predicts, or a model without a head): every rank attends to this batch alone, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import causal_pairs_of, imbalance
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import work_in_order
+from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -39,14 +39,15 @@ class Preview:
     """Some micro-batches of a training.
 
     Attributes:
-        tokens, pairs: `[micro-batches]` of all ranks; a pair of a query and a key counts once for all heads.
+        tokens, pairs: `[micro-batches]` of all ranks; a pair of a query and a key counts once for all heads. Pairs are
+            means over layers, where these attend with several masks.
         imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
             came, and as they are computed. With servers the latter is the longest time over that of an even split.
         speeds: relative speeds of all ranks, of which attention servers are the last; empty without servers.
     """
 
     tokens: IntArray
-    pairs: IntArray
+    pairs: NDArray[np.float64]
     imbalance_before: NDArray[np.float64]
     imbalance: NDArray[np.float64]
     speeds: tuple[float, ...] = ()
@@ -56,7 +57,7 @@ class Preview:
         """Returns the preview of one micro-batch, which is planned already."""
         return cls(
             tokens=np.array([facts.num_tokens]),
-            pairs=np.array([sum(facts.work) // facts.rows_per_token]),
+            pairs=np.array([sum(facts.work) / facts.rows_per_token]),
             imbalance_before=np.array([facts.imbalance_before]),
             imbalance=np.array([facts.imbalance]),
             speeds=facts.speeds,
@@ -88,18 +89,24 @@ class PlacedData:
         """Looks at micro-batches all over the epoch."""
         counted = list(self._spread(COUNTED))
         placed = set(islice(self._spread(PLACED), PLACED))
-        tokens, pairs, before, after = [], [], [], []
+        servers, num_ranks = self.planner.servers, self.planner.num_ranks
+        num_servers, layer_masks = 0 if servers is None else servers.count, self.planner.layer_masks
+        tokens, in_order, after = [], [], []
         for index in counted:
             lengths = self.document_tokens[self.micro_batches.micro_batch(index)]
             tokens.append(lengths.sum())
-            pairs.append(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
-            before.append(imbalance(work_in_order(lengths, self.planner.num_ranks)))
+            in_order.append([work_in_order(lengths, num_ranks, mask) for mask, _ in layer_masks])
             if index in placed:
-                after.append(self.planner.plan(lengths, self.micro_batches.layout(index)).imbalance)
-        servers, num_ranks = self.planner.servers, self.planner.num_ranks
-        speeds = () if servers is None else servers.rank_speeds(num_ranks)
-        after_all = np.full(len(counted), np.mean(after))
-        return Preview(np.array(tokens), np.array(pairs), np.array(before), after_all, speeds)
+                plan = self.planner.plan(lengths, self.micro_batches.layout(index))
+                after.append(imbalance_of_layers(plan, layer_masks, num_servers))
+        before = LayerWork(np.array(in_order).swapaxes(0, 1), layer_shares(layer_masks))
+        return Preview(
+            tokens=np.array(tokens),
+            pairs=before.total,
+            imbalance_before=before.imbalance,
+            imbalance=np.full(len(counted), np.mean(after)),
+            speeds=() if servers is None else servers.rank_speeds(num_ranks),
+        )
 
     def _spread(self, most: int) -> Iterator[int]:
         """Yields numbers of about `most` micro-batches all over the epoch, whole optimizer steps together."""

@@ -32,7 +32,7 @@ from distca_hf.launched import launched_store
 
 
 # Version of the messages. Trainers and servers run one package, so that it differs in a broken installation alone.
-ORDER_VERSION = 2
+ORDER_VERSION = 3
 # Numbers before those of the order: version, roster, sequence, kind.
 HEADER = 4
 # Dtypes of rows; an order carries a number of this list.
@@ -116,6 +116,7 @@ class CallOrder(NamedTuple):
         query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
         dtype: number of their dtype in `DTYPES`.
         slot: number under which a server keeps rows that it received in forward until backward; 0: it keeps none.
+        has_sinks: whether log-sum-exps with sinks come with the output gradients of queries that are kept.
         spec: numbers of an `AttentionSpec`, as doubles.
     """
 
@@ -127,6 +128,7 @@ class CallOrder(NamedTuple):
     value_dim: int
     dtype: int
     slot: int
+    has_sinks: int
     spec: tuple[float, ...]
 
     def numbers(self) -> IntArray:
@@ -137,9 +139,9 @@ class CallOrder(NamedTuple):
     @classmethod
     def of(cls, numbers: IntArray) -> "CallOrder":
         """Returns the order with these numbers."""
-        plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot = numbers[:8].tolist()
-        spec = tuple(numbers[8:].view(np.float64).tolist())
-        return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, spec)
+        plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks = numbers[:9].tolist()
+        spec = tuple(numbers[9:].view(np.float64).tolist())
+        return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks, spec)
 
 
 def encode(order: Order, sequence: int) -> bytes:

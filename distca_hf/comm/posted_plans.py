@@ -44,11 +44,12 @@ class PostedPlan:
         v_TGV: torch.Tensor,
         spec: Sequence[float],
         slot: int = 0,
+        has_sinks: bool = False,
     ) -> None:
         """Posts an attention call on tensors like these.
 
         Args:
-            spec, slot: see `CallOrder`.
+            spec, slot, has_sinks: see `CallOrder`.
 
         Raises:
             ServerLostError: this step is spoiled.
@@ -57,4 +58,4 @@ class PostedPlan:
             raise ServerLostError(self._transport.spoiled)
         shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
         dtype = DTYPES.index(q_TNH.dtype)
-        self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, tuple(spec)))
+        self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec)))

@@ -34,8 +34,10 @@ HARMLESS_KEYWORDS = frozenset(
         "ignore_index",
         "labels",
         "logits_to_keep",
+        "margin",  # of TRL's RewardTrainer, for its loss
         "max_length_k",
         "max_length_q",
+        "mm_token_type_ids",  # for positions; a mask that is made of it is refused as a mask
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -83,6 +85,8 @@ def distca_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
@@ -95,6 +99,7 @@ def distca_attention(
     Args:
         query, key, value: `[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, V]`; made contiguous per token if they are not.
         attention_mask: None, or the `RowMask` of `document_mask`; a mask of the caller's own is refused.
+        s_aux: `[N]` scores of the heads' sinks.
         distca_plan: the plan of the batch.
 
     Returns:
@@ -105,13 +110,14 @@ def distca_attention(
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
     _check_call(module, dropout, is_causal, kwargs)
+    _check_sinks(module, s_aux, query.shape[1])
     mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
     window_tokens, chunk_tokens = _window_and_chunk(module, sliding_window, mask)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
     deterministic = settings is not None and settings.deterministic
-    spec = AttentionSpec(scale, window_tokens=window_tokens or 0, deterministic=deterministic)
+    spec = AttentionSpec(scale, True, window_tokens or 0, softcap or 0.0, deterministic)
     if distca_plan is not None:
         if settings is None:
             raise PlanError(
@@ -121,7 +127,7 @@ def distca_attention(
         if chunk_tokens is not None:
             check_chunk(chunk_tokens, distca_plan.facts.longest_document_tokens, module)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
-        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number)
+        out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number, s_aux)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
     if mask is None:
@@ -134,7 +140,7 @@ def distca_attention(
             check_chunk(chunk_tokens, documents.longest_keys, module)
         if module.training and torch.is_grad_enabled():
             _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
-    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel)
+    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel, s_aux)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -169,6 +175,19 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
         )
     if keywords.get("output_attentions") and not torch.compiler.is_compiling():
         warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
+
+
+def _check_sinks(module: nn.Module, sinks: torch.Tensor | None, heads: int) -> None:
+    """Checks that there is one sink for each query head.
+
+    Raises:
+        UnsupportedAttentionError: they have another shape.
+    """
+    if sinks is not None and sinks.shape != (heads,):
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: s_aux has shape {tuple(sinks.shape)}, and there are {heads} query heads; distca "
+            "computes one sink for each. Load the model with another attn_implementation"
+        )
 
 
 def _short(given: object) -> str:

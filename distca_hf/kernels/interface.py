@@ -116,17 +116,11 @@ class Spans:
 
 
 class Inputs(NamedTuple):
-    """Tensors that a call attends.
-
-    Attributes:
-        sinks_N: a score for each head, without a key: one more term of every row's softmax, and of its log-sum-exp.
-            Backward needs nothing else of it.
-    """
+    """Tensors that a call attends."""
 
     q_TNH: torch.Tensor
     k_SGH: torch.Tensor
     v_SGV: torch.Tensor
-    sinks_N: torch.Tensor | None = None
 
 
 # Attention output `[T, N, V]` and log-sum-exp `[N, T]`.
@@ -246,26 +240,6 @@ def empty_gradients(
     """Returns contiguous room for the gradients of q, k and v; takes all that an operator's backward takes."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_SGH, v_SGV))
     return dq, dk, dv
-
-
-def sink_gradients(
-    dout_TNV: torch.Tensor, out_TNV: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor
-) -> torch.Tensor:
-    """Returns `[N]` gradients of sinks, whichever kernels attended.
-
-    A sink has no value. Its share of a row, exp(sink - lse), only takes from the output: out * share for each unit of
-    its score. Output and log-sum-exp are those of whole rows, so each row counts once.
-
-    Raises:
-        NotImplementedError: autograd records this (`create_graph`). It would miss the part that log-sum-exps have.
-    """
-    if torch.is_grad_enabled():
-        raise NotImplementedError("gradients of sinks cannot be differentiated: no gradients of gradients")
-    precise = lse_TN.dtype
-    # A row that is no token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
-    share_TN = (sinks_N.to(precise) - lse_TN).clamp(max=0).exp()
-    taken_TN = (dout_TNV.to(precise) * out_TNV.to(precise)).sum(-1)
-    return -(share_TN * taken_TN).sum(0).to(sinks_N.dtype)
 
 
 def has_fused_kernels(x: torch.Tensor) -> bool:

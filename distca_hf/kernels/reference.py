@@ -36,7 +36,7 @@ class ReferenceKernel:
     """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        q_TNH, k_SGH, v_SGV, sinks_N = inputs
+        q_TNH, k_SGH, v_SGV = inputs
         out_TNV, lse_NT = room.made(inputs)
         precise = accumulation_dtype(q_TNH.dtype)
         for block in _blocks(spans, spec):
@@ -44,8 +44,6 @@ class ReferenceKernel:
             q, k, v = _heads_first(q_TNH[rows], k_SGH[keys], v_SGV[keys], precise)
             scores = _scores(q, k, spec, block)
             lse = scores.logsumexp(-1)
-            if sinks_N is not None:
-                lse = torch.logaddexp(lse, sinks_N.to(precise).unsqueeze(-1))
             out_TNV[rows] = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v).transpose(0, 1).to(out_TNV.dtype)
             lse_NT[:, rows] = lse
         return out_TNV, lse_NT

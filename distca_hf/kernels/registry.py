@@ -21,9 +21,9 @@ from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, Flas
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
-# Options of attention that a kernel need not have: fields of `AttentionSpec`, and sinks. A one-sided window is one
-# without a causal mask, which ends on the left alone.
-OPTIONS = ("window_tokens", "one_sided_window", "softcap", "sinks")
+# Options of attention that a kernel need not have: fields of `AttentionSpec`. A one-sided window is one without a
+# causal mask, which ends on the left alone.
+OPTIONS = ("window_tokens", "one_sided_window", "softcap")
 WINDOWS = frozenset({"window_tokens", "one_sided_window"})
 
 
@@ -80,7 +80,7 @@ class Capabilities:
             return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
         if self.equal_dims and operands.head_dim != operands.value_dim:
             return f"needs equal key and value dimensions, the model has {operands.head_dim} and {operands.value_dim}"
-        asked = options_of(operands, spec)
+        asked = options_of(spec)
         missing = [option for option in asked if option not in self.options]
         if missing:
             return f"does not compute {' and '.join(missing)}"
@@ -94,11 +94,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Operands:
-    """Queries, keys and values of a call, as far as the choice of a kernel depends on them.
-
-    Attributes:
-        sinks: whether every query head has a sink, a score without a key.
-    """
+    """Queries, keys and values of a call, as far as the choice of a kernel depends on them."""
 
     device_type: str
     compute_capability: int | None
@@ -107,16 +103,9 @@ class Operands:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    sinks: bool = False
 
     @classmethod
-    def of(
-        cls,
-        q_TNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGV: torch.Tensor,
-        sinks_N: torch.Tensor | None = None,
-    ) -> "Operands":
+    def of(cls, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> "Operands":
         """Returns the operands of a call on these tensors."""
         capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
         return cls(
@@ -127,14 +116,13 @@ class Operands:
             num_kv_heads=k_SGH.shape[1],
             head_dim=q_TNH.shape[2],
             value_dim=v_SGV.shape[2],
-            sinks=sinks_N is not None,
         )
 
 
-def options_of(operands: Operands, spec: AttentionSpec) -> list[str]:
+def options_of(spec: AttentionSpec) -> list[str]:
     """Returns the names of the `OPTIONS` that a call asks for."""
     window = "window_tokens" if spec.causal else "one_sided_window"
-    asked = {window: spec.window_tokens, "softcap": spec.softcap, "sinks": operands.sinks}
+    asked = {window: spec.window_tokens, "softcap": spec.softcap}
     return [option for option in OPTIONS if asked.get(option)]
 
 

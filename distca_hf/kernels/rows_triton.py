@@ -1,4 +1,4 @@
-"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`.
+"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`, and those of `kernels.sinks`.
 
 Shape legend in `kernels.interface`.
 """
@@ -233,6 +233,109 @@ def _merge_launch(
     device: torch.device, dtype: torch.dtype, strides: tuple[int, int, int], heads: int, dim: int
 ) -> tuple[Launch, int]:
     """Returns the kernel for such tensors, and its blocks of heads."""
+    constants, blocks = _blocks_of_heads(strides, heads, dim)
+    return Launch(_merge_block, constants, device), blocks
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["lse_stride", "lse_head_stride", "total_stride", "total_head_stride"]
+)
+def _scale_block(  # type: ignore[no-untyped-def]
+    out,
+    target,
+    lse,
+    total,
+    lse_stride,
+    lse_head_stride,
+    total_stride,
+    total_head_stride,
+    OUT_STRIDE: tl.constexpr,
+    TARGET_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_OF_BLOCK: tl.constexpr,
+    DIM_OF_BLOCK: tl.constexpr,
+):
+    # Program (row, block of heads). Log-sum-exps are [T, N] or a transposed [N, T]: strides change with the batch.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
+    column = tl.arange(0, DIM_OF_BLOCK)
+    is_head = head < HEADS
+    one = tl.load(lse + row * lse_stride + head * lse_head_stride, mask=is_head, other=0.0)
+    both = tl.load(total + row * total_stride + head * total_head_stride, mask=is_head, other=0.0)
+    places = head[:, None] * DIM + column[None, :]
+    inside = is_head[:, None] & (column < DIM)[None, :]
+    values = tl.load(out + row * OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
+    scaled = values * tl.exp(one - both)[:, None]
+    tl.store(target + row * TARGET_STRIDE + places, scaled.to(target.dtype.element_ty), mask=inside)
+
+
+def scale_rows_on_gpu(
+    out_TNV: torch.Tensor, lse_TN: torch.Tensor, total_TN: torch.Tensor, target_TNV: torch.Tensor
+) -> None:
+    """Does `kernels.sinks.scale_rows`; log-sum-exps are in fp32."""
+    rows, heads, dim = out_TNV.shape
+    if not rows:
+        return
+    strides = out_TNV.stride(0), target_TNV.stride(0)
+    launch, blocks = _scale_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch(rows, blocks, out_TNV, target_TNV, lse_TN, total_TN, numbers=(*lse_TN.stride(), *total_TN.stride()))
+
+
+@lru_cache
+def _scale_launch(
+    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
+) -> tuple[Launch, int]:
+    """Returns the kernel for such tensors, and its blocks of heads."""
+    constants, blocks = _blocks_of_heads(strides, heads, dim)
+    return Launch(_scale_block, constants, device), blocks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot_block(  # type: ignore[no-untyped-def]
+    one,
+    other,
+    sums,
+    ONE_STRIDE: tl.constexpr,
+    OTHER_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_OF_BLOCK: tl.constexpr,
+    DIM_OF_BLOCK: tl.constexpr,
+):
+    # Program (row, block of heads).
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
+    column = tl.arange(0, DIM_OF_BLOCK)
+    is_head = head < HEADS
+    places = head[:, None] * DIM + column[None, :]
+    inside = is_head[:, None] & (column < DIM)[None, :]
+    left = tl.load(one + row * ONE_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(other + row * OTHER_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + row * HEADS + head, tl.sum(left * right, axis=1), mask=is_head)
+
+
+def dot_rows_on_gpu(one_TNV: torch.Tensor, other_TNV: torch.Tensor) -> torch.Tensor:
+    """Returns `[T, N]` products of values, summed in fp32; values and heads of a row follow each other."""
+    rows, heads, dim = one_TNV.shape
+    sums_TN = one_TNV.new_empty((rows, heads), dtype=torch.float32)
+    if rows:
+        strides = one_TNV.stride(0), other_TNV.stride(0)
+        launch, blocks = _dot_launch(one_TNV.device, one_TNV.dtype, strides, heads, dim)
+        launch(rows, blocks, one_TNV, other_TNV, sums_TN)
+    return sums_TN
+
+
+@lru_cache
+def _dot_launch(
+    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
+) -> tuple[Launch, int]:
+    """Returns the kernel for such tensors, and its blocks of heads."""
+    constants, blocks = _blocks_of_heads(strides, heads, dim)
+    return Launch(_dot_block, constants, device), blocks
+
+
+def _blocks_of_heads(strides: tuple[int, ...], heads: int, dim: int) -> tuple[tuple[int, ...], int]:
+    """Returns the constants of a kernel of rows and blocks of heads, and these blocks."""
     block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
-    constants = *strides, heads, dim, block, triton.next_power_of_2(dim)
-    return Launch(_merge_block, constants, device), ceil_div(heads, block)
+    return (*strides, heads, dim, block, triton.next_power_of_2(dim)), ceil_div(heads, block)

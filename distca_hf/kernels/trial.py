@@ -6,6 +6,8 @@ option that is ignored, changes results by a fifth and more. Rounding in bf16 ch
 Shape legend in `kernels.interface`.
 """
 
+from itertools import accumulate
+
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Saved, Spans
@@ -59,8 +61,7 @@ def describe_error(
 def _spans(tasks: tuple[tuple[int, int], ...], device: torch.device) -> Spans:
     queries, keys = zip(*tasks, strict=True)
     of_queries, of_keys = (
-        torch.tensor([0, *rows], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-        for rows in (queries, keys)
+        torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device=device) for rows in (queries, keys)
     )
     return Spans(of_queries, of_keys, max(queries), max(keys))
 
@@ -70,8 +71,7 @@ def _results(
 ) -> dict[str, torch.Tensor]:
     """Returns output, log-sum-exp and gradients by name."""
     out, lse = kernel.forward(inputs, spans, spec)
-    of_inputs = inputs[:3]
-    gradients = Gradients(*(torch.empty_like(x) for x in of_inputs))
-    kernel.backward(dout, Saved(*of_inputs, out, lse), gradients, spans, spec)
+    gradients = Gradients(*(torch.empty_like(x) for x in inputs))
+    kernel.backward(dout, Saved(*inputs, out, lse), gradients, spans, spec)
     names = "output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values"
     return dict(zip(names, (out, lse, *gradients), strict=True))

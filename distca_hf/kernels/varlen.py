@@ -52,7 +52,7 @@ class TorchVarlenKernel:
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         dropout, debug_mask = 0.0, False
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *inputs[:3],
+            *inputs,
             *_open_to_the_right(spans, spec),
             dropout,
             spec.causal,
@@ -128,7 +128,7 @@ class CpuKernel:
     """Torch's flash attention for CPUs over the tasks of a call."""
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        q_TNH, k_SGH, v_SGV, _ = inputs
+        q_TNH, k_SGH, v_SGV = inputs
         out_TNV, lse_NT = room.made(inputs)
         attend, scale = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, spec.scale
         for rows, prefix, square in _tasks(spans, spec.causal):
@@ -195,7 +195,7 @@ class Flash4Kernel:
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs[:3],
+            *inputs,
             **spans.by_name,
             softmax_scale=spec.scale,
             causal=spec.causal,
@@ -237,7 +237,7 @@ class Flash3Kernel:
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs[:3], **spans.by_name, softmax_scale=spec.scale, causal=spec.causal, **_options(spec)
+            *inputs, **spans.by_name, softmax_scale=spec.scale, causal=spec.causal, **_options(spec)
         )
         return room.filled(out, lse)
 
@@ -272,7 +272,7 @@ class Flash2Kernel:
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs[:3],
+            *inputs,
             *_open_to_the_right(spans, spec),
             dropout_p=0.0,
             softmax_scale=spec.scale,

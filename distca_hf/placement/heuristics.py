@@ -191,10 +191,6 @@ HEURISTICS_OF_FEW_DOCUMENTS = (
 # Heuristics for few documents on one node of many ranks.
 HEURISTICS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (GroupedHeuristic(otherwise=Heuristic(None, most_off=3e-3)),)
 
-# Heuristics where documents are dealt in two lines. Those of a line are alike in length, and the others save 1 % of
-# the keys for twice the time.
-HEURISTICS_OF_LINES = (Heuristic(None),)
-
 
 def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Heuristic | GroupedHeuristic]:
     """Selects the heuristics for a node with this many documents and ranks, in a world of `num_ranks`."""
@@ -205,6 +201,12 @@ def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Seq
     if num_ranks > FEW_RANKS:
         return HEURISTICS_OF_MANY_NODES[: 2 if few else 1]
     return HEURISTICS_OF_FEW_DOCUMENTS if few else HEURISTICS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
+
+
+def heuristics_of_a_line(off: float) -> Sequence[Heuristic]:
+    """Selects the heuristics for one of two lines, where ranks may miss their work by `off`. The documents of a line
+    are alike in length: the other heuristics would save 1 to 3 % of the keys, and take twice the time."""
+    return (Heuristic(None, most_off=max(off, OFF)),)
 
 
 def deal_with_best(

@@ -9,16 +9,16 @@ per token:
     rank 1     |  12K  |  11K  |  13K  |  12K | 9K |     full: even     window of 4K: 1.3
 
 Therefore documents up to a limit are one line, and longer ones another. Every rank gets an equal part of either line:
-equal tokens, and equal work of full attention. That bounds what window layers may differ by. In the short line
+equal tokens, and equal work of full attention. This bounds the difference in window layers. In the short line
 
-    window work = full work - what the window leaves out of documents between the window and the limit,
+    window work = full work - pairs that the window leaves out of documents between the window and the limit,
 
 and full work is even there. In the long line
 
-    window work = window x tokens - what documents lack where they begin,
+    window work = window x tokens - pairs that documents lack where they begin,
 
 and tokens are even there. A document of twice the window loses as much in one line as in the other. It is the limit
-with the lowest bound. Lower limits move fewer keys, because documents near the limit are what is cut.
+with the lowest bound. Lower limits move fewer keys, because mostly documents near the limit are cut.
 """
 
 from collections import Counter
@@ -34,9 +34,10 @@ from distca_hf.cost import CAUSAL_MASK, Cost, DocumentCost, LayerMasks, Mask
 
 # Limits between the lines that are tried, in windows, lowest first.
 LIMITS_IN_WINDOWS = (1.0, 1.5, 2.0)
-# Bound of the busiest rank's window work beyond the mean, as a fraction of it, up to which a limit will do. On real
-# lengths ranks reach 0.5 to 1.0 of the bound.
-MOST_UNEVEN = 0.15
+# Expected excess of the busiest rank in window layers over the mean, as a fraction of it, up to which a limit will do.
+MOST_UNEVEN = 0.14
+# Part of the bound that two lines reach beyond the part that one line reaches, at most, on real lengths.
+MARGIN = 0.1
 # Time of a query in a window layer beside its pairs, in pairs of full attention. FlashAttention 4 on an H200 needs
 # 6.0, 1.5 and 1.13 times as long for a pair as in full attention, for windows of 128, 1024 and 4096 tokens.
 WINDOW_QUERY_PAIRS = 512
@@ -76,24 +77,27 @@ class LayerKinds:
         """Cost of the widest mask."""
         return Cost(((self.widest, 1),))
 
-    def limit_tokens(self, sorted_tokens: IntArray) -> int | None:
-        """Chooses the limit between the lines: the lowest one that is sure to make windows about even.
+    def limit_tokens(self, sorted_tokens: IntArray, one_line_uneven: float) -> int | None:
+        """Chooses the limit between the lines: the lowest one that is expected to make windows about even.
+
+        Where one line stays far below its bound, two lines stay below theirs.
 
         Args:
             sorted_tokens: `[documents]` lengths, rising.
+            one_line_uneven: excess of the busiest ranks in window layers over the mean with one line, as a fraction.
 
         Returns:
-            Length of the longest document of the short line; None if there is nothing to part.
+            Length of the longest document of the short line; None where one line is about as even.
         """
-        limits = sorted(
-            {int(times * (mask.window_tokens or 0)) for mask, _ in self.windows for times in LIMITS_IN_WINDOWS}
-        )
-        limits = [limit for limit in limits if len(sorted_tokens) and sorted_tokens[0] <= limit < sorted_tokens[-1]]
-        bounds = [self.uneven_bound(sorted_tokens, limit) for limit in limits]
-        if not limits:
-            return None
-        enough = (limit for limit, bound in zip(limits, bounds, strict=True) if bound <= MOST_UNEVEN)
-        return next(enough, limits[bounds.index(min(bounds))])
+        one_line_bound = min(self.uneven_bound(sorted_tokens, limit) for limit in (0, int(sorted_tokens[-1])))
+        reached = min(1.0, MARGIN + one_line_uneven / max(one_line_bound, one_line_uneven, 1e-9))
+        in_windows = [times * (mask.window_tokens or 0) for mask, _ in self.windows for times in LIMITS_IN_WINDOWS]
+        limits = [limit for limit in sorted(map(int, in_windows)) if sorted_tokens[0] <= limit < sorted_tokens[-1]]
+        expected = {limit: reached * self.uneven_bound(sorted_tokens, limit) for limit in limits}
+        enough = [limit for limit in limits if expected[limit] <= min(MOST_UNEVEN, one_line_uneven)]
+        if enough or one_line_uneven <= MOST_UNEVEN:
+            return min(enough, default=None)
+        return min(limits, key=expected.__getitem__, default=None)
 
     def uneven_bound(self, document_tokens: IntArray, limit_tokens: int) -> float:
         """Bounds what a rank's time in window layers exceeds the mean by, as a fraction, if two lines are even."""

@@ -77,6 +77,12 @@ class PiecePool:
         pieces = zip(mean_costs, range(len(lengths)), repeat(0, len(lengths)), lengths, works, strict=True)
         return cls(pieces, exact_work)
 
+    def copy(self) -> "PiecePool":
+        """Returns a pool of the pieces that are left, which can be taken without taking them here."""
+        pool = PiecePool([], self.work)
+        pool._pieces, pool.work_left = self._pieces[self._first :], self.work_left
+        return pool
+
     @property
     def indices(self) -> range:
         """Indices of the pieces that are left."""

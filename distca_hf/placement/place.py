@@ -13,7 +13,7 @@ the way with the shorter predicted time is taken.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
 from operator import not_
@@ -26,10 +26,10 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
 from distca_hf.placement.heuristics import (
-    HEURISTICS_OF_LINES,
     GroupedHeuristic,
     Heuristic,
     deal_with_best,
+    heuristics_of_a_line,
     heuristics_to_try,
 )
 from distca_hf.placement.lines import LayerKinds, tokens_of_lines
@@ -57,6 +57,9 @@ SHORT_FOR_NODES = 4096
 # Maximum spread of the nodes' needs for short documents, in mean cost per token, as a fraction of the largest. It is
 # below that of ranks, since the miss of a node weighs more than the miss of one rank.
 ALIKE_NODES = 0.5
+# Maximum miss of a rank's work in the long one of two lines, as a fraction of the short line's work, which makes up
+# for it. The more it may miss, the fewer long documents are cut.
+MADE_UP_FOR = 0.07
 # Time that ranks lose by uneven layers, as a fraction of all attention, up to which one line will do: as much as full
 # attention is off.
 LITTLE_UNEVEN = 5e-3
@@ -106,19 +109,19 @@ def place(
         _checked_shares(rank_shares, num_ranks),
         has_shares=rank_shares is not None,
     )
-    # 1. One line of all documents. It will do if windows are even by chance, and where there are none.
+    # 1. One line of all documents. It will do where there are no windows, or if they are even by chance.
     one_line = documents.in_one_line()
-    limit_tokens = kinds.limit_tokens(documents.sorted_tokens)
-    if limit_tokens is None:
+    if not kinds.windows:
         return one_line
-    predicted = PredictedTime.of(one_line, kinds, documents.shares)
-    if predicted.attention <= (1 + LITTLE_UNEVEN) * predicted.even:
+    one_time = PredictedTime.of(one_line, kinds, documents.shares)
+    limit_tokens = kinds.limit_tokens(documents.sorted_tokens, one_time.windows_uneven)
+    if limit_tokens is None or one_time.attention <= (1 + LITTLE_UNEVEN) * one_time.even:
         return one_line
 
     # 2. Two lines, where they take less time.
     two_lines = documents.in_two_lines(limit_tokens)
-    times = [predicted.total, PredictedTime.of(two_lines, kinds, documents.shares).total]
-    return one_line if times[0] <= times[1] else two_lines
+    two_time = PredictedTime.of(two_lines, kinds, documents.shares)
+    return one_line if one_time.total <= two_time.total else two_lines
 
 
 def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> Layout:
@@ -155,6 +158,36 @@ def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mas
 
 
 @dataclass(frozen=True, eq=False)
+class _Line:
+    """Documents that are dealt together.
+
+    Attributes:
+        pool: the documents.
+        rank_tokens: tokens of them for each rank, which differ by one at most.
+        shares: work of each rank in proportion.
+        has_shares: whether these may differ.
+        part: work of the line as a part of all work. Misses count as fractions of a rank's whole work.
+        off: miss of a node's or rank's work that a later line makes up for.
+    """
+
+    pool: PiecePool
+    rank_tokens: list[int]
+    shares: list[float]
+    has_shares: bool
+    part: float = 1.0
+    off: float = 0.0
+
+
+@dataclass(eq=False)
+class _Dealt:
+    """A line that was dealt: segments and work of each rank, and the stripes among them."""
+
+    segments: list[list[Segment]] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+    stripes: list[Stripe] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
 class _Documents:
     """Documents of a micro-batch by length, and the ranks to place them on.
 
@@ -163,7 +196,7 @@ class _Documents:
         order: `[documents]` the caller's number of each document by length.
         topology, cost, head_groups: see `place`.
         shares: work of each rank in proportion.
-        has_shares: whether they may differ.
+        has_shares: whether these may differ.
     """
 
     lengths: IntArray
@@ -185,83 +218,83 @@ class _Documents:
         tokens, num_ranks = int(self.lengths.sum()), len(self.shares)
         return np.diff([tokens * rank // num_ranks for rank in range(num_ranks + 1)]).tolist()
 
+    @cached_property
+    def pool(self) -> PiecePool:
+        """All documents; lines take from copies of it."""
+        return PiecePool.of_documents(self.sorted_tokens, self.cost)
+
+    @cached_property
+    def rule(self) -> StripeRule:
+        """Rule for stripes, the same for all lines."""
+        rank_load = self.pool.work_left / len(self.shares)
+        return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
+
     def in_one_line(self) -> Layout:
         """Places all documents together."""
-        pool = self._pool()
-        return self._layout([self._dealt(pool, self.rank_tokens, self._rule(pool))])
+        line = _Line(self.pool.copy(), self.rank_tokens, self.shares, self.has_shares)
+        return self._layout([self._dealt(line)])
 
     def in_two_lines(self, limit_tokens: int) -> Layout:
         """Places documents up to a length, and longer ones, so that ranks have an equal part of both."""
+        # 1. Long documents.
         num_short = int(np.searchsorted(self.sorted_tokens, limit_tokens, side="right"))
-        tokens = tokens_of_lines(self.rank_tokens, int(self.sorted_tokens[:num_short].sum()))
-        pool = self._pool()
-        rule, work, pieces = self._rule(pool), pool.work, pool.take_all()
-        lines = [
-            PiecePool([piece for piece in pieces if (piece[1] < num_short) == is_short], work)
-            for is_short in (True, False)
-        ]
-        dealt = [self._dealt(line, of_line, rule, in_lines=True) for line, of_line in zip(lines, tokens, strict=True)]
-        return self._layout(dealt)
+        short_tokens, long_tokens = tokens_of_lines(self.rank_tokens, int(self.sorted_tokens[:num_short].sum()))
+        pieces, work = self.pool.copy().take_all(), self.pool.work
+        long_pool = PiecePool([piece for piece in pieces if piece[1] >= num_short], work)
+        part = long_pool.work_left / self.pool.work_left
+        off = MADE_UP_FOR * (1 - part)
+        long = self._dealt(_Line(long_pool, long_tokens, self.shares, self.has_shares, part, off))
 
-    def _pool(self) -> PiecePool:
-        return PiecePool.of_documents(self.sorted_tokens, self.cost)
+        # 2. Short ones. Their work makes up for what ranks miss of the long ones.
+        goals = _goals(self.rank_tokens, self.shares, self.pool.work_left)
+        missing = [max(0.0, goal.work - held) for goal, held in zip(goals, long.work, strict=True)]
+        short_pool = PiecePool([piece for piece in pieces if piece[1] < num_short], work)
+        short = self._dealt(_Line(short_pool, short_tokens, missing, True, 1 - part))
+        return self._layout([short, long])
 
-    def _rule(self, pool: PiecePool) -> StripeRule:
-        return StripeRule(self.head_groups, pool.work_left / len(self.shares), self.sorted_tokens.tolist(), pool.work)
-
-    def _dealt(
-        self, pool: PiecePool, rank_tokens: list[int], rule: StripeRule, in_lines: bool = False
-    ) -> tuple[list[list[Segment]], list[Stripe]]:
-        """Deals a line out: segments of each rank, and the stripes among them.
-
-        Args:
-            pool: documents of the line.
-            rank_tokens: tokens of the line that each rank is to have; they differ by one at most.
-            rule: which pieces are striped.
-            in_lines: whether there is another line.
-        """
+    def _dealt(self, line: _Line) -> _Dealt:
+        """Deals a line out."""
+        rule = self.rule
         # 1. Documents to nodes.
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
-        tokens_of = [rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
-        shares_of = [self.shares[ranks.start : ranks.stop] for ranks in nodes]
-        goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
-        off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
-        held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
-        if self.has_shares and largest_miss(held_by_node, goals) > MOST_OFF:
-            again = PiecePool(joined(list(chain.from_iterable(held_by_node))), pool.work)
+        tokens_of = [line.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
+        shares_of = [line.shares[ranks.start : ranks.stop] for ranks in nodes]
+        goals = _goals(map(sum, tokens_of), map(sum, shares_of), line.pool.work_left, line.part)
+        off = max(line.off, FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF)
+        held_by_node = deal_longest_first(line.pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+        if line.has_shares and largest_miss(held_by_node, goals) > MOST_OFF:
+            again = PiecePool(joined(list(chain.from_iterable(held_by_node))), rule.work)
             lightest_first = deal_lightest_first(again, goals)
             held_by_node = min(held_by_node, lightest_first, key=lambda held: largest_miss(held, goals))
 
         # 2. Documents of each node to stripes and ranks.
-        ranks_off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
-        segments: list[list[Segment]] = []
-        stripes: list[Stripe] = []
-        for node, held in enumerate(held_by_node):
+        off = max(line.off, RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF)
+        dealt = _Dealt()
+        for ranks, held, tokens, shares in zip(nodes, held_by_node, tokens_of, shares_of, strict=True):
             pieces = joined(held)
-            if len(nodes[node]) == 1:
-                segments.append([piece[1:4] for piece in pieces])
+            if len(ranks) == 1:
+                dealt.segments.append([piece[1:4] for piece in pieces])
+                dealt.work.append(work_of(pieces))
                 continue
-            is_striped = rule.striped(pieces, len(nodes[node]))
+            is_striped = rule.striped(pieces, len(ranks))
             striped = list(compress(pieces, is_striped))
             rest = list(compress(pieces, map(not_, is_striped)))
-            tried = heuristics_to_try(len(rest), len(nodes[node]), len(self.shares))
-            segments += _deal_to_ranks(
-                *(striped, rest, tokens_of[node], shares_of[node], rule.work, ranks_off),
-                HEURISTICS_OF_LINES if in_lines else tried,
-            )
-            stripes += stripes_of(striped, nodes[node])
-        return segments, stripes
+            rank_goals = _goals(tokens, shares, work_of(pieces), line.part)
+            tried = heuristics_to_try(len(rest), len(ranks), len(self.shares))
+            heuristics = tried if line.part == 1 else heuristics_of_a_line(line.off)
+            segments, work = _deal_to_ranks(striped, rest, rank_goals, rule.work, off, heuristics)
+            dealt.segments += segments
+            dealt.work += work
+            dealt.stripes += stripes_of(striped, ranks)
+        return dealt
 
-    def _layout(self, lines: Sequence[tuple[list[list[Segment]], list[Stripe]]]) -> Layout:
+    def _layout(self, lines: Sequence[_Dealt]) -> Layout:
         """Makes the layout of all lines, with documents numbered as the caller numbers them.
 
         A rank's segments that begin their document come first, then by document: the order in which tasks run.
-
-        Args:
-            lines: (document by length, start, stop) of each rank, and stripes of documents by length.
         """
-        segments = [of_rank for on_ranks, _ in lines for of_rank in on_ranks]
-        stripes = [stripe for _, of_line in lines for stripe in of_line]
+        segments = [of_rank for line in lines for of_rank in line.segments]
+        stripes = [stripe for line in lines for stripe in line.stripes]
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
         rank = np.repeat(np.arange(len(segments)) % num_ranks, [len(of_rank) for of_rank in segments])
@@ -285,42 +318,44 @@ class _Documents:
 def _deal_to_ranks(
     striped: list[Piece],
     rest: list[Piece],
-    tokens: list[int],
-    shares: list[float],
+    goals: list[Goal],
     work: Work,
     off: float,
     heuristics: Sequence[Heuristic | GroupedHeuristic],
-) -> list[list[Segment]]:
-    """Deals the pieces of a node: segments of each of its ranks.
+) -> tuple[list[list[Segment]], list[float]]:
+    """Deals the pieces of a node: segments and work of each of its ranks.
 
     Args:
         striped: pieces that are spread over all ranks, their work divided equally.
         rest: all other pieces.
-        tokens, shares: tokens of each rank, and its work in proportion.
+        goals: goals of the ranks for all pieces.
         work: work of a query range, `work(document, start, stop)`.
         off: maximum miss of a rank's work, as a fraction of it, up to which long documents are not cut.
         heuristics: ways to deal the rest, which are tried.
     """
-    on_ranks = spread(striped, tokens)
-    striped_work = work_of(striped) / len(tokens)
+    # 1. Stripes: tokens spread evenly, work divided equally.
+    on_ranks = spread(striped, [goal.tokens for goal in goals])
+    striped_work = work_of(striped) / len(goals)
+
+    # 2. The other pieces, for the tokens and the work that ranks still need.
     goals_of_rest = [
         Goal(
             goal.tokens - sum([stop - start for _, start, stop in held]), max(0.0, goal.work - striped_work), goal.load
         )
-        for goal, held in zip(_goals(tokens, shares, work_of(striped) + work_of(rest)), on_ranks, strict=True)
+        for goal, held in zip(goals, on_ranks, strict=True)
     ]
     dealt = deal_with_best(lambda: PiecePool(rest, work), goals_of_rest, off, heuristics)
     for held, more in zip(on_ranks, dealt, strict=True):
         held += [(document, start, stop) for _, document, start, stop, _ in more]
-    return on_ranks
+    return on_ranks, [striped_work + work_of(more) for more in dealt]
 
 
-def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
-    """Divides work in proportion to shares, and makes it goals."""
+def _goals(tokens: Iterable[int], shares: Iterable[float], work: int, part: float = 1.0) -> list[Goal]:
+    """Divides work in proportion to shares, and makes it goals. It is a part of all work of the shares."""
     parts = list(shares)
-    whole = sum(parts)
-    works = [work * part / whole for part in parts]
-    return [Goal(*goal) for goal in zip(tokens, works, works, strict=True)]
+    whole = sum(parts) or 1.0
+    works = [work * share / whole for share in parts]
+    return [Goal(each, of_share, of_share / part) for each, of_share in zip(tokens, works, strict=True)]
 
 
 def _checked_topology(topology: Topology | None, num_ranks: int) -> Topology:

@@ -30,11 +30,13 @@ class PredictedTime:
         attention: busiest ranks of each kind of layer.
         even: the same if every kind were even.
         keys: keys and values that move.
+        windows_uneven: excess of the busiest ranks in window layers over the mean, as a fraction of it.
     """
 
     attention: float
     even: float
     keys: float
+    windows_uneven: float
 
     @property
     def total(self) -> float:
@@ -51,14 +53,22 @@ class PredictedTime:
             rank_shares: work that each rank is to have, in proportion.
         """
         shares = np.array(rank_shares) / np.mean(rank_shares)
-        attention = even = 0.0
-        for mask, layers in ((kinds.widest, kinds.widest_layers), *kinds.windows):
-            work = _striped_work(layout, mask) if mask == kinds.widest else layout.rank_work_of(mask)
-            attention += layers * pair_time(mask) * float((work / shares).max())
-            even += layers * pair_time(mask) * float(work.mean())
+        widest_work = _striped_work(layout, kinds.widest)
+        attention = kinds.widest_layers * pair_time(kinds.widest) * float((widest_work / shares).max())
+        even = kinds.widest_layers * pair_time(kinds.widest) * float(widest_work.mean())
+        busiest_windows = even_windows = 0.0
+        for mask, layers in kinds.windows:
+            work = layers * pair_time(mask) * layout.rank_work_of(mask)
+            busiest_windows += float((work / shares).max())
+            even_windows += float(work.mean())
         rows = kinds.widest_layers * moved_rows(layout)
         rows += sum(layers * _halo_rows(layout, mask) for mask, layers in kinds.windows)
-        return cls(attention, even, KEY_TOKEN_PAIRS * rows / layout.num_ranks)
+        return cls(
+            attention=attention + busiest_windows,
+            even=even + even_windows,
+            keys=KEY_TOKEN_PAIRS * rows / layout.num_ranks,
+            windows_uneven=busiest_windows / max(1.0, even_windows) - 1,
+        )
 
 
 def moved_rows(layout: Layout) -> float:

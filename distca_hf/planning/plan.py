@@ -143,6 +143,7 @@ class PlanFacts:
         speeds: relative speed of each rank, where they differ (see `Plan`).
         kinds: facts of layers with one mask, and how many there are, where a model has several masks. Numbers above
             are means over all layers then.
+        window_tokens: window of these layers; None: full attention, or several kinds.
     """
 
     num_documents: int
@@ -158,6 +159,7 @@ class PlanFacts:
     cut_documents: int = 0
     speeds: tuple[float, ...] = ()
     kinds: tuple[tuple[Self, int], ...] = ()
+    window_tokens: int | None = None
 
     @classmethod
     def of(cls, plan: Plan, key_rows: IntArray, work_before: IntArray) -> "PlanFacts":
@@ -218,7 +220,15 @@ class PlanFacts:
             remote_query_rows=mean("remote_query_rows"),
             rows_per_token=groups,
             kinds=tuple(kinds),
+            window_tokens=None,
         )
+
+    @property
+    def of_full_and_windows(self) -> tuple[Self, Self] | None:
+        """Facts of the layers with full attention, and of all layers with a window; None unless there are both."""
+        full = [kind for kind in self.kinds if kind[0].window_tokens is None]
+        windows = [kind for kind in self.kinds if kind[0].window_tokens is not None]
+        return (self.of_layers(full), self.of_layers(windows)) if full and windows else None
 
     @property
     def imbalance(self) -> float:
@@ -245,6 +255,8 @@ class PlanTotals:
         micro_batches: how many there were.
         tokens, pairs: of all ranks; a pair of a query and a key counts once for all heads.
         imbalance_before, imbalance: sums of these numbers of every micro-batch.
+        mixed_micro_batches: how many had layers with full attention and layers with a window.
+        imbalance_full, imbalance_window: sums of the imbalance of either over these micro-batches.
     """
 
     micro_batches: int = 0
@@ -252,15 +264,23 @@ class PlanTotals:
     pairs: float = 0.0
     imbalance_before: float = 0.0
     imbalance: float = 0.0
+    mixed_micro_batches: int = 0
+    imbalance_full: float = 0.0
+    imbalance_window: float = 0.0
 
     def plus(self, facts: PlanFacts) -> Self:
         """Returns the sums with one micro-batch more."""
+        mixed = facts.of_full_and_windows
+        full, window = (0.0, 0.0) if mixed is None else (kind.imbalance for kind in mixed)
         return type(self)(
             micro_batches=self.micro_batches + 1,
             tokens=self.tokens + facts.num_tokens,
             pairs=self.pairs + sum(facts.work) / facts.rows_per_token,
             imbalance_before=self.imbalance_before + facts.imbalance_before,
             imbalance=self.imbalance + facts.imbalance,
+            mixed_micro_batches=self.mixed_micro_batches + (mixed is not None),
+            imbalance_full=self.imbalance_full + full,
+            imbalance_window=self.imbalance_window + window,
         )
 
     def since(self, earlier: Self) -> Self:

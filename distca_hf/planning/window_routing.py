@@ -253,6 +253,13 @@ def _halo_calls(mine: LocalParts, mask: Mask, halos: Halos) -> tuple[KernelCall,
     return tuple(calls)
 
 
+def halo_rows_between(layout: Layout, mask: Mask) -> IntArray:
+    """Counts `[source, destination]` rows of keys and values that ranks send in a layer with a window."""
+    transfers = HaloTransfers.of(layout, Halos.of(Parts.of(layout), mask))
+    travels = transfers.select(transfers.source != transfers.destination)
+    return travels.rows_between(layout.num_ranks)
+
+
 def _facts(
     layout: Layout, mask: Mask, travels: KeyTransfers, work_before: IntArray | None, num_servers: int
 ) -> PlanFacts:
@@ -272,4 +279,5 @@ def _facts(
         num_tokens=int(layout.document_tokens.sum()),
         cut_documents=layout.cut_documents,
         speeds=(1.0,) * num_trainers + (0.0,) * num_servers if num_servers else (),
+        window_tokens=mask.window_tokens,
     )

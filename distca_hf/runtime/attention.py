@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.errors import NotFiniteError, PlanError, UnsupportedAttentionError
+from distca_hf.errors import NotFiniteError, PlanError
 from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_layer_outputs, made_deterministic
+from distca_hf.kernels.sinks import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads
 from distca_hf.runtime.live_plan import LivePlan
@@ -48,7 +49,7 @@ def attend(
 
     Args:
         received: rows of other ranks from an earlier run of the same layer; they are not sent again.
-        sinks_N: scores of the heads' sinks.
+        sinks_N: scores of the heads' sinks, which are added once per row.
         is_differentiated: whether a backward pass may follow.
 
     Returns:
@@ -65,8 +66,9 @@ def attend(
     plan.agree()
     if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
-    where, transport, spec = plan.forward_pass.begin_forward(), plan.transport, plan.kinds.spec(spec)
-    kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where, sinks_N), plan.kinds.of(spec)
+    where, transport = plan.forward_pass.begin_forward(spec.window_tokens), plan.transport
+    spec = plan.kinds.spec(spec)
+    kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec)
     routing, retention = kind.plan.forward, kind.retention
     check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if not kind.has_room:
@@ -79,7 +81,6 @@ def attend(
     keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, retention, routing, k))
     remote_queries = None
     if routing.queries is not None:
-        _refuse_sinks(sinks_N, where)
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
         remote_queries = ForwardRemoteQueries(kernel, q, v, routing.queries, spec, kv_heads, came)
     for chunk in routing.chunks:
@@ -91,7 +92,7 @@ def attend(
     out, lse = empty_layer_outputs(q_TNH, v_TGV)
     _clear_padding(routing, out, lse)
     calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, sinks_N)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads)
     local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, routing)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
@@ -101,11 +102,9 @@ def attend(
             remote_queries.attend(chunk, remote_kv, transport, where)
     local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
     local.merge_prefixes()
-    if remote_queries is not None:
-        remote_queries.finish(*as_rows(groups, out, lse))
+    _complete(out, lse, routing, remote_queries, sinks_N)
     check_finite(plan, where, output=out)
-    nothing = retention.nothing(k)
-    return out, lse, _kept(keys, remote_queries, nothing, slot) if keeps else nothing
+    return out, lse, _kept(keys, remote_queries, retention.nothing(k), slot) if keeps else retention.nothing(k)
 
 
 class Attended(NamedTuple):
@@ -119,9 +118,17 @@ class Attended(NamedTuple):
 
 
 def attend_backward(
-    dout_TNV: torch.Tensor, attended: Attended, kept: Kept, spec: AttentionSpec, plan: LivePlan
+    dout_TNV: torch.Tensor,
+    attended: Attended,
+    kept: Kept,
+    spec: AttentionSpec,
+    plan: LivePlan,
+    has_sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradients of q, k and v from those of the output; rows that were not kept are fetched again.
+
+    Args:
+        has_sinks: whether output and log-sum-exp are those of rows with sinks.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
@@ -134,14 +141,15 @@ def attend_backward(
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
     check_finite(plan, where, output_gradient=dout_TNV)
-    keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot), routing.rows_per_token
+    keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)
     remote_queries = None
     if routing.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
-        remote_queries = BackwardRemoteQueries(kernel, of_queries, kept if keeps else None, routing.queries, *how)
+        kept_rows = kept if keeps else None
+        remote_queries = BackwardRemoteQueries(kernel, of_queries, kept_rows, routing.queries, *how, has_sinks)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -175,6 +183,21 @@ def attend_backward(
     return dq, dk, dv
 
 
+def _complete(
+    out_TNV: torch.Tensor,
+    lse_TN: torch.Tensor,
+    routing: DeviceRouting,
+    remote_queries: ForwardRemoteQueries | None,
+    sinks_N: torch.Tensor | None,
+) -> None:
+    """Puts results of queries that moved into their rows, and adds sinks: only now is every row complete."""
+    if remote_queries is not None:
+        remote_queries.finish(*as_rows(routing.rows_per_token, out_TNV, lse_TN))
+    if sinks_N is not None:
+        tokens = slice(routing.num_tokens)
+        add_sinks(out_TNV[tokens], lse_TN[tokens], sinks_N)
+
+
 def _keys_of(
     received: Received | None, retention: Retention, routing: DeviceRouting, k: torch.Tensor
 ) -> torch.Tensor | None:
@@ -203,20 +226,6 @@ def _empty_gradients(
         dv.zero_()
     _clear_padding(routing, dq, dk, dv)
     return dq, dk, dv
-
-
-def _refuse_sinks(sinks_N: torch.Tensor | None, where: str) -> None:
-    """Refuses sinks in plans that move queries. One kernel call then computes tasks of different heads, and takes one
-    score for each head.
-
-    Raises:
-        UnsupportedAttentionError: there are sinks.
-    """
-    if sinks_N is not None:
-        raise UnsupportedAttentionError(
-            f"{where}: sinks of {len(sinks_N)} heads are not computed where queries move to other ranks (packs, and "
-            "documents whose heads several ranks divide); load the model with another attn_implementation"
-        )
 
 
 def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:

@@ -24,10 +24,12 @@ class ForwardPass:
     Args:
         facts: must be the same on all ranks; None for a pass of no enabled model, which agrees about nothing.
         num_calls: attention calls of the pass, if known.
+        expected_windows: of each call, as in the pass before; None if there was none.
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
         layers: numbers of the layers that made them, on the host, recomputed ones left out.
+        windows: tokens of the sliding window of each call, 0 without one; recomputed calls left out.
         agreement: shown to all ranks and not yet waited for.
     """
 
@@ -37,6 +39,7 @@ class ForwardPass:
         micro_batch: int,
         facts: Mapping[str, object] | None = None,
         num_calls: int | None = None,
+        expected_windows: Sequence[int] | None = None,
     ) -> None:
         self.num_calls = num_calls
         self.calls = self.backward_calls = 0
@@ -44,6 +47,8 @@ class ForwardPass:
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
         self._ended = False
         self.layers: list[torch.Tensor] = []
+        self.windows: list[int] = []
+        self._expected_windows = expected_windows
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
@@ -77,13 +82,35 @@ class ForwardPass:
         if needs_gradients:
             self._with_gradients.append(self.calls)
 
-    def begin_forward(self) -> str:
-        """Counts a forward call and names its place."""
+    def begin_forward(self, window_tokens: int = 0) -> str:
+        """Counts a forward call and names its place.
+
+        Args:
+            window_tokens: of the layer, 0 without a window. Other ranks make the exchanges of the one they expect.
+
+        Raises:
+            PlanError: it is another one than in the pass before.
+        """
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
-            return self._place(self.calls - 1, "forward")
+            place = self._place(self.calls - 1, "forward")
+            self._check_window(window_tokens, place)
+            return place
         self._recomputed += 1
         return self._place_recomputed()
+
+    def _check_window(self, window_tokens: int, place: str) -> None:
+        call = len(self.windows)
+        self.windows.append(window_tokens)
+        expected = self._expected_windows
+        if expected is not None and call < len(expected) and expected[call] != window_tokens:
+            windows = window_tokens, expected[call]
+            now, before = (f"a sliding window of {one} tokens" if one else "no window" for one in windows)
+            raise PlanError(
+                f"rank {self._transport.rank}, {place}: the layer attends with {now}, and with {before} in the pass "
+                "before; other ranks exchange rows for that. Windows of layers cannot change after the first pass: "
+                "enable the model again, on all ranks"
+            )
 
     def begin_backward(self) -> str:
         """Counts a backward call and names its place."""
@@ -126,6 +153,7 @@ class ForwardPass:
         numbers = {
             "attention calls": self.calls,
             "order of the layers that attend": _checksum(layers),
+            "sliding windows of the layers that attend": _checksum(self.windows),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
         }

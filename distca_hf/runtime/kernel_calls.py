@@ -27,12 +27,7 @@ LOCAL, PREFIX, REMOTE_QUERIES = CallKind.LOCAL, CallKind.PREFIX, CallKind.REMOTE
 
 
 class ForwardCalls:
-    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
-
-    Args:
-        sinks: `[N]` scores of the heads' sinks, for local calls of all heads. Prefixes do not take them: they enter a
-            row's softmax once.
-    """
+    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps."""
 
     def __init__(
         self,
@@ -42,10 +37,9 @@ class ForwardCalls:
         lse: torch.Tensor,
         spec: AttentionSpec,
         kv_heads: int,
-        sinks: torch.Tensor | None = None,
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
-        self._spec, self._kv_heads, self._sinks = spec, kv_heads, sinks
+        self._spec, self._kv_heads = spec, kv_heads
         self._prefix_parts: list[tuple[DeviceCall, Outputs]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -53,8 +47,7 @@ class ForwardCalls:
         for call in calls:
             q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
             call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            inputs, room = Inputs(q, call_k, call_v, self._sinks), Room(out, transposed(lse))
-            self._kernel.forward(inputs, call.spans, self._spec, room)
+            self._kernel.forward(Inputs(q, call_k, call_v), call.spans, self._spec, Room(out, transposed(lse)))
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,7 @@ class PlanUse:
     trained: bool = False
 
 
-# Shapes, dtypes and devices of queries, keys and values; how they attend; there are no sinks.
+# Shapes, dtypes and devices of queries, keys and values; how they attend.
 _KernelKey = tuple[
     torch.Size,
     torch.Size,
@@ -58,7 +58,6 @@ _KernelKey = tuple[
     torch.device,
     torch.device,
     AttentionSpec,
-    bool,
 ]
 
 
@@ -162,6 +161,7 @@ class LivePlan:
         layers_kept: int = 1,
         attention_calls: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
+        windows: Sequence[int] | None = None,
     ) -> None:
         """Begins a forward pass of a model with this plan.
 
@@ -171,13 +171,14 @@ class LivePlan:
             layers_kept: layers whose attention is saved for backward at the same time.
             attention_calls: of the pass, as far as is known before the first one.
             layer_masks: masks of the model, each with the number of its layers.
+            windows: of each attention call in the pass before; None if there was none.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
         self.kinds.begin_forward_pass(layers_kept, attention_calls, layer_masks)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""
@@ -222,19 +223,26 @@ class LivePlan:
         return slot
 
     def order_backward(
-        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, slot: torch.Tensor
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        slot: torch.Tensor,
+        has_sinks: bool = False,
     ) -> bool:
         """Posts a call of backward to attention servers, if there are any, right before its exchanges.
 
         Args:
             slot: of the same call of forward, see `Kept`. Servers keep it for one backward pass: for a second one rows
                 are sent again.
+            has_sinks: see `CallOrder`.
 
         Returns:
             Whether rows were kept, by this rank and by servers.
         """
         number = self._slots.close(slot)
-        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number)
+        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
         return self.kinds.of(spec).retention.keeps is True if self._posted is None else number > 0
 
     def _order_call(
@@ -245,11 +253,12 @@ class LivePlan:
         v_TGV: torch.Tensor,
         spec: AttentionSpec,
         slot: int,
+        has_sinks: bool = False,
     ) -> None:
         """Posts a call. Kernels that follow are measured as those of this call."""
         if self._posted is not None:
-            self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot)
-        if self._stopwatch is not None:
+            self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
+        if self._stopwatch is not None and not spec.window_tokens:
             facts, heads, dims = self.kinds.of(spec).plan.facts, q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
             flops = 2 * dims * heads * facts.work[self.transport.rank] // facts.rows_per_token
             self._stopwatch.begin_call(flops if phase is Phase.FORWARD else round(ATTENTION_BACKWARD * flops))
@@ -294,7 +303,6 @@ class LivePlan:
         v_TGV: torch.Tensor,
         spec: AttentionSpec,
         where: str = "no layer yet",
-        sinks_N: torch.Tensor | None = None,
     ) -> Kernel:
         """Returns the kernel for these tensors, once they are known to fit the plan; most layers ask for the same.
 
@@ -303,13 +311,15 @@ class LivePlan:
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec, sinks_N is None
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec
         kernel = self._kernels.get(key)
         if kernel is None:
             for x in (q, k, v):
                 self._check_fit(x, where)
-            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v, sinks_N), spec)
-        return kernel if self._stopwatch is None else MeasuredKernel(kernel, self._stopwatch.kernel)
+            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v), spec)
+        if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
+            return kernel
+        return MeasuredKernel(kernel, self._stopwatch.kernel)
 
     def _check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for."""

@@ -25,11 +25,11 @@ from distca_hf.kernels.interface import (
     empty_gradients,
     empty_outputs,
     made_deterministic,
-    sink_gradients,
     spec_of,
     without_window,
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
+from distca_hf.kernels.sinks import add_sinks, sink_gradients
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 
 
@@ -84,6 +84,7 @@ _Inputs = tuple[
 
 class _Context(SavedForBackward, Protocol):
     how: tuple[list[float], str]  # numbers of an `AttentionSpec`, name of the kernel
+    trains_sinks: bool
 
 
 def _flash_attn_local(
@@ -103,7 +104,9 @@ def _flash_attn_local(
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
     q, k, v, how = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _spec(spec, spans)
     if len(q):
-        out, lse = _kernel(kernel, q, k, v, how, sinks_N).forward(Inputs(q, k, v, sinks_N), spans, how)
+        out, lse = _kernel(kernel, q, k, v, how).forward(Inputs(q, k, v), spans, how)
+        if sinks_N is not None:
+            add_sinks(out, lse.t(), sinks_N)
     else:  # a batch of padding alone has no work for a kernel
         out, lse = empty_outputs(q, v)
     return _put_back(out, rows_q, len(q_TNH)), _put_back(lse, rows_q, len(q_TNH), dim=1)
@@ -149,15 +152,8 @@ def _flash_attn_local_backward(
 flash_attn_local_backward = define_op(_flash_attn_local_backward, empty_gradients)
 
 
-def _kernel(
-    name: str,
-    q_TNH: torch.Tensor,
-    k_SGH: torch.Tensor,
-    v_SGV: torch.Tensor,
-    spec: AttentionSpec,
-    sinks_N: torch.Tensor | None = None,
-) -> Kernel:
-    return choose_kernel(cast(KernelName, name), Operands.of(q_TNH, k_SGH, v_SGV, sinks_N), spec)
+def _kernel(name: str, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, spec: AttentionSpec) -> Kernel:
+    return choose_kernel(cast(KernelName, name), Operands.of(q_TNH, k_SGH, v_SGV), spec)
 
 
 def _spec(numbers: list[float], spans: Spans) -> AttentionSpec:
@@ -193,13 +189,14 @@ def _save(ctx: _Context, inputs: _Inputs, output: tuple[torch.Tensor, torch.Tens
     q, k, v, *documents, spec, kernel, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, *documents, sinks)
     ctx.how = spec, kernel
+    ctx.trains_sinks = sinks is not None and sinks.requires_grad
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, *documents, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *Documents(*documents), *ctx.how)
-    return *gradients, *[None] * 7, None if sinks is None else sink_gradients(dout, out, lse.t(), sinks)
+    return *gradients, *[None] * 7, sink_gradients(dout, out, lse.t(), sinks) if ctx.trains_sinks else None
 
 
 _local = define_op(_flash_attn_local, _shapes, _backward, _save)
@@ -221,7 +218,7 @@ def flash_attn_local(
         q_TNH, k_SGH, v_SGV: all rows of the batch.
         spec: gradients are deterministic, too, if torch is told to be so.
         kernel: name of one, or "auto".
-        sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
+        sinks_N: scores of the heads' sinks, differentiable.
 
     Raises:
         UnsupportedAttentionError: no kernel can attend like this; names the option.

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from distca_hf.errors import ServerLostError, UnsupportedAttentionError
-from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, sink_gradients, spec_of
+from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, spec_of
+from distca_hf.kernels.sinks import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
@@ -29,10 +30,15 @@ OpInputs = tuple[
 ]
 
 
+# Numbers of an `AttentionSpec`.
+NUMBERS = len(AttentionSpec._fields)
+
+
 class _Context(SavedForBackward, Protocol):
     spec: list[float]
     handle: int
     plan: LivePlan | None  # kept alive until backward
+    trains_sinks: bool
 
 
 def _flash_attn(
@@ -98,13 +104,19 @@ def _flash_attn_backward(
     spec: list[float],
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes gradients of q, k and v."""
+    """Computes gradients of q, k and v.
+
+    Args:
+        spec: numbers of an `AttentionSpec`, and one more if there are sinks. Torch keeps compiled graphs on disk, by
+            their forward alone: with another argument here, graphs of an earlier version would no longer run.
+    """
     plan = find_plan(handle)
     call = plan.forward_pass.backward_calls + 1
     attended = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN)
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse, kept_slot)
+    numbers, has_sinks = spec[:NUMBERS], len(spec) > NUMBERS
     try:
-        return attend_backward(dout_TNV, attended, kept, spec_of(*spec), plan)
+        return attend_backward(dout_TNV, attended, kept, spec_of(*numbers), plan, has_sinks)
     except Exception as error:
         if _spoils(error, plan):
             return torch.zeros_like(q_TNH), torch.zeros_like(k_TGH), torch.zeros_like(v_TGV)
@@ -119,15 +131,17 @@ def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
     q, k, v, spec, handle, _, _, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.handle = spec, handle
+    ctx.trains_sinks = sinks is not None and sinks.requires_grad
     ctx.plan = find_plan(handle) if isinstance(handle, int) else None  # a traced handle is a symbol
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, keys, remote_q, remote_out, remote_lse, slot, sinks = ctx.saved_tensors
     kept = keys, remote_q, remote_out, remote_lse, slot
+    spec = ctx.spec if sinks is None else [*ctx.spec, 1.0]
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, ctx.spec, ctx.handle)
-    return *gradients, *[None] * 4, None if sinks is None else sink_gradients(dout, out, lse, sinks)
+    gradients = flash_attn_backward(dout, q, k, v, out, lse, *kept, spec, ctx.handle)
+    return *gradients, *[None] * 4, sink_gradients(dout, out, lse, sinks) if ctx.trains_sinks else None
 
 
 _planned = define_op(_flash_attn, _shapes, _backward, _save)
@@ -148,7 +162,7 @@ def flash_attn(
         handle: number of the live plan, by which the operator finds it.
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
             an attribute that is a number, and one for all tensors.
-        sinks_N: scores of the heads' sinks, differentiable. Only the reference kernel computes them yet.
+        sinks_N: scores of the heads' sinks, differentiable.
 
     Raises:
         UnsupportedAttentionError: no kernel can attend like this; names the option.

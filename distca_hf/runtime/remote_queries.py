@@ -19,6 +19,7 @@ from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.host_cost import some_rows
 from distca_hf.kernels.interface import AttentionSpec, Kernel, empty_layer_outputs
 from distca_hf.kernels.rows import copy_rows
+from distca_hf.kernels.sinks import scale_rows
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
@@ -74,6 +75,9 @@ class ForwardRemoteQueries:
 class BackwardRemoteQueries:
     """Remote queries in backward; rows of forward that were not kept are sent once more.
 
+    Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent beside output
+    gradients.
+
     Args:
         of_queries: `[rows, ...]` output gradients, queries, outputs and log-sum-exps of this rank.
     """
@@ -86,10 +90,20 @@ class BackwardRemoteQueries:
         moves: QueryRouting,
         spec: AttentionSpec,
         kv_heads: int,
+        has_sinks: bool,
     ) -> None:
-        self._dispatch = QueryDispatch(of_queries if kept is None else of_queries[:1], moves)
-        dout, q, out, lse = self._dispatch.tensors if kept is None else (*self._dispatch.tensors, *kept.remote_queries)
-        dq = torch.empty_like(q)
+        self._without_sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+        if kept is None:
+            self._dispatch = QueryDispatch(of_queries, moves)
+            dout, q, out, lse = self._dispatch.tensors
+        elif not has_sinks:
+            self._dispatch = QueryDispatch(of_queries[:1], moves)
+            [dout], (q, out, lse) = self._dispatch.tensors, kept.remote_queries
+        else:
+            self._dispatch = QueryDispatch([of_queries[0], of_queries[3]], moves)
+            (dout, lse), q, out = self._dispatch.tensors, kept.remote_q, torch.empty_like(kept.remote_out)
+            self._without_sinks = kept.remote_out, kept.remote_lse
+        self._out, self._lse, dq = out, lse, torch.empty_like(q)
         self._calls = BackwardCalls(kernel, dout, q, out, lse, dq, spec, kv_heads)
         self._combine = ResultCombine([dq], moves)
 
@@ -100,6 +114,8 @@ class BackwardRemoteQueries:
     def derive(self, chunk: ChunkRouting, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
         """Waits for the remote queries of a chunk, and derives their gradients and those of the keys they read."""
         self._dispatch.receive(chunk.queries)
+        if self._without_sinks is not None:  # all rows: backward has one chunk
+            scale_rows(*self._without_sinks, self._lse, self._out)
         self._calls.derive_remote_queries(chunk.remote_queries, remote_kv, gradients)
 
     def send_gradients(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:

@@ -121,4 +121,4 @@ class Service:
             raise PlanError(f"a call names slot {slot} of plan {order.plan}, and rows of {list(kept)} are kept here")
         else:
             attended = Attended(rows.q, rows.k, rows.v, rows.out, rows.lse)
-            attend_backward(rows.out, attended, kept.pop(slot, rows.kept), spec, plan)
+            attend_backward(rows.out, attended, kept.pop(slot, rows.kept), spec, plan, order.has_sinks > 0)

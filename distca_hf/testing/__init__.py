@@ -130,12 +130,16 @@ def attend_documents(
     document_tokens: Sequence[int],
     scale: float,
     window_tokens: int | None = None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns causal attention of each document alone, by definition, with gradients from autograd.
 
     Args:
         q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.
         window_tokens: keys that a token sees, its own among them; None for all before it.
+        softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
+        sinks_N: one more score for each head, without a value; None without sinks.
     """
     shared = q.shape[1] // k.shape[1]
     outputs = []
@@ -144,10 +148,14 @@ def attend_documents(
         rows = slice(start, start + tokens)
         keys, values = k[rows].repeat_interleave(shared, dim=1), v[rows].repeat_interleave(shared, dim=1)
         scores = torch.einsum("tnh,snh->nts", q[rows], keys) * scale
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
         seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
         if window_tokens is not None:
             seen = seen.triu(1 - window_tokens)
-        outputs.append(torch.einsum("nts,snv->tnv", scores.masked_fill(~seen, float("-inf")).softmax(-1), values))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks_N is not None:
+            scores = torch.cat([scores, sinks_N[:, None, None].expand(-1, tokens, 1)], dim=2)
+        outputs.append(torch.einsum("nts,snv->tnv", scores.softmax(-1)[:, :, :tokens], values))
         start += tokens
     return torch.cat(outputs)
 

@@ -36,7 +36,7 @@ def main() -> None:
     transport = plugin.training_transport(torch.device(options.device))
     assert isinstance(transport, ServedTransport)
     outbox = Outbox(open_store(10.0), [(NOBODY, 0)])
-    call = CallOrder(1, Phase.FORWARD, 32, 8, 128, 128, 2, 0, SPEC)
+    call = CallOrder(1, Phase.FORWARD, 32, 8, 128, 128, 2, 0, False, SPEC)
 
     def vote() -> None:
         transport.begin_step()

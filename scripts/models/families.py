@@ -32,6 +32,7 @@ LONGROPE = {
     }
 }
 WHOLE = "layers carry a state from token to token: documents stay whole on a GPU"
+WIDTHS = "on GPUs FlashAttention 4: keys and values have different widths"
 IMAGES = "documents of text; packs may hold images. Its towers attend with sdpa"
 
 
@@ -62,17 +63,13 @@ FAMILIES = (
     Family("Qwen 2.5", ("qwen2",)),
     Family("Qwen 3", ("qwen3",)),
     Family("Qwen 3 MoE", ("qwen3_moe",)),
-    Family(
-        "Mistral from v0.2 on, Nemo, Small, Ministral 3",
-        ("mistral", "ministral3"),
-        windows(None),
-        note="v0.1: documents of up to 4,096 tokens",
-    ),
+    Family("Mistral from v0.2 on, Nemo, Small, Ministral 3", ("mistral", "ministral3"), windows(None)),
+    Family("Mistral v0.1", ("mistral",), windows(4096)),
+    Family("Ministral 8B", ("ministral",), windows(32768)),
     Family("Mixtral", ("mixtral",), windows(None)),
-    Family(
-        "DeepSeek-V3, R1", ("deepseek_v3",), note="on GPUs FlashAttention 4: keys and values have different widths"
-    ),
-    Family("Phi-4, Phi-3 4K", ("phi3",), windows(None), note="Phi-3 4K has a window of 2,047: no longer documents"),
+    Family("DeepSeek-V3, R1", ("deepseek_v3",), note=WIDTHS),
+    Family("Phi-4", ("phi3",), windows(None)),
+    Family("Phi-3 4K", ("phi3",), windows(2047)),
     Family("OLMo 2", ("olmo2",)),
     Family("SmolLM3", ("smollm3",)),
     Family("GLM-4.5, 4.6", ("glm4_moe",)),
@@ -83,19 +80,28 @@ FAMILIES = (
         note=IMAGES,
     ),
     Family("Mistral Small 3.1, Ministral 3 with images", ("mistral3",), windows(None), note=IMAGES),
+    Family("Command A Vision", ("cohere2_vision",), windows(4096), note=IMAGES),
     Family(
-        "Gemma 3",
-        ("gemma3_text", "gemma3"),
-        windows(1024),
-        note="documents of text, no images; the 1B has a window of 512",
+        "Gemma 2",
+        ("gemma2",),
+        windows(4096),
+        note="softcap: on GPUs FlashAttention 4, 3 or 2; torch's kernel has none",
     ),
+    Family("Gemma 3", ("gemma3_text", "gemma3"), windows(1024), note="documents of text, no images"),
+    Family(
+        "Gemma 4",
+        ("gemma4_text", "gemma4"),
+        windows(1024),
+        note="documents of text. Full layers have heads of 512, for which GPUs have no kernel here: CPUs alone",
+    ),
+    Family("GPT-OSS", ("gpt_oss",), windows(128), note="sinks train, or are frozen under LoRA"),
     Family("OLMo 3", ("olmo3",), windows(4096)),
+    Family("Command A, R7B", ("cohere2",), windows(4096)),
+    Family("EXAONE 4", ("exaone4",), windows(4096)),
+    Family("MiMo-V2-Flash", ("mimo_v2_flash",), windows(128), note=WIDTHS),
     Family(
         "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
     ),
-    Family("Gemma 2", ("gemma2",), sign="attn_logit_softcapping", note="attention with a softcap"),
-    Family("Gemma 4", ("gemma4_text", "gemma4"), sign="head_dim", note="layers have heads of different sizes"),
-    Family("GPT-OSS", ("gpt_oss",), sign="attention sinks", note="attention sinks"),
     Family("Llama 4", ("llama4_text", "llama4"), sign="chunked_attention", note="layers attend inside chunks"),
     Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), note=WHOLE),
     Family(

@@ -42,7 +42,7 @@ from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_mo
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.testing import run_ranks
 from shared.page_sections import write_section
-from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, tiny_config
+from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, WINDOW_TOKENS, tiny_config
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -50,6 +50,9 @@ RANKS = (1, 2, 3)
 DOCUMENT_TOKENS = (1, 5, 9, 17, 30, 48, LONGEST_TOKENS)
 CAPACITY_TOKENS = 192  # one micro-batch holds all documents, and on three ranks the longest one is cut
 LARGEST_DIFFERENCE = 1e-5
+# Scores without a scale, and random weights of norms: rounding in fp32 is larger, and 2.4e-07 in fp64.
+ROUGH_DIFFERENCE = 5e-5
+ROUGH = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 MOST_PARAMETERS = 10_000_000
 REASON_CHARACTERS = 150
 RANDOM_IN_TRAINING = ("phimoe",)
@@ -60,12 +63,13 @@ TEXT_INTRODUCTION = f"""## All classes
 
 Made by `python scripts/models/sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
 distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` knows: a tiny model with one layer of
-each kind (two at least), random fp32 weights, no dropout, and sliding windows as long as the longest document. One
-that *works* trained for a step on documents placed on 1, 2 and 3 ranks; its loss and its gradients were compared with
-those of the same documents, each alone with sdpa, and a difference of up to {LARGEST_DIFFERENCE:.0e} is rounding. One
-that is *refused* is refused by name, before the first step; with other settings (no softcap, attention in all layers)
-it may work. One that is *not built* could not be built here without distca either. Compared as in evaluation, because
-they draw experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
+each kind (two at least), random fp32 weights, no dropout, and sliding windows of {WINDOW_TOKENS} tokens. One that
+*works* trained for a step on documents of up to {LONGEST_TOKENS} tokens, placed on 1, 2 and 3 ranks. Its loss and its
+gradients were compared with those of the same documents, each alone with sdpa. A difference of up to
+{LARGEST_DIFFERENCE:.0e} is rounding; up to {ROUGH_DIFFERENCE:.0e} in Gemma 4, whose scores have no scale. One that is
+*refused* is refused by name, before the first step; with other settings (attention in all layers, say) it may work.
+One that is *not built* could not be built here without distca either. Compared as in evaluation, because they draw
+experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
 [Transformers' own tests](#transformers-own-tests) end with distca.
 """
 IMAGES_INTRODUCTION = f"""## Image-text-to-text classes
@@ -170,7 +174,8 @@ def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple
     except Exception as error:
         return NOT_BUILT, f"fails without distca, too: {_named(error)}"
     difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
-    return WORKS if difference <= LARGEST_DIFFERENCE else WRONG, f"{difference:.1e}"
+    allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
+    return WORKS if difference <= allowed else WRONG, f"{difference:.1e}"
 
 
 def _named(error: Exception) -> str:

@@ -96,6 +96,11 @@ def _checkpoint(training: Training) -> None:
     training.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def _shorten_windows(training: Training) -> None:
+    for layer in training.model.model.layers:
+        layer.self_attn.sliding_window = layer.self_attn.sliding_window and 8
+
+
 def _replace_plugin(training: Training) -> None:
     training.plugin = distca_hf.DistCAPlugin(tokens_per_rank=_tokens_per_rank(), kv_residency="refetch")
     distca_hf.enable(training.model, training.plugin)
@@ -164,6 +169,11 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     "version of distca_hf": (_set_version, "distca_hf is"),
     "version of torch": (_set_torch, "torch is"),
     "model config": (_set_config(rope_theta=123.0), "config.rope_theta is"),
+    "another window": (
+        lambda t: setattr(t, "model", tiny_model("gemma3", sliding_window=8).train()),
+        "sliding windows of attention layers is none (1), 16 (2) on {others}, none (1), 8 (2) on rank 1",
+    ),
+    "another window in modules": (_shorten_windows, "sliding windows of attention layers is"),
     "dropout of attention": (
         lambda t: setattr(t, "model", tiny_model(num_hidden_layers=3, attention_dropout=0.1).train()),
         "attention dropout 0.1 is not computed",
@@ -197,6 +207,10 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
         "kv_residency is auto on {others}, keep on rank 1",
     ),
     "another plugin of other settings": (_replace_plugin, None),
+    "another window": (
+        _shorten_windows,
+        "the layer attends with a sliding window of 8 tokens, and with a sliding window of 16 tokens in",
+    ),
     "training mode": (lambda t: t.model.eval(), "training is True on {others}, False on rank 1"),
     "layer order": (_swap_layers, "order of the layers that attend is"),
     "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),
@@ -208,7 +222,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
 }
 LATER = ("later", "compiled")
 # Found out by the layers' own calls.
-OF_CALLS = ["layer order", "layer count", "dtype", "frozen layers"]
+OF_CALLS = ["layer order", "layer count", "dtype", "frozen layers", "another window"]
 RECOMPUTING = {"checkpointed_attention": "recompute", "kv_residency": "refetch"}
 WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
     "checkpointing": (_checkpoint, "layers saved at the same time is 3 on {others}, 1 on rank 1"),
@@ -240,6 +254,8 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
         collate.MOST_DOCUMENTS = 1
     if name == "embeddings of another module":
         _freeze(training)
+    if "window" in name:
+        training.model = tiny_model("gemma3").train()
     if group not in LATER and rank == DIFFERENT:
         change(training)
     training.plugin = distca_hf.DistCAPlugin(**training.settings)

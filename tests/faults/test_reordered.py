@@ -1,9 +1,11 @@
 """Exchanges that ranks start in different orders, or with other row counts: found before anything is sent."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 import distca_hf
 from distca_hf.comm.agreement import CheckedTransport
@@ -130,3 +132,26 @@ def test_keys_overtaken_by_queries_are_noticed_on_real_ranks(
             assert said.count(place) == 2, said
             assert "on rank 0" in said
             assert "on rank 1" in said
+
+
+def _train_without_a_window_layer(folder: Path) -> None:
+    """One step; on rank 1 the first layer, which has a window, is left out."""
+    rank = torch.distributed.get_rank()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=100, debug=distca_hf.Debug(check_exchanges=True))
+    model = distca_hf.enable(tiny_model("gemma3", num_hidden_layers=2), plugin).train()
+    if rank == 1:
+        model.model.layers[0].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    dataset = Dataset.from_dict({"input_ids": random_documents(1, lengths=(150,))})
+    (batch,) = plugin.dataloader(dataset, model=model)
+    model(**batch).loss.backward()
+    (folder / f"steps-{rank}").write_text("1")
+
+
+def test_a_rank_that_skips_the_exchange_of_a_window_layer_is_named(tmp_path: Path) -> None:
+    """Its next layer would send the keys of whole prefixes where others expect a window."""
+    outcomes = start_ranks(2, _train_without_a_window_layer, tmp_path, tmp_path)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for outcome in outcomes:
+        said = outcome.output.rpartition("PlanMismatchError: ")[2].partition("\n")[0]
+        assert re.search(r"rank \d sends \d+ rows to rank \d, which expects \d+; nothing was sent", said), said
+    assert not list(tmp_path.glob("steps-*"))

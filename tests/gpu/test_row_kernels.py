@@ -1,10 +1,11 @@
-"""Our own Triton kernels, which merge attention, sum gradients and copy rows, against the same in torch."""
+"""Our own Triton kernels, which merge attention, sum gradients, copy rows and add sinks, against the same in torch."""
 
 import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge
+from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
 from distca_hf.torch_private import _public_current_stream, current_stream
 
 
@@ -206,3 +207,58 @@ def test_kernels_take_any_address() -> None:
         assert torch.equal(target[:, first : first + 64], rows[:, first : first + 64])
         assert (target[:, :first] == 0).all()
         assert (target[:, first + 64 :] == 0).all()
+
+
+# --- sinks
+
+
+SINK_SHAPES = pytest.mark.parametrize(("heads", "dim"), [(1, 128), (3, 64), (7, 96), (64, 64), (40, 256)], ids=str)
+
+
+@SINK_SHAPES
+@pytest.mark.parametrize("tokens", [1, 515])
+@pytest.mark.parametrize("transposed", [False, True], ids=["[T, N]", "[N, T]"])
+@pytest.mark.parametrize("of_sinks", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_are_added_in_place(
+    dtype: torch.dtype, of_sinks: torch.dtype, transposed: bool, tokens: int, heads: int, dim: int
+) -> None:
+    """To log-sum-exps as layers hold them and as kernels return them; rows behind stay as they are."""
+    precise = accumulation_dtype(dtype)
+    whole, lse = _random(tokens + 3, heads, dim, dtype=dtype), 5 * _random(tokens, heads, dtype=precise, seed=1)
+    behind, sinks = whole[tokens:].clone(), _random(heads, dtype=of_sinks, seed=2)
+    given = lse.t().contiguous().t() if transposed else lse.clone()
+    total = (lse.double().exp() + sinks.double().exp()).log()
+    expected = whole[:tokens].double() * (lse.double() - total).exp().unsqueeze(-1)
+    add_sinks(whole[:tokens], given, sinks)
+
+    unit = 64 * torch.finfo(precise).eps
+    assert (given.double() - total).abs().max() <= unit
+    error = (whole[:tokens].double() - expected).abs()
+    assert (error <= 8 * unit + torch.finfo(dtype).eps * expected.abs()).all()
+    assert torch.equal(whole[tokens:], behind)
+
+
+def test_rows_are_scaled_into_another_tensor() -> None:
+    out, lse = _random(300, 8, 128, dtype=torch.bfloat16), _random(300, 8, dtype=torch.float32, seed=1)
+    before, target = out.clone(), torch.full_like(out, torch.nan)
+    scale_rows(out, lse, lse + 1, target)
+
+    assert torch.equal(out, before)
+    assert (target.float() - before.float() * torch.e**-1).abs().max() <= 0.02
+
+
+@SINK_SHAPES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_sinks_are_those_of_torch(dtype: torch.dtype, heads: int, dim: int) -> None:
+    dout, out = (_random(515, heads, dim, dtype=dtype, seed=seed) for seed in (3, 4))
+    lse, sinks = (
+        _random(515, heads, dtype=accumulation_dtype(dtype), seed=1),
+        _random(heads, dtype=torch.float32, seed=2),
+    )
+    with torch.no_grad():
+        got = sink_gradients(dout, out, lse, sinks)
+
+    share = (sinks.double() - lse.double()).clamp(max=0).exp()
+    expected = -(share * (dout.double() * out.double()).sum(-1)).sum(0)
+    assert (got.double() - expected).abs().max() <= 1e-5 * share.sum(0).max() * dim

@@ -58,7 +58,7 @@ def _cases() -> list[Any]:
     for name in CUDA_KERNELS:
         entry = KERNELS[name]
         for case, (heads, spec) in CASES.items():
-            claims = entry.capabilities.options.issuperset(options_of(_operands(heads), spec))
+            claims = entry.capabilities.options.issuperset(options_of(spec))
             refusal = entry.capabilities.refusal(_operands(heads), spec)
             if claims and not (refusal and "value dimensions" in refusal):
                 absent = entry.missing() or refusal
@@ -76,7 +76,7 @@ def _by_definition(
     inputs: Inputs, dout: torch.Tensor, spans: Spans, spec: AttentionSpec, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Results from a dense mask, computed in `dtype`, gradients by autograd."""
-    q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
+    q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
     shared = q.shape[1] // k.shape[1]
     outs, lses = [], []
     for task in range(len(spans.queries) - 1):

@@ -5,6 +5,9 @@ import pytest
 from support.training import References, save_initial_model
 
 
+KINDS = "llama", "qwen3", "gemma3", "gpt_oss"
+
+
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References({kind: save_initial_model(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "qwen3")})
+    return References({kind: save_initial_model(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS})

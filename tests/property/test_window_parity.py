@@ -61,10 +61,12 @@ def run_layers(
     whole = [
         [torch.randn(tokens, *shape, dtype=torch.float64, generator=generator) for shape in shapes] for _ in windows
     ]
+    softcap = rng.choice([0.0, 0.0, 0.7])
+    sinks = torch.randn(heads, dtype=torch.float64, generator=generator) if rng.random() < 0.5 else None
 
     def expected(inputs: list[torch.Tensor], window: int | None) -> list[torch.Tensor]:
         q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-        out = attend_documents(q, k, v, lengths, SCALE, window)
+        out = attend_documents(q, k, v, lengths, SCALE, window, softcap, sinks)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
 
     exact = [expected(inputs, window) for inputs, window in zip(whole, windows, strict=True)]
@@ -79,8 +81,8 @@ def run_layers(
             before = transport.traffic.exchanges, transport.traffic.bytes_sent
             held = [torch.cat([x[rows], torch.full((padding, *x.shape[1:]), 1e9, dtype=x.dtype)]) for x in inputs]
             q, k, v = (x.requires_grad_() for x in held[:3])
-            spec = AttentionSpec(SCALE, window_tokens=layer.window_tokens or 0)
-            out, *_ = flash_attn(q, k, v, spec, live.handle)
+            spec = AttentionSpec(SCALE, window_tokens=layer.window_tokens or 0, softcap=softcap)
+            out, *_ = flash_attn(q, k, v, spec, live.handle, sinks_N=sinks)
             graphs.append((out, (q, k, v), held[3]))
             layer.exchanges = transport.traffic.exchanges - before[0]
             layer.bytes_sent = transport.traffic.bytes_sent - before[1]
@@ -126,7 +128,8 @@ def test_every_kind_of_layer_is_exact(
     num_chunks: int,
     all_known: bool,
 ) -> None:
-    """Whatever a plan moves for full layers, and whether a window was known before the pass or not."""
+    """Whatever a plan moves for full layers, with sinks and softcap, and whether a window was known before the pass or
+    not."""
     plan = drawn_plan(seed, num_ranks)
     known = windows if all_known else windows[:1]
     by_rank = run_layers(plan, windows, known, kv_residency, num_chunks, seed)

@@ -3,10 +3,20 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 
 VOCABULARY = 128
+# Of models with sliding windows: shorter than most documents.
+WINDOW_TOKENS = 16
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -19,9 +29,21 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Configuration of a tiny "llama" or "qwen3"."""
+    """Configuration of a tiny "llama" or "qwen3", or of a "gemma3" or "gpt_oss" (with sinks) whose last layer is full
+    and the others have windows."""
     sizes = SIZES | changes
+    if kind in ("gemma3", "gpt_oss"):
+        layers = [*["sliding_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
+        sizes = {"sliding_window": WINDOW_TOKENS, "head_dim": 16, "layer_types": layers} | sizes
+        if kind == "gpt_oss":
+            return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **sizes)
+        return Gemma3TextConfig(query_pre_attn_scalar=16, **sizes)
     return Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else LlamaConfig(**sizes)
+
+
+def plain_attention(kind: str) -> str:
+    """The implementation that a model is compared with: sdpa knows no sinks."""
+    return "eager" if kind == "gpt_oss" else "sdpa"
 
 
 def tiny_model(kind: str = "llama", implementation: str = "distca", **changes: Any) -> PreTrainedModel:

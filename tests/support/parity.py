@@ -39,6 +39,8 @@ class Case:
     plan: Plan
     num_chunks: int = 1
     num_servers: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     @classmethod
     def draw(cls, seed: int, layout: Layout, plan: Plan | None = None) -> "Case":
@@ -62,10 +64,21 @@ class Case:
         q, k, v, dout = (torch.randn(tokens, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
         return q, k, v, dout
 
+    @property
+    def spec(self) -> AttentionSpec:
+        return SPEC._replace(softcap=self.softcap)
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """Scores of the heads' sinks, if there are any."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(self.heads[0], dtype=torch.float64, generator=generator) if self.has_sinks else None
+
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest differences of output and gradients, and what moved."""
+    """Largest differences of output and gradients, and what moved; the rank's part of the gradient of sinks, and the
+    whole."""
 
     out: float
     dq: float
@@ -77,6 +90,8 @@ class Difference:
     bytes_expected: int
     pairs: tuple[int, int]
     pairs_expected: int
+    of_sinks: torch.Tensor | None = None
+    of_sinks_expected: torch.Tensor | None = None
 
     @property
     def largest(self) -> float:
@@ -105,27 +120,31 @@ def live_plan(
 
 
 def by_operator(
-    live: LivePlan, q_k_v: list[torch.Tensor], dout: torch.Tensor
+    live: LivePlan, case: Case, q_k_v: list[torch.Tensor], dout: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Output and gradients as a model gets them."""
-    out, *_ = flash_attn(*q_k_v, SPEC, live.handle)
-    return out, torch.autograd.grad(out, q_k_v, dout)
+    sinks = None if case.sinks is None else case.sinks.requires_grad_()
+    out, *_ = flash_attn(*q_k_v, case.spec, live.handle, sinks_N=sinks)
+    return out, torch.autograd.grad(out, [*q_k_v, *([] if sinks is None else [sinks])], dout)
 
 
 def without_autograd(
-    live: LivePlan, q_k_v: list[torch.Tensor], dout: torch.Tensor
+    live: LivePlan, case: Case, q_k_v: list[torch.Tensor], dout: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Output and gradients as an attention server computes them: both calls on their own."""
+    """Output and gradients as an attention server computes them: both calls on their own, and no sinks."""
     with torch.no_grad():
-        out, lse, kept = attend(*q_k_v, SPEC, live)
-        return out, attend_backward(dout, Attended(*q_k_v, out, lse), kept, SPEC, live)
+        out, lse, kept = attend(*q_k_v, case.spec, live)
+        attended = Attended(*q_k_v, out, lse)
+        return out, attend_backward(dout, attended, kept, case.spec, live, case.has_sinks)
 
 
 def compare(case: Case, transport: Transport) -> Difference:
     """Runs one layer forward and backward on this rank and compares its rows with exact attention."""
     q, k, v, dout = case.tensors()
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = attend_documents(*whole, case.layout.document_tokens.tolist(), SCALE)
+    whole = [x.clone().requires_grad_() for x in (q, k, v, *([] if case.sinks is None else [case.sinks]))]
+    lengths = case.layout.document_tokens.tolist()
+    sinks = whole[3] if case.has_sinks else None
+    expected = attend_documents(*whole[:3], lengths, SCALE, softcap=case.softcap, sinks_N=sinks)
     expected_gradients = torch.autograd.grad(expected, whole, dout)
 
     rank, layout = transport.rank, case.layout
@@ -138,14 +157,14 @@ def compare(case: Case, transport: Transport) -> Difference:
         return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])
 
     local = [held(x, 1e9).requires_grad_() for x in (q, k, v)]
-    kernel = CountingKernel(live.kernel(*local, SPEC))
+    kernel = CountingKernel(live.kernel(*local, case.spec))
     live.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
     serves = rank >= layout.num_ranks - case.num_servers
-    out, gradients = (without_autograd if serves else by_operator)(live, local, held(dout, 1e9))
+    out, gradients = (without_autograd if serves else by_operator)(live, case, local, held(dout, 1e9))
 
     assert not out[len(rows) :].any(), "padding rows must be zero"
-    assert not any(gradient[len(rows) :].any() for gradient in gradients), "padding rows must have no gradient"
+    assert not any(gradient[len(rows) :].any() for gradient in gradients[:3]), "padding rows must have no gradient"
     keeps = case.kv_residency != "refetch"  # the budget of auto is large enough
     fetches = 1 if keeps else 2
     sent = key_transfers(case.plan).rows_between(layout.num_ranks)
@@ -153,7 +172,8 @@ def compare(case: Case, transport: Transport) -> Difference:
     row_bytes = kv_heads // case.plan.tasks.head_groups * (dim + value_dim) * 8
     moved = case.plan.pieces.select(case.plan.pieces.moved)
     left, came = (int(moved.rows[by == rank].sum()) for by in (moved.owner, moved.server))
-    again = 0 if keeps else dim + value_dim + 1  # queries, outputs, log-sum-exps
+    # Queries, outputs, log-sum-exps; of those that are kept log-sum-exps with sinks.
+    again = int(case.has_sinks) if keeps else dim + value_dim + 1
     query_bytes = left * (dim + value_dim + again) + came * (dim + value_dim + 1)
     return Difference(
         out=_largest(out[: len(rows)], expected[rows]),
@@ -168,6 +188,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         + 8 * heads // case.plan.tasks.head_groups * query_bytes,
         pairs=(kernel.forward_pairs, kernel.backward_pairs),
         pairs_expected=int(case.plan.work[rank]) * kv_heads // case.plan.tasks.head_groups,
+        of_sinks=gradients[3] if len(gradients) > 3 else None,
+        of_sinks_expected=expected_gradients[3] if case.has_sinks else None,
     )
 
 

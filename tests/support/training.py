@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
 from support.data import random_dataset
-from support.models import VOCABULARY, tiny_model
+from support.models import VOCABULARY, plain_attention, tiny_model
 
 
 # Drift shows in many steps, everything else in a few; in these an epoch ends, too.
@@ -27,6 +27,13 @@ CAPACITY_TOKENS = 192
 LEARNING_RATE = 1e-3
 SEED = 7
 
+# Classes of decoder layers.
+LAYERS = {
+    "llama": "LlamaDecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "gemma3": "Gemma3DecoderLayer",
+    "gpt_oss": "GptOssDecoderLayer",
+}
 DISTRIBUTED_TYPES = {"none": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
 
 
@@ -106,7 +113,7 @@ def train_reference(folder: Path, accumulation: int, lora: bool, steps: int) -> 
     import distca_hf
 
     loader = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS).dataloader(training_dataset(), SEED)
-    model = load_model(folder, "sdpa", lora).train()
+    model = load_model(folder, plain_attention(AutoConfig.from_pretrained(folder).model_type), lora).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses, norms = [], []
     epochs = ([(epoch, at) for at in range(len(loader))] for epoch in count())
@@ -129,7 +136,7 @@ def train_reference(folder: Path, accumulation: int, lora: bool, steps: int) -> 
 def save_initial_model(kind: str, folder: Path) -> Path:
     """Writes a tiny model's initial weights; every run of a comparison begins from them. Two layers, as time goes by
     layer, and recomputation does not need more."""
-    tiny_model(kind, "sdpa", num_hidden_layers=2).save_pretrained(folder)
+    tiny_model(kind, plain_attention(kind), num_hidden_layers=2).save_pretrained(folder)
     return folder
 
 
@@ -183,7 +190,7 @@ def train_in_plain_loop(run: Run, folder: Path) -> Curve:
 
 def train_with_trainer(run: Run, folder: Path) -> Curve:
     """An unmodified Trainer, or TRL's, attached."""
-    layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[run.model]
+    layer = LAYERS[run.model]
     computing = computing_arguments(run.wrap, run.checkpointing, layer)
     arguments = quiet_arguments(
         folder / "trainer",

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from distca_hf.cost import causal_pairs
 from distca_hf.flops import Rates, StepFlops, peak_flops
-from distca_hf.integrations.models.parts import step_flops
+from distca_hf.integrations.models.operations import step_flops
 from support.models import SIZES, VOCABULARY, tiny_model
 
 

@@ -25,11 +25,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.heads import heads_of_layers
+from distca_hf.integrations.models.layer_masks import empty_windows, layer_windows
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.parts import (
     attention_layers,
-    heads_of,
     passes_keywords_on,
     source_of,
     takes_shift_labels,
@@ -102,6 +102,11 @@ class PositionLimits:
         self._trained: int | None = getattr(config, "max_position_embeddings", None)
         self._warned = False
 
+    @property
+    def has_table(self) -> bool:
+        """Whether the model looks positions up in a table."""
+        return self._table is not None
+
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; one that is longer than the model was trained with is a warning, once.
 
@@ -132,6 +137,7 @@ def check_model(
     longest_document_tokens: int,
     kernel: KernelName = "auto",
     device: torch.device | str = "cpu",
+    whole_documents: bool = False,
 ) -> None:
     """Accepts a model, or says why not.
 
@@ -139,6 +145,7 @@ def check_model(
         model: a Transformers model, or a PEFT model around one.
         longest_document_tokens: longest document that the model will see.
         kernel: the kernel to use, on `device`.
+        whole_documents: whether no batch will hold parts of documents. Then the model may have any loss.
 
     Raises:
         ConfigError: the model was loaded with another attention implementation.
@@ -162,12 +169,12 @@ def check_model(
         *_positions(inner),
         *_rotary(inner, longest_document_tokens),
         *_attention_settings(inner, config),
-        *_windows(inner),
+        *empty_windows(inner),
         *_layerdrop(config),
-        *_loss(inner),
+        *([] if whole_documents else refused_loss(inner)),
     ]
     if attention_layers(inner):
-        reasons += _kernel(inner, kernel, torch.device(device))
+        reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
@@ -207,26 +214,14 @@ def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[st
         yield rotary_refusal(limit, longest_document_tokens)
 
 
-def _windows(model: PreTrainedModel) -> Iterator[str]:
-    """Yields windows that hold not even the token itself."""
-    for name, window in layer_windows(model):
-        if window is not None and window < 1:
-            yield f"sliding window {window} ({name}) holds no token; it counts the token itself, so 1 is the shortest"
-            return
-
-
 def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     """Yields settings of attention that are not computed."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
-        yield f"attn_logit_softcapping={softcap} is not computed"
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:
         yield "config.is_causal=False: its masks are not causal"
     checks: dict[str, Callable[[nn.Module], object]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
-        "attention sinks ({}) are not computed": lambda module: "sinks" if hasattr(module, "sinks") else None,
         "attention is not causal (is_causal={})": lambda module: _not_causal(module),
     }
     layers = attention_layers(model)
@@ -256,7 +251,8 @@ def _not_causal(module: nn.Module) -> str | None:
     return "False" if getattr(module, "is_causal", True) is False else None
 
 
-def _loss(model: PreTrainedModel) -> Iterator[str]:
+def refused_loss(model: PreTrainedModel) -> Iterator[str]:
+    """Yields why the loss of a model would be wrong if documents are cut between ranks."""
     if not _passes_shift_labels(type(model)):  # type: ignore[arg-type]
         yield (
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
@@ -270,26 +266,34 @@ def _loss(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _kernel(model: PreTrainedModel, kernel: KernelName, device: torch.device) -> Iterator[str]:
-    """Yields why no kernel can compute the model's heads. On a GPU fp32 weights are expected to compute in bf16."""
+def _kernel(
+    model: PreTrainedModel, longest_document_tokens: int, kernel: KernelName, device: torch.device
+) -> Iterator[str]:
+    """Yields why no kernel can compute the model's layers. On a GPU fp32 weights are expected to compute in bf16. A
+    window as long as every document is none."""
     try:
-        heads = heads_of(model)
-    except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # layers may have heads of their own
-        yield f"its heads cannot be read from its config ({error}); layers with heads of their own are not known here"
+        heads_of_layer = heads_of_layers(model)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        yield f"its heads can be read neither from its config nor from its layers ({error})"
         return
     weights = text_decoder(model).dtype
-    operands = Operands(
-        device_type=device.type,
-        compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
-        dtype=torch.bfloat16 if device.type == "cuda" and weights == torch.float32 else weights,
-        num_heads=heads.query,
-        num_kv_heads=heads.key_value,
-        head_dim=heads.dim,
-        value_dim=heads.value_dim,
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
+    kinds = Counter(
+        (heads_of_layer[name], window if window and window < longest_document_tokens else 0)
+        for name, window in layer_windows(model)
     )
-    for window_tokens, count in Counter(window or 0 for _, window in layer_windows(model)).items():
+    for (heads, window_tokens), count in kinds.items():
+        operands = Operands(
+            device_type=device.type,
+            compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
+            dtype=torch.bfloat16 if device.type == "cuda" and weights == torch.float32 else weights,
+            num_heads=heads.query,
+            num_kv_heads=heads.key_value,
+            head_dim=heads.dim,
+            value_dim=heads.value_dim,
+        )
         try:
-            choose_kernel(kernel, operands, AttentionSpec(scale=1.0, window_tokens=window_tokens))
+            choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
         except UnsupportedAttentionError as error:
             yield f"{count} of its layers: {error}"
             return

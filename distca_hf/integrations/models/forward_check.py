@@ -60,14 +60,19 @@ class ForwardCheck:
         root: the module that was enabled.
         config: settings that its passes follow.
         layers: its attention layers.
+        whole_documents: whether its batches are packs or padded rows alone.
 
     Attributes:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model beside its text, by name.
         num_calls: attention calls of every pass; None before the first one.
+        windows: tokens of the sliding window of each call, 0 without one; None before the first pass.
     """
 
-    def __init__(self, root: nn.Module, config: DistCAConfig, layers: Collection[nn.Module]) -> None:
+    def __init__(
+        self, root: nn.Module, config: DistCAConfig, layers: Collection[nn.Module], whole_documents: bool = False
+    ) -> None:
+        self.whole_documents = whole_documents
         self._root, self._config, self._num_layers = root, config, len(layers)
         inner = transformers_model(root)
         self._class_name = type(inner).__name__
@@ -76,6 +81,7 @@ class ForwardCheck:
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.num_calls: int | None = None
+        self.windows: list[int] | None = None
         self._warned_of_plugin = self._warned_of_implementation = False
 
     def check_model(self, module: nn.Module) -> None:
@@ -142,6 +148,32 @@ class ForwardCheck:
                 ", ".join(different),
             )
 
+    def check_placed(self, batch: Batch, plan: LivePlan) -> None:
+        """Checks that a placed batch still has all that a model cannot make of its tokens.
+
+        Raises:
+            PlanError: the model would count positions, or shift labels, itself; or it was enabled for whole documents.
+        """
+        if plan.label_tokens is None:  # packs of others
+            return
+        if self.whole_documents:
+            raise PlanError(
+                f"micro-batch {plan.micro_batch} was placed, and may cut documents, but {self._class_name} was "
+                "enabled for whole ones; enable it without whole_documents=True"
+            )
+        where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
+        if batch.get("position_ids") is None:
+            raise PlanError(
+                f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
+                "document may go on. Pass position_ids on"
+            )
+        if batch.get("labels") is not None and batch.get("shift_labels") is None:
+            raise PlanError(
+                f"{where} labels, but no shift_labels: the model would shift labels across documents and cuts "
+                "between ranks. Pass shift_labels on, or leave labels out, too, and compute the loss from the batch's "
+                "shift_labels"
+            )
+
     def check_calls(self, plan: LivePlan) -> None:
         """Checks at the end of a pass that its number of attention calls is that of every pass before.
 
@@ -162,28 +194,7 @@ class ForwardCheck:
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
-        self.num_calls = calls
-
-
-def check_placed(batch: Batch, plan: LivePlan) -> None:
-    """Checks that a placed batch still has all that a model cannot make of its tokens.
-
-    Raises:
-        PlanError: the model would count positions, or shift labels, itself.
-    """
-    if plan.label_tokens is None:  # packs of others
-        return
-    where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
-    if batch.get("position_ids") is None:
-        raise PlanError(
-            f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
-            "document may go on. Pass position_ids on"
-        )
-    if batch.get("labels") is not None and batch.get("shift_labels") is None:
-        raise PlanError(
-            f"{where} labels, but no shift_labels: the model would shift labels across documents and cuts between "
-            "ranks. Pass shift_labels on, or leave labels out, too, and compute the loss from the batch's shift_labels"
-        )
+        self.num_calls, self.windows = calls, plan.forward_pass.windows
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:

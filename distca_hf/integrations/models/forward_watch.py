@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.preview import RunReport
@@ -26,23 +27,23 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, check_placed, module_facts
+from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
+from distca_hf.integrations.models.operations import step_flops
+from distca_hf.integrations.models.padded_backbone import PaddedBackbone
 from distca_hf.integrations.models.parts import (
     attention_layers,
     forward_accepts,
-    head_groups_of,
     names_by_position,
-    step_flops,
-    token_bytes_of,
     transformers_model,
 )
 from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
-from distca_hf.torch_private import hidden_from_dynamo
 
 
 log = get_logger(__name__)
@@ -69,7 +70,7 @@ class ForwardWatch:
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
-    def __init__(self, root: nn.Module, context: ParallelContext) -> None:
+    def __init__(self, root: nn.Module, context: ParallelContext, whole_documents: bool = False) -> None:
         self.root, self.context, config = root, context, context.config
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
@@ -80,8 +81,9 @@ class ForwardWatch:
         self._module_facts: dict[str, object] | None = None
         self._checked_gradients = self._is_running = False
         self._config_facts = ConfigFacts(root)
-        self._check = ForwardCheck(root, config, self._layers.values())
+        self._check = ForwardCheck(root, config, self._layers.values(), whole_documents)
         self.position_limits = self._check.position_limits
+        self._padded = PaddedBackbone(inner, self.position_limits.has_table)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
@@ -104,10 +106,11 @@ class ForwardWatch:
         for part in {self.root, transformers_model(self.root)}:
             setattr(part, WATCH, self)
         self._handles = [
-            self.root.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
-            self.root.register_forward_hook(_Hook(self._after), with_kwargs=True),
+            self.root.register_forward_pre_hook(HiddenHook(self._before), with_kwargs=True),
+            self.root.register_forward_hook(HiddenHook(self._after), with_kwargs=True),
         ]
         self._mixers.enter()
+        self._padded.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
         """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies, too. Checkpointed
@@ -123,7 +126,12 @@ class ForwardWatch:
         if is_original:
             for handle in self._handles:
                 handle.remove()
+            self._padded.leave()
             restore_functions(self._checkpointed or [])
+
+    def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
+        """Returns whether it watches this model under this plugin, for these batches."""
+        return self.root is root and self.context is context and self._check.whole_documents == whole_documents
 
     def is_running(self) -> bool:
         """Returns whether the model is in a forward pass."""
@@ -141,6 +149,7 @@ class ForwardWatch:
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
+        self._padded.end()
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         plan = batch.get("distca_plan")
@@ -155,6 +164,7 @@ class ForwardWatch:
             batch |= fill_empty(batch)
         args = args[len(self._names) :]
         if plan is None:
+            self._padded.end()
             return args, batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
         if not isinstance(plan, LivePlan):
             raise PlanError(
@@ -164,7 +174,7 @@ class ForwardWatch:
         self._check.check_model(module)
         self._check.check_plan(plan)
         self._check_transport(plan)
-        check_placed(batch, plan)
+        self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
@@ -206,7 +216,8 @@ class ForwardWatch:
             **self._config_facts.now(),
         }
         calls = self._check.num_calls
-        plan.begin_forward_pass(calls, facts, layers_kept, calls or len(self._layers), self._layer_masks)
+        layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
+        plan.begin_forward_pass(calls, facts, *layers)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -237,9 +248,13 @@ class ForwardWatch:
         self._check.check_model(module)
         if self.packs is None:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
-            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._mixers.lengths
+            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model)
         return self.packs.plan(batch, module.training, self._check.towers_are_sharded)
+
+    def _lengths(self, batch: Batch) -> IntArray | None:
+        """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
+        return self._mixers.lengths(batch if self._mixers.mixers else self._padded.begin(batch))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
@@ -264,6 +279,7 @@ class ForwardWatch:
             PlanMismatchError: no backward pass follows, and ranks ran different passes.
         """
         self._is_running = False
+        self._padded.end()
         plan = kwargs.get("distca_plan")
         if plan is not None:
             self._check.check_calls(plan)
@@ -283,23 +299,6 @@ class ForwardWatch:
         )
 
 
-class _Hook:
-    """A hook of a watch. A stored one comes back without its watch, and does nothing."""
-
-    def __init__(self, method: Callable[..., object] | None = None) -> None:
-        self._method = method
-
-    @hidden_from_dynamo
-    def __call__(self, *arguments: object) -> object:
-        return None if self._method is None else self._method(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "_Hook":
-        return self
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
-
-
 def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
     """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
     counted. Never 0: a step without labels has loss 0, not 0 / 0."""
@@ -312,14 +311,19 @@ def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
     return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}
 
 
-def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: int | None = None) -> nn.Module:
+def enable(
+    model: nn.Module,
+    plugin: ParallelContext,
+    longest_document_tokens: int | None = None,
+    whole_documents: bool = False,
+) -> nn.Module:
     """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
     `accelerator.prepare`).
 
-    The model can train on any packed batch: ranks plan it together, and attention tasks move between them. With
-    batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over all
-    labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one (for
-    accumulation, say).
+    The model can train on any packed or padded batch: ranks plan it together, and attention tasks move between them.
+    With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over
+    all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one
+    (for accumulation, say).
 
     Args:
         model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
@@ -327,6 +331,8 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
         longest_document_tokens: longest document that the model will see. Some rotary embeddings are refused or
             accepted by it. By default the longest that all ranks together can hold.
+        whole_documents: whether it trains on packs and padded rows alone, and never on batches of
+            `plugin.dataloader`, which cut documents. Then it may have any loss, that of a reward for example.
 
     Returns:
         The same model.
@@ -341,15 +347,15 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         if longest_document_tokens is not None
         else config.tokens_per_rank * len(plugin.members.token_ranks)
     )
-    check_model(model, longest, config.kernel, plugin.device)
+    check_model(model, longest, config.kernel, plugin.device, whole_documents)
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)
-    if watch is None or watch.root is not model or watch.context is not plugin:
+    if watch is None or not watch.is_for(model, plugin, whole_documents):
         if watch is not None:
             log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
             watch.leave({model, inner})
-        watch = ForwardWatch(model, plugin)
+        watch = ForwardWatch(model, plugin, whole_documents)
         watch.enter()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(

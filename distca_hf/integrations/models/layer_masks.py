@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from distca_hf.cost import LayerMasks, Mask
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
 
 
@@ -20,10 +21,23 @@ def layer_masks_of(model: nn.Module) -> LayerMasks:
 
     Args:
         model: a Transformers model, or a PEFT model around one.
+
+    Raises:
+        UnsupportedAttentionError: a window holds no token.
     """
+    for refusal in empty_windows(model):
+        raise UnsupportedAttentionError(f"{type(transformers_model(model)).__name__}: {refusal}")
     counted = Counter(window for _, window in layer_windows(model))
     in_order = sorted(counted.items(), key=lambda item: item[0] or 0)
     return tuple((Mask(window), count) for window, count in in_order)
+
+
+def empty_windows(model: nn.Module) -> Iterator[str]:
+    """Yields a refusal of the first window that holds not even the token itself."""
+    for name, window in layer_windows(model):
+        if window is not None and window < 1:
+            yield f"sliding window {window} ({name}) holds no token; it counts the token itself, so 1 is the shortest"
+            return
 
 
 def layer_windows(model: nn.Module) -> Iterator[tuple[str, int | None]]:

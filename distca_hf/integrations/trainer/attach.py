@@ -19,9 +19,10 @@ from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
+from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.integrations.models.parts import head_groups_of, token_bytes_of, transformers_model
+from distca_hf.integrations.models.parts import transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
@@ -29,6 +30,7 @@ from distca_hf.integrations.trainer.check import (
     check_evaluation,
     check_placed_evaluation,
     packed_by,
+    padded_by,
     unlearnt_token,
     wrong_settings,
 )
@@ -44,7 +46,8 @@ log = get_logger(__name__)
 
 def attach(trainer: Trainer, context: ParallelContext) -> None:
     """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
-    packs and Trainer's loader: then attention tasks move between ranks.
+    packs and Trainer's loader: then attention tasks move between ranks. So do padded batches of TRL's trainers for
+    preferences, rewards and policies.
 
     Attaching again undoes the attachment before; the last plugin counts.
 
@@ -60,7 +63,8 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         earlier.check_undoable()
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
-    if trainer.train_dataset is not None and packed_by(trainer) is None:
+    padded = padded_by(trainer)
+    if trainer.train_dataset is not None and packed_by(trainer) is None and padded is None:
         check_map_style(trainer.train_dataset)
     reasons = list(wrong_settings(trainer, context.config))
     if context.servers is not None:
@@ -73,9 +77,12 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
         packed = packed_by(trainer)
-        if packed is not None:
+        if padded is not None:
+            log.info("%s: rows are packs inside the model, and attention tasks move between ranks", padded)
+            _keep_batches(trainer, context, attachment, whole_documents=True)
+        elif packed is not None:
             log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
-            _keep_packs(trainer, context, attachment)
+            _keep_batches(trainer, context, attachment)
         else:
             _place(trainer, context, attachment)
         if context.servers is not None:
@@ -101,19 +108,26 @@ def detach(trainer: Trainer) -> None:
     attachment.undo()
 
 
-def _enable(attachment: Attachment, context: ParallelContext, longest_document_tokens: int | None = None) -> None:
+def _enable(
+    attachment: Attachment,
+    context: ParallelContext,
+    longest_document_tokens: int | None = None,
+    whole_documents: bool = False,
+) -> None:
     """Enables the Trainer's model until it is detached."""
     model = attachment.trainer.model
     attachment.when_undone(restorer(model))
-    enable(model, context, longest_document_tokens)
+    enable(model, context, longest_document_tokens, whole_documents)
 
 
-def _keep_packs(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> None:
+def _keep_batches(
+    trainer: Trainer, context: ParallelContext, attachment: Attachment, whole_documents: bool = False
+) -> None:
     """Leaves batches to the Trainer."""
     if context.config.sort_packs:
         attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer))
     check_evaluation(trainer)
-    _enable(attachment, context)
+    _enable(attachment, context, whole_documents=whole_documents)
     callback = DistCACallback(context)
     callback.watch(trainer.model)
     _add_callbacks(context, attachment, callback)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from accelerate import DistributedType
 from torch import nn
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -30,6 +31,7 @@ from distca_hf.integrations.models.parts import (
     passes_keywords_on,
     takes_shift_labels,
     transformers_model,
+    weights_beside_text,
 )
 from distca_hf.telemetry import get_logger
 
@@ -38,6 +40,10 @@ log = get_logger(__name__)
 
 # Trainers whose losses are the model's own.
 TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
+# TRL's trainers that pad all their batches; the second ones make these inside of a step.
+PADDING = ("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.reward_trainer")
+PADDING_POLICIES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 # Arguments that configure a torch DataLoader.
 OF_A_DATALOADER = (
     "dataloader_num_workers",
@@ -66,6 +72,23 @@ def packed_by(trainer: Trainer) -> str | None:
     return None
 
 
+def padded_by(trainer: Trainer) -> str | None:
+    """Returns a sentence about a trainer that pads its batches and has a loss of its own; None for any other."""
+    if _is_of(trainer, (*PADDING, *PADDING_POLICIES)):
+        return f"{type(trainer).__name__} pads its batches"
+    return None
+
+
+def makes_batches_in_steps(trainer: Trainer) -> bool:
+    """Returns whether a trainer makes its batches inside of its steps: completions of a policy."""
+    return _is_of(trainer, PADDING_POLICIES)
+
+
+def _is_of(trainer: Trainer, modules: Sequence[str]) -> bool:
+    """Returns whether a trainer's class, or one that it is made of, is of these modules."""
+    return any(part.__module__ in modules for part in type(trainer).__mro__)
+
+
 def arguments_without_effect(args: TrainingArguments) -> list[str]:
     """Returns arguments that were set, and that placed batches do not follow."""
     fields = type(args).__dataclass_fields__
@@ -82,6 +105,9 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     args = trainer.args
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
+    elif padded_by(trainer) is not None:
+        if config.sort_packs:
+            yield f"sort_packs is for packs, and {padded_by(trainer)}; set it to False"
     elif packed_by(trainer) is None:
         yield from _wrong_for_cut_documents(trainer, config)
     elif config.sort_packs:
@@ -133,7 +159,24 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
     yield from _sampling_strategy(args, "micro-batches are placed; leave it out")
     if isinstance(trainer.train_dataset, datasets.Dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
+    yield from _towers_without_gradients(trainer)
     yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+
+
+def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
+    """Yields weights of towers that train under DDP: placed documents give them no gradients, and DDP counts on
+    these."""
+    accelerator = trainer.accelerator
+    if accelerator.distributed_type not in DDP or getattr(accelerator.ddp_handler, "find_unused_parameters", False):
+        return
+    inner = transformers_model(trainer.model)
+    trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
+    if trained:
+        yield (
+            f"{trained[0]} and {len(trained) - 1} more weights beside the text train, and documents of text give them "
+            "no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
+            "ddp_find_unused_parameters=True"
+        )
 
 
 def counts_labels(model: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from distca_hf.integrations.redo import (
 )
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import add_metrics
+from distca_hf.integrations.trainer.check import makes_batches_in_steps
 from distca_hf.parallel_context import ParallelContext
 
 
@@ -46,6 +47,8 @@ def cannot_redo(trainer: Trainer) -> Iterator[str]:
     """Yields reasons why a step of this Trainer could not run again: it would be taken with gradients of zeros."""
     accelerator = trainer.accelerator
     remedy = "and a step in which an attention server is lost could not be undone; use another, or no servers"
+    if makes_batches_in_steps(trainer):
+        yield f"{type(trainer).__name__} makes its batches inside of a step, {remedy}"
     optimizer = OptimizerNames(trainer.args.optim).value
     if optimizer in ("lomo", "adalomo") or "layerwise" in optimizer:
         yield f"optim={optimizer!r} steps inside backward, {remedy}"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import causal_pairs
+from distca_hf.cost import CAUSAL_MASK, Mask
 
 
 PRESETS = {"A": "65536,2x32768,4x16384,32x2048", "B": "131072,96x4096", "C": "65536,48x4096"}
@@ -60,9 +60,9 @@ def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
     return [np.arange(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=False)]
 
 
-def attended_pairs(lengths: Sequence[int]) -> int:
+def attended_pairs(lengths: Sequence[int], mask: Mask = CAUSAL_MASK) -> int:
     """Returns the attended pairs of whole documents."""
-    return sum(causal_pairs(0, tokens) for tokens in lengths)
+    return sum(mask.pairs(0, tokens) for tokens in lengths)
 
 
 def whole_documents(lengths: Sequence[int], num_ranks: int) -> Holding:

@@ -25,7 +25,9 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distca_hf.cost import LayerMasks
 from distca_hf.integrations.checkpointing import OffloadedAttention
+from distca_hf.integrations.models.layer_masks import layer_masks_of
 from lib.baselines.operators import SAVED_OPERATORS
 from lib.liger import use_liger_layers
 
@@ -53,6 +55,45 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+    },
+    # Shapes of models with sliding windows; of the first layers, one or two are full.
+    "gemma3-27b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
+        "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
+    },
+    "olmo3-7b": {
+        "model_type": "olmo3",
+        "vocab_size": 100_278,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
     },
 }
 PROBE_TOKENS = 64
@@ -114,12 +155,12 @@ class Shape:
 
     Attributes:
         linear_flops: of one token, forward, in all layers.
-        layers: attention calls of a forward pass.
+        masks: of all attention calls of a forward pass, each with their number.
         module: an attention layer.
     """
 
     linear_flops: float
-    layers: int
+    masks: LayerMasks
     heads: int
     kv_heads: int
     head_dim: int
@@ -214,7 +255,7 @@ def probe(model: LossModel) -> Shape:
     call = calls[0]
     return Shape(
         linear_flops=counter.get_total_flops() / PROBE_TOKENS,
-        layers=len(calls),
+        masks=layer_masks_of(model),
         heads=call.query.shape[1],
         kv_heads=call.key.shape[1],
         head_dim=call.query.shape[3],

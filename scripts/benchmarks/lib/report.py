@@ -82,7 +82,8 @@ class Measured:
 def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device) -> Load:
     """Returns the load of a step on a rank."""
     tokens = options.accumulation * sum(options.lengths) / num_ranks
-    pairs = options.accumulation * shape.layers * attended_pairs(options.lengths) / num_ranks
+    of_layers = sum(count * attended_pairs(options.lengths, mask) for mask, count in shape.masks)
+    pairs = options.accumulation * of_layers / num_ranks
     linear = tokens * shape.linear_flops
     return Load(
         tokens=int(tokens),

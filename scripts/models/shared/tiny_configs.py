@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 VOCABULARY = 128
 LONGEST_TOKENS = 80
+WINDOW_TOKENS = 16
 HEAD_DIM = 16
 HIDDEN = 4 * HEAD_DIM
 DENSE = {"mlp_layer_types": ["dense", "dense"]}
@@ -37,12 +38,12 @@ SIZES: dict[str, Any] = {
         # widths between a tower and the text
         (HIDDEN, "out_hidden_size alignment_intermediate_size projector_hidden_size projection_dim"),
         (HIDDEN, "text_hidden_size image_token_embed_dim projector_input_dim projector_output_dim vision_output_dim"),
-        # attention: windows are as long as the longest document
+        # attention: windows are shorter than most documents
         (4, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads"),
         (4, "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads index_n_heads"),
         (2, "num_key_value_heads"),
         (HEAD_DIM, "head_dim d_kv kv_channels d_head dim_head index_head_dim index_topk"),
-        (LONGEST_TOKENS, "sliding_window sliding_window_size"),
+        (WINDOW_TOKENS, "sliding_window sliding_window_size"),
         # linear attention
         (4, "linear_num_heads linear_num_key_heads linear_num_value_heads"),
         (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
@@ -110,7 +111,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
-    "modernbert-decoder": {"local_attention": 2 * LONGEST_TOKENS},
+    "modernbert-decoder": {"local_attention": 2 * WINDOW_TOKENS},
     "paddleocr_vl_text": SECTIONS,
     "qwen2_5_omni_text": SECTIONS,
     "qwen2_5_vl_text": SECTIONS,
@@ -162,8 +163,10 @@ def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedCon
         return {
             name: CONFIG_MAPPING[part.model_type] if part.model_type else part.config_class for name, part in parts
         }
-    parts = config_class.sub_configs.items()  # Transformers 5.17; a part of any class has no default
-    return {name: part for name, part in parts if part is not AutoConfig}
+    parts = config_class.sub_configs  # Transformers 5.17; a part of any class is seen in a default configuration
+    default = config_class() if AutoConfig in parts.values() else None
+    found = {name: type(getattr(default, name, None)) if part is AutoConfig else part for name, part in parts.items()}
+    return {name: part for name, part in found.items() if issubclass(part, PreTrainedConfig)}
 
 
 def _one_layer_of_each_kind(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

@@ -111,6 +111,21 @@ def test_a_name_on_the_hub_is_read_from_its_configuration(monkeypatch: pytest.Mo
     assert found.size.layers == 2
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava"])  # of the first there is no model of the text alone
+def test_of_a_multimodal_model_the_text_is_counted(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    vision = {} if model_type == "llava" else {"depth": 1, "out_hidden_size": 128}
+    text = AutoConfig.for_model(model_type).text_config.to_dict() | sizes | heads
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: config)
+    size = find_model("somebody/something").size
+
+    assert size is not None
+    assert (size.layers, size.hidden_size, size.vocabulary) == (2, 128, 1000)
+    assert size.layer_parameters == 2 * (4 * 128 * 128 + 3 * 128 * 256)
+
+
 def test_a_name_that_the_hub_does_not_have_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(f"{name} is not there\nand much more")

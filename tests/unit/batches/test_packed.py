@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distca_hf.batches.batch_documents import check_mask_numbers, media_of
-from distca_hf.batches.packed import document_lengths
+from distca_hf.batches.packed import document_lengths, fill_empty
 from distca_hf.errors import PackingError
 
 
@@ -158,3 +158,13 @@ def test_a_batch_holds_media_if_they_are_not_empty() -> None:
     assert media_of(batch) == ["pixel_values"]
     assert media_of(batch | {"pixel_values": torch.ones(0, 8)}) == []
     assert media_of({"input_ids": tokens, "images": [tokens]}) == ["images"]
+
+
+def test_a_rank_without_tokens_gets_one_of_padding_and_no_image() -> None:
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    positions = torch.zeros(3, 1, 0, dtype=torch.int64)
+    filled = fill_empty({"input_ids": nothing, "position_ids": positions, "pixel_values": torch.zeros(0, 1176)})
+
+    assert filled["pixel_values"] is None
+    assert torch.equal(torch.as_tensor(filled["position_ids"]), torch.zeros(3, 1, 1, dtype=torch.int64))
+    assert torch.equal(torch.as_tensor(filled["input_ids"]), torch.zeros(1, 1, dtype=torch.int64))

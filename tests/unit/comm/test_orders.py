@@ -51,7 +51,7 @@ def test_plans_are_their_numbers(scalars: list[int], integers: list[int]) -> Non
 
 @given(st.lists(st.floats(allow_nan=False), max_size=6))
 def test_calls_are_their_numbers(spec: list[float]) -> None:
-    order = CallOrder(1, Phase.BACKWARD, 8, 2, 64, 128, 2, 7, tuple(spec))
+    order = CallOrder(1, Phase.BACKWARD, 8, 2, 64, 128, 2, 7, True, tuple(spec))
 
     assert CallOrder.of(order.numbers()) == order
 

@@ -14,9 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
-    Gemma2Config,
     GPTBigCodeConfig,
-    GptOssConfig,
     MistralConfig,
     PreTrainedModel,
 )
@@ -56,12 +54,14 @@ def qkv(
     return query, key, value
 
 
-def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *options: Any) -> torch.Tensor:
     """`[B, T, N, V]` by definition, each row of the batch a document whose last queries are given."""
     rows, before = query.shape[2], key.shape[2] - query.shape[2]
     whole = torch.nn.functional.pad(query, (0, 0, before, 0))
     outputs = [
-        attend_documents(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), [key.shape[2]], scale)[-rows:]
+        attend_documents(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), [key.shape[2]], scale, *options)[
+            -rows:
+        ]
         for q, k, v in zip(whole, key, value, strict=True)
     ]
     return torch.stack(outputs)
@@ -108,8 +108,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "4-D mask": ({"attention_mask": torch.zeros(1, 1, 5, 5)}, ["attention mask", "(1, 1, 5, 5)", "position_ids"]),
     "dropout": ({"dropout": 0.1}, ["dropout 0.1", "config"]),
-    "soft cap": ({"softcap": 50.0}, ["softcap=50.0", "attn_implementation"]),
-    "sinks": ({"s_aux": torch.zeros(4)}, ["s_aux=tensor(4,)"]),
+    "sinks of other heads": ({"s_aux": torch.zeros(2)}, ["s_aux has shape (2,)", "4 query heads"]),
     "bias": ({"position_bias": torch.zeros(1, 4, 5, 5)}, ["position_bias=tensor(1, 4, 5, 5)"]),
     "unknown keyword": ({"invented": "value"}, ["invented='value'"]),
     "two unknown keywords": ({"first": 1, "second": 2.5}, ["first=1", "second=2.5"]),
@@ -169,6 +168,19 @@ def test_argument_that_changes_nothing_is_accepted(name: str) -> None:
 
     assert weights is None
     assert largest(out, expected(query, key, value, 0.3)) <= 1e-12
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 2, 4)], ids=["no sinks", "sinks"])
+def test_softcap_and_sinks_of_a_call_are_computed(softcap: float | None, sinks: torch.Tensor | None) -> None:
+    """Sinks in fp32, as models hold them, beside tensors of another dtype."""
+    tensors = qkv(2, 3, 7)
+    out, _ = distca_attention(Layer(), *tensors, None, softcap=softcap, s_aux=sinks)
+
+    of_exact = None, softcap or 0.0, None if sinks is None else sinks.double()
+    assert out.dtype == torch.float64
+    assert largest(out, expected(*tensors, 8**-0.5, *of_exact)) <= 1e-7
+    assert largest(out, expected(*tensors, 8**-0.5)) > 1e-3 or (softcap, sinks) == (None, None)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -293,18 +305,6 @@ REFUSED_CALLS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], st
         lambda: tiny_model(attention_dropout=0.25).train(),
         {},
         "LlamaAttention of layer 0: attention dropout 0.25",
-    ),
-    "soft cap": (
-        lambda: model_of(Gemma2Config(head_dim=16, sliding_window=512, **TINY)),
-        {},
-        "Gemma2Attention of layer 0: softcap=50.0",
-    ),
-    "sinks": (
-        lambda: model_of(
-            GptOssConfig(head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=512, **TINY)
-        ),
-        {},
-        r"GptOssAttention of layer 0: s_aux=tensor\(4,\)",
     ),
     "encoder": (
         lambda: BertLMHeadModel._from_config(

@@ -12,10 +12,11 @@ import distca_hf
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.forward_watch import enable, watch_of
-from distca_hf.integrations.models.parts import attention_layers, step_flops, text_decoder
+from distca_hf.integrations.models.operations import step_flops
+from distca_hf.integrations.models.parts import attention_layers, text_decoder
 from distca_hf.integrations.models.towers import towers, undivided
 from support.log_lines import KeptLines
-from support.multimodal import document, multimodal_model
+from support.multimodal import IMAGE_TOKEN, document, multimodal_model
 
 
 def enabled(model: PreTrainedModel) -> PreTrainedModel:
@@ -30,10 +31,10 @@ def test_towers_attend_with_sdpa_and_the_text_with_distca(monkeypatch: pytest.Mo
     logging.getLogger("distca_hf").removeHandler(kept)
 
     assert model.config.text_config._attn_implementation == "distca"
-    assert list(towers(model)) == ["model.audio_tower", "model.visual"]
+    assert [name.removeprefix("model.") for name in towers(model)] == ["audio_tower", "visual"]
     assert {tower.config._attn_implementation for tower in towers(model).values()} == {"sdpa"}
-    assert sum("model.visual attends with sdpa" in line for line in kept.lines) == 1
-    assert all(name.startswith("model.language_model.") for name in attention_layers(model))
+    assert sum("visual attends with sdpa" in line for line in kept.lines) == 1
+    assert {*attention_layers(model).values()} == {layer.self_attn for layer in text_decoder(model).layers}
 
 
 def test_an_attention_that_was_chosen_for_a_tower_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,19 @@ def test_a_batch_with_images_is_evaluated_and_continued_as_with_sdpa(monkeypatch
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(model.generate(**batch, **generated), plain.generate(**batch, **generated))
+
+
+def test_kinds_of_tokens_that_a_model_passes_on_to_its_layers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = (multimodal_model("llava", monkeypatch, name).eval() for name in ("distca", "sdpa"))
+    enabled(model)
+    pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    input_ids = torch.tensor([[5, 6, *[IMAGE_TOKEN] * (224 // 32) ** 2, 7, 8]])
+    batch = {"input_ids": input_ids, "pixel_values": pixels}
+    kinds = (input_ids == IMAGE_TOKEN).long()
+
+    with torch.no_grad():
+        logits = model(**batch, mm_token_type_ids=kinds).logits
+        torch.testing.assert_close(logits, plain(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])

@@ -22,7 +22,6 @@ from distca_hf.kernels.interface import (
     Saved,
     Spans,
     accumulation_dtype,
-    sink_gradients,
     spec_of,
 )
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
@@ -75,7 +74,6 @@ class Case:
     dout: torch.Tensor
     causal: bool = True
     softcap: float = 0.0
-    sinks: torch.Tensor | None = None
 
     @classmethod
     def draw(
@@ -140,7 +138,7 @@ def computed(kernel: Kernel, case: Case) -> Results:
     nan = float("nan")
     out = torch.full_like(case.dout, nan)
     lse = torch.full((case.q.shape[1], case.q.shape[0]), nan, dtype=precise)
-    kernel.forward(Inputs(case.q, case.k, case.v, case.sinks), spans, case.spec, Room(out, lse))
+    kernel.forward(Inputs(case.q, case.k, case.v), spans, case.spec, Room(out, lse))
     dq, dk, dv = (torch.full_like(x, nan) for x in (case.q, case.k, case.v))
     kernel.backward(case.dout, Saved(case.q, case.k, case.v, out, lse), Gradients(dq, dk, dv), spans, case.spec)
     return Results(out, lse, dq, dk, dv)
@@ -185,29 +183,6 @@ def test_reference_computes_softcap(
     assert_close(computed(ReferenceKernel(), case), exact(case))
     uncapped = exact(dataclasses.replace(case, softcap=0.0))
     assert min(differences(uncapped, exact(case)).values()) > 1e-2 or not softcap
-
-
-@pytest.mark.parametrize("softcap", [0.0, 0.5])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_reference_computes_sinks(heads: tuple[int, int], softcap: float) -> None:
-    """As one more column of scores, which a plain softmax includes and no value belongs to."""
-    case = Case.draw([(9, 9)], heads)
-    case = dataclasses.replace(case, softcap=softcap, sinks=torch.linspace(-2, 3, heads[0], dtype=torch.float64))
-    q, k, v, sinks = (x.clone().requires_grad_() for x in (case.q, case.k, case.v, case.sinks))
-    shared = heads[0] // heads[1]
-    scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(shared, 1)) * SCALE
-    scores = softcap * (scores / softcap).tanh() if softcap else scores
-    scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), float("-inf"))
-    scores = torch.cat([scores, sinks[:, None, None].expand(-1, 9, 1)], dim=2)
-    out = torch.einsum("nts,snv->tnv", scores.softmax(-1)[:, :, :-1], v.repeat_interleave(shared, 1))
-    *gradients, of_sinks = torch.autograd.grad(out, (q, k, v, sinks), case.dout)
-
-    got = computed(ReferenceKernel(), case)
-    assert_close(got, Results(out.detach(), scores.logsumexp(-1).detach(), *gradients))
-    with torch.no_grad():  # as in backward
-        got_of_sinks = sink_gradients(case.dout, got.out, got.lse.t(), case.sinks)
-    torch.testing.assert_close(got_of_sinks, of_sinks)
-    assert of_sinks.abs().min() > 1e-3
 
 
 @BOTH
@@ -751,7 +726,6 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
         ("cpu", {"device_type": "cpu", "value_dim": 32}, ["equal key and value dimensions", "64 and 32"]),
         ("cpu", {"device_type": "cpu", "dtype": torch.int64}, ["torch.float64", "torch.int64"]),
         ("reference", {"dtype": torch.float8_e4m3fn}, ["torch.float32", "torch.float8_e4m3fn"]),
-        ("torch_varlen", {"sinks": True}, ["torch_varlen does not compute sinks"]),
         ("flash4", {}, ["is not installed (pip install flash-attn-4)"]),
         ("flash3", {}, ["is not installed (from sources, the folder hopper"]),
         ("flash2", {}, ["is not installed (pip install flash-attn --no-build-isolation)"]),
@@ -829,7 +803,6 @@ ASKED = {
     "window_tokens": SPEC._replace(window_tokens=128),
     "one_sided_window": SPEC._replace(window_tokens=128, causal=False),
     "softcap": SPEC._replace(softcap=30.0),
-    "sinks": SPEC,
 }
 WINDOWS = {"window_tokens", "one_sided_window"}
 COMPUTED = {
@@ -842,19 +815,18 @@ COMPUTED = {
 }
 
 
-def operands_for(name: str, option: str = "") -> Operands:
-    device_type = KERNELS[name].capabilities.device_type or "cpu"
-    return dataclasses.replace(GPU_OPERANDS, device_type=device_type, sinks=option == "sinks")
+def operands_for(name: str) -> Operands:
+    return dataclasses.replace(GPU_OPERANDS, device_type=KERNELS[name].capabilities.device_type or "cpu")
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_that_a_kernel_does_not_compute_are_refused_by_name(name: str, option: str) -> None:
-    capabilities, operands, spec = KERNELS[name].capabilities, operands_for(name, option), ASKED[option]
+    capabilities, operands, spec = KERNELS[name].capabilities, operands_for(name), ASKED[option]
     unable = dataclasses.replace(capabilities, options=capabilities.options - {option})
     able = dataclasses.replace(capabilities, options=frozenset({option}))
 
-    assert capabilities.refusal(operands_for(name), SPEC) is None
+    assert capabilities.refusal(operands, SPEC) is None
     assert unable.refusal(operands, spec) == f"does not compute {option}"
     assert able.refusal(operands, spec) is None
     assert (capabilities.refusal(operands, spec) is None) == (option in COMPUTED[name])
@@ -864,8 +836,8 @@ def test_windows_without_a_causal_mask_are_an_option_of_their_own() -> None:
     both, one = ({option: ASKED[option]} for option in ("window_tokens", "one_sided_window"))
     for asked, missing in ((both, "one_sided_window"), (one, "window_tokens")):
         [(option, spec)] = asked.items()
-        assert registry.options_of(GPU_OPERANDS, spec) == [option]
-        assert missing not in registry.options_of(GPU_OPERANDS, spec)
+        assert registry.options_of(spec) == [option]
+        assert missing not in registry.options_of(spec)
 
 
 @pytest.mark.parametrize("option", ["window_tokens", "one_sided_window", "softcap"])
@@ -899,9 +871,7 @@ def test_refusals_name_options_with_their_values_and_what_each_kernel_lacks(noth
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_auto_takes_the_reference_on_a_cpu_for_what_the_cpu_kernel_lacks(option: str) -> None:
-    operands = dataclasses.replace(CPU_OPERANDS, sinks=option == "sinks")
-
-    assert isinstance(choose_kernel("auto", operands, ASKED[option]), ReferenceKernel)
+    assert isinstance(choose_kernel("auto", CPU_OPERANDS, ASKED[option]), ReferenceKernel)
 
 
 def test_kernel_that_is_wrong_gives_way_by_name(
@@ -919,7 +889,7 @@ def test_kernel_that_is_wrong_gives_way_by_name(
 def test_every_optional_field_of_a_spec_is_an_option() -> None:
     """A field that is neither read by all kernels nor an option would be ignored."""
     of_all_kernels = {"scale", "causal", "deterministic"}
-    assert set(AttentionSpec._fields) == of_all_kernels | set(OPTIONS) - {"sinks", "one_sided_window"}
+    assert set(AttentionSpec._fields) == of_all_kernels | set(OPTIONS) - {"one_sided_window"}
 
 
 @pytest.mark.parametrize(

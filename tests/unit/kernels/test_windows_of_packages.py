@@ -30,7 +30,7 @@ SPECS = [
 
 def dense(given: Inputs, spans: Spans, scale: float, sides: tuple[int | None, int | None], softcap: float) -> Any:
     """Output and log-sum-exp of queries that attend to keys from `place - left` to `place + right`."""
-    q, k, v = (x.repeat_interleave(given[0].shape[1] // x.shape[1], 1) for x in given[:3])
+    q, k, v = (x.repeat_interleave(given[0].shape[1] // x.shape[1], 1) for x in given)
     outs, lses = [], []
     for task in range(len(spans.queries) - 1):
         rows, keys = (slice(*offsets[task : task + 2]) for offsets in (spans.queries, spans.keys))

@@ -325,9 +325,8 @@ def test_a_dual_level_without_derivatives_through_attention_is_no_reason_to_refu
     [
         ({"spec": SPEC._replace(window_tokens=4)}, "cpu does not compute window_tokens"),
         ({"spec": SPEC._replace(softcap=20.0)}, "cpu does not compute softcap"),
-        ({"sinks_N": torch.zeros(HEADS)}, "does not compute sinks"),
     ],
-    ids=["window", "softcap", "sinks"],
+    ids=["window", "softcap"],
 )
 @pytest.mark.parametrize("planned", [True, False])
 def test_options_that_a_kernel_does_not_compute_are_refused(planned: bool, how: dict[str, Any], told: str) -> None:

@@ -1,21 +1,14 @@
-"""Sinks and softcap through the operators: over ranks, head groups and chunks as in one plain softmax."""
-
-import random
-from functools import partial
+"""Sinks and softcap through the operators; over several ranks in `tests/property/test_sink_parity.py`."""
 
 import pytest
 import torch
 
-from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig, KernelName
-from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.layout import Layout
-from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing import rows_of_rank, run_ranks
-from support.layouts import random_layout, random_plan
 from support.parity import live_plan
 
 
@@ -49,45 +42,6 @@ def expected(layout: Layout, softcap: float = SPEC.softcap) -> list[torch.Tensor
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
 
 
-def of_rank(
-    transport: Transport, plan: Plan, num_chunks: int = 1, spec: AttentionSpec = SPEC, kernel: KernelName = "reference"
-) -> list[torch.Tensor]:
-    """The same results of one rank, the last one its part of the sum."""
-    layout, rank = plan.layout, transport.rank
-    live = live_plan(layout, transport, DistCAConfig(kernel=kernel), plan=plan, num_chunks=num_chunks)
-    *of_tokens, sinks, dout = tensors(layout)
-    rows, padding = rows_of_rank(layout, rank), int(layout.padding_rows[rank])
-    *held, dout = (torch.cat([x[rows], x.new_zeros(padding, *x.shape[1:])]) for x in (*of_tokens, dout))
-    inputs = [x.requires_grad_() for x in (*held, sinks)]
-    out, *_ = flash_attn(*inputs[:3], spec, live.handle, sinks_N=sinks)
-    *gradients, of_sinks = torch.autograd.grad(out, inputs, dout)
-    return [*(x.detach()[: len(rows)] for x in (out, *gradients)), of_sinks]
-
-
-@pytest.mark.parametrize("softcap", [0.0, SPEC.softcap])
-@pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_sinks_count_once_on_all_ranks_together(num_ranks: int, num_chunks: int, softcap: float) -> None:
-    """With "auto", and no softcap, another kernel than that of forward computes backward: it reads log-sum-exps."""
-    plan, spec = plan_in_place(random_layout(random.Random(num_ranks), num_ranks)), SPEC._replace(softcap=softcap)
-    of_ranks = run_ranks(num_ranks, partial(of_rank, plan=plan, num_chunks=num_chunks, spec=spec, kernel="auto"))
-
-    *whole, of_sinks = expected(plan.layout, softcap)
-    for rank, results in enumerate(of_ranks):
-        rows = rows_of_rank(plan.layout, rank)
-        torch.testing.assert_close(results[:-1], [x[rows] for x in whole], rtol=0, atol=1e-10)
-    torch.testing.assert_close(sum(results[-1] for results in of_ranks), of_sinks, rtol=0, atol=1e-10)
-
-
-def test_sinks_are_refused_where_queries_move() -> None:
-    rng = random.Random(3)
-    plan = random_plan(rng, random_layout(rng, 2))
-    assert plan.pieces.moved.any()
-
-    with pytest.raises(UnsupportedAttentionError, match="sinks of 6 heads are not computed where queries move"):
-        run_ranks(2, partial(of_rank, plan=plan))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_local_attention_takes_sinks(compiled: bool) -> None:
     layout = Layout.from_packs([[5, 3]])
@@ -97,11 +51,29 @@ def test_local_attention_takes_sinks(compiled: bool) -> None:
     documents = Documents.of(Spans(offsets, offsets, 5, 5))
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        return flash_attn_local(q, k, v, documents, SPEC, "reference", sinks)[0]
+        return flash_attn_local(q, k, v, documents, SPEC, "auto", sinks)[0]
 
     out = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(*inputs)
     results = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
     torch.testing.assert_close(results, expected(layout), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_sinks", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_may_be_of_another_dtype(dtype: torch.dtype, of_sinks: torch.dtype) -> None:
+    """Results are in the tensors' own, the gradient of sinks in theirs."""
+    layout = Layout.from_packs([[5, 3]])
+    *of_tokens, sinks, dout = tensors(layout)
+    inputs = [*(x.to(dtype).requires_grad_() for x in of_tokens), sinks.to(of_sinks).requires_grad_()]
+    offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+    documents = Documents.of(Spans(offsets, offsets, 5, 5))
+    out, _ = flash_attn_local(*inputs[:3], documents, SPEC, "auto", inputs[3])
+    results = [out.detach(), *torch.autograd.grad(out, inputs, dout.to(dtype))]
+
+    assert [x.dtype for x in results] == [dtype] * 4 + [of_sinks]
+    tolerance = 1e-5 if dtype == of_sinks == torch.float32 else 0.1
+    for got, right in zip(results, expected(layout), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=0, atol=tolerance)
 
 
 def test_sinks_alone_may_need_gradients() -> None:
@@ -119,9 +91,7 @@ def test_rows_that_are_no_tokens_leave_gradients_of_large_sinks_finite() -> None
     *inputs, dout = (x.float() for x in tensors(Layout.from_packs([[5, 3]])))
     q, k, v, sinks = inputs[0], inputs[1], inputs[2], torch.full((HEADS,), 100.0, requires_grad=True)
     rows, offsets = torch.arange(1, 8), torch.tensor([0, 4, 7], dtype=torch.int32)
-    out, _ = flash_attn_local(
-        q, k, v, Documents.of(Spans(offsets, offsets, 4, 4), rows, rows), SPEC, "reference", sinks
-    )
+    out, _ = flash_attn_local(q, k, v, Documents.of(Spans(offsets, offsets, 4, 4), rows, rows), SPEC, "auto", sinks)
 
     assert torch.autograd.grad(out, sinks, dout)[0].isfinite().all()
 
@@ -136,7 +106,7 @@ def test_gradients_of_gradients_of_sinks_are_refused(planned: bool) -> None:
         out, *_ = flash_attn(*of_tokens, SPEC, live.handle, sinks_N=sinks)
     else:
         offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
-        out, _ = flash_attn_local(*of_tokens, Documents.of(Spans(offsets, offsets, 5, 5)), SPEC, "reference", sinks)
+        out, _ = flash_attn_local(*of_tokens, Documents.of(Spans(offsets, offsets, 5, 5)), SPEC, "auto", sinks)
 
     with pytest.raises(NotImplementedError, match="no gradients of gradients"):
         torch.autograd.grad(out.square().sum(), sinks, create_graph=True)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from lib.baselines.operators import Work, flash_attn, gather_tokens, heads_to_tokens, tokens_to_heads
 
 
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Work], torch.Tensor]
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, Work], torch.Tensor]
 
 
 def attend(
@@ -30,22 +30,35 @@ def attend(
     value: torch.Tensor,
     attention_mask: None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     *,
     bench_work: Work,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends as Transformers asks: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous."""
+    """Attends as Transformers asks: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous.
+
+    Sinks are left out, which is an elementwise pass: steps are a little faster, and losses are others.
+
+    Raises:
+        SystemExit: the layer asks for a softcap.
+    """
+    if kwargs.get("softcap"):
+        raise SystemExit(f"softcap={kwargs['softcap']} is not computed by modes but placed and fixed")
     q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return way(q, k, v, scale, bench_work).unflatten(0, (query.shape[0], query.shape[2])), None
+    return way(q, k, v, scale, sliding_window or 0, bench_work).unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
+def attend_whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
+) -> torch.Tensor:
     """Attends to keys that are all local, or made up."""
-    return flash_attn(q, k, v, scale, work.handle)[0]
+    return flash_attn(q, k, v, scale, window, work.handle)[0]
 
 
-def attend_by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
+def attend_by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
+) -> torch.Tensor:
     """Ulysses: some heads of all ranks' tokens. If ranks do not divide KV heads, these are repeated until they do."""
     copies = work.ranks // math.gcd(k.shape[1], work.ranks)
     if q.shape[1] % (copies * k.shape[1]):
@@ -53,13 +66,15 @@ def attend_by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
     q, k, v = (tokens_to_heads(x, work.ranks, work.handle) for x in (q, k, v))
-    return heads_to_tokens(attend_whole(q, k, v, scale, work), work.ranks, work.handle)
+    return heads_to_tokens(attend_whole(q, k, v, scale, window, work), work.ranks, work.handle)
 
 
-def attend_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, work: Work) -> torch.Tensor:
+def attend_gathered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
+) -> torch.Tensor:
     """Attends with local queries to keys of all ranks: context parallelism."""
     k, v = (gather_tokens(x, work.ranks, work.handle) for x in (k, v))
-    return attend_whole(q, k, v, scale, work)
+    return attend_whole(q, k, v, scale, window, work)
 
 
 WAYS: dict[str, Way] = {

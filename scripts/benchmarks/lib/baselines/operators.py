@@ -44,9 +44,9 @@ class Work:
         self.handle = next(_handles)
         _works[self.handle] = self
 
-    def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> Kernel:
+    def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, spec: AttentionSpec) -> Kernel:
         """Returns the kernel for these tensors."""
-        return choose_kernel(self.kernel, Operands.of(q_TNH, k_SGH, v_SGV), AttentionSpec(scale=1.0))
+        return choose_kernel(self.kernel, Operands.of(q_TNH, k_SGH, v_SGV), spec)
 
 
 # Operators take numbers, not objects. Whoever made a work keeps it; here it is only found by its number.
@@ -55,14 +55,17 @@ _handles = count()
 
 
 @torch.library.custom_op("bench_step::flash_attn", mutates_args=())
-def flash_attn(q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, work: int) -> Outputs:
-    """Returns the attention output and log-sum-exp of all calls."""
-    kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV)
+def flash_attn(
+    q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, window_tokens: int, work: int
+) -> Outputs:
+    """Returns the attention output and log-sum-exp of all calls; `window_tokens` 0: there is no sliding window."""
+    spec = AttentionSpec(scale, window_tokens=window_tokens)
+    kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV, spec)
     out, lse = empty_outputs(q_TNH, v_SGV)
     for call in _works[work].calls:
         rows = call.queries
         k, v = call.keys.take(k_SGH, v_SGV)
-        kernel.forward(Inputs(q_TNH[rows], k, v), call.spans, AttentionSpec(scale), Room(out[rows], lse[:, rows]))
+        kernel.forward(Inputs(q_TNH[rows], k, v), call.spans, spec, Room(out[rows], lse[:, rows]))
     return out, lse
 
 
@@ -73,11 +76,12 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Output
 
 @torch.library.custom_op("bench_step::flash_attn_backward", mutates_args=())
 def flash_attn_backward(
-    dout_TNV: torch.Tensor, saved: Sequence[torch.Tensor], scale: float, work: int
+    dout_TNV: torch.Tensor, saved: Sequence[torch.Tensor], scale: float, window_tokens: int, work: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v; `saved` are these, output and log-sum-exp."""
     q, k, v, out, lse = saved
-    kernel, calls = _works[work].kernel_of(q, k, v), _works[work].calls
+    spec = AttentionSpec(scale, window_tokens=window_tokens)
+    kernel, calls = _works[work].kernel_of(q, k, v, spec), _works[work].calls
     dq = torch.empty_like(q)
     adds = any(call.keys.adds for call in calls)
     dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) if adds else torch.empty_like(x) for x in (k, v))
@@ -87,7 +91,7 @@ def flash_attn_backward(
         call_dk, call_dv = keys.gradient(call_k, dk), keys.gradient(call_v, dv)
         of_rows = Saved(q[rows], call_k, call_v, out[rows], lse[:, rows])
         gradients = Gradients(dq[rows], call_dk, call_dv)
-        kernel.backward(dout_TNV[rows], of_rows, gradients, call.spans, AttentionSpec(scale))
+        kernel.backward(dout_TNV[rows], of_rows, gradients, call.spans, spec)
         keys.settle(call_dk, dk)
         keys.settle(call_dv, dv)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -154,14 +158,13 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, scale, work = inputs
+    q, k, v, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)  # log-sum-exps are not differentiated
     ctx.save_for_backward(q, k, v, *output)
-    ctx.scale, ctx.work = scale, work
 
 
 def _flash_attn_gradients(ctx: Any, dout: torch.Tensor, dlse: None) -> tuple[torch.Tensor | None, ...]:
-    return *flash_attn_backward(dout.contiguous(), list(ctx.saved_tensors), ctx.scale, ctx.work), None, None
+    return *flash_attn_backward(dout.contiguous(), list(ctx.saved_tensors), *ctx.numbers), None, None, None
 
 
 def _remember_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import DistributedType
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 import distca_hf
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError
+from distca_hf.integrations.trainer.check import wrong_settings
 from support.data import random_dataset
 from support.models import tiny_model
 from support.multimodal import multimodal_model
@@ -46,6 +49,24 @@ def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(
     assert len(of_labels) == 2
     distca_hf.DistCAPlugin().detach(trainer)
     assert not trainer.model_accepts_loss_kwargs
+
+
+@pytest.mark.parametrize(
+    ("finds_unused", "is_frozen", "is_refused"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_towers_that_ddp_would_count_on_are_refused(
+    finds_unused: bool, is_frozen: bool, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = multimodal_model("qwen3_vl", monkeypatch)
+    model.model.visual.requires_grad_(not is_frozen)
+    quiet = quiet_arguments(tmp_path, use_cpu=True, ddp_find_unused_parameters=finds_unused)
+    trainer = Trainer(model, TrainingArguments(**quiet), train_dataset=random_dataset(4))
+    assert list(wrong_settings(trainer, DistCAConfig())) == []
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.MULTI_GPU)
+    reasons = list(wrong_settings(trainer, DistCAConfig()))
+
+    assert any("more weights beside the text train" in reason for reason in reasons) == is_refused
+    assert len(reasons) == is_refused
 
 
 def with_images() -> Dataset:

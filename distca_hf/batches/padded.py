@@ -1,0 +1,131 @@
+"""Padded rows: a padded batch as one pack, and results put back into its rows.
+
+    mask  0 0 1 1 1         tokens     a a a b b b b
+          1 1 1 1 0    ──▶  positions  0 1 2 0 1 2 3
+
+A pack holds tokens alone: it is planned as any other, and linear layers compute no padding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from distca_hf.batches.batch_documents import Batch, check_mask_numbers, documents_at, media_of, padded_rows, tokens_of
+from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.errors import PackingError, and_more
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Where the tokens of a padded batch are.
+
+    Attributes:
+        shape: of the batch, `(B, L)`.
+        token_places: `[T]`, places of the tokens among all B · L, row after row.
+        positions: `[1, T]`, as the batch says, or counted from the first token of each row.
+        offsets: `[documents + 1]`, int32: where documents begin among the tokens.
+        has_own_positions: whether the batch brought positions.
+        is_left_padded: whether some row begins with padding.
+    """
+
+    shape: tuple[int, int]
+    token_places: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor
+    has_own_positions: bool
+    is_left_padded: bool
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of the tokens, `[1, T, ...]`, of values of all places, `[B, L, ...]`."""
+        return values.flatten(0, 1)[self.token_places][None]
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of all places, zeros in padding.
+
+        Args:
+            values: of the tokens, `[1, T, D]` or `[T, D]`.
+
+        Returns:
+            `[B, L, D]` or `[B * L, D]`.
+        """
+        rows_TD = values.flatten(0, -2)
+        places_PD = rows_TD.new_zeros(self.shape[0] * self.shape[1], rows_TD.shape[-1])
+        places_PD = places_PD.index_copy(0, self.token_places, rows_TD)
+        return places_PD.unflatten(0, self.shape) if values.ndim == 3 else places_PD
+
+
+def padded_rows_of(batch: Batch) -> PaddedRows | None:
+    """Returns the rows of a padded batch; waits for the device.
+
+    Returns:
+        None if the batch is not padded, or must stay so: it has images, offsets, a mask or positions of several
+        numbers per token, or labels to learn that padding predicts.
+
+    Raises:
+        PackingError: a row has no token, or padding between tokens; or positions do not fit the mask.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    tokens = tokens_of(batch)
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape != tokens.shape or bool(mask.all()):
+        return None
+    if batch.get("cu_seq_lens_q") is not None or media_of(batch):
+        return None
+    if positions is not None and positions.shape not in (mask.shape, (1, mask.shape[1])):
+        return None
+    check_mask_numbers(batch)
+    is_token = mask.bool()
+    _check_runs(is_token)
+    if _learns_behind_padding(batch.get("labels"), is_token):
+        return None
+    if positions is None:
+        documents = padded_rows(is_token, is_token)
+        positions = is_token.cumsum(dim=1) - 1
+    else:
+        positions = positions.expand(mask.shape)
+        documents = documents_at(positions, is_token)
+    assert documents.query_rows is not None
+    return PaddedRows(
+        shape=(mask.shape[0], mask.shape[1]),
+        token_places=documents.query_rows,
+        positions=positions.flatten()[documents.query_rows][None],
+        offsets=documents.cu_seqlens_q,
+        has_own_positions=batch.get("position_ids") is not None,
+        is_left_padded=not bool(is_token[:, 0].all()),
+    )
+
+
+def _learns_behind_padding(labels: object, is_token: torch.Tensor) -> bool:
+    """Returns whether a label is learnt that padding predicts, as of the first token of a row that is padded on its
+    left: padding has no hidden states in a pack.
+
+    Args:
+        is_token: bool `[B, L]`.
+    """
+    if not isinstance(labels, torch.Tensor) or labels.shape != is_token.shape:
+        return False
+    return bool(((labels[:, 1:] != IGNORED_LABEL) & ~is_token[:, :-1]).any())
+
+
+def _check_runs(is_token: torch.Tensor) -> None:
+    """Checks that the tokens of every row, bool `[B, L]`, are one run.
+
+    Raises:
+        PackingError: names the first row that has none, or several.
+    """
+    begins = is_token.clone()
+    begins[:, 1:] &= ~is_token[:, :-1]
+    runs = begins.sum(dim=1)
+    wrong = (runs != 1).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    row = wrong[0]
+    if int(runs[row]) == 0:
+        raise PackingError(
+            f"row {row} of a padded batch has no token: its attention_mask is 0 everywhere{and_more(len(wrong) - 1)}. "
+            "Leave such rows out of the dataset"
+        )
+    hole = int((begins[row].cumsum(0) > 1).nonzero()[0])
+    raise PackingError(
+        f"row {row} of a padded batch has padding between tokens: its attention_mask begins again at place {hole}"
+        f"{and_more(len(wrong) - 1)}. Pad rows on the left or on the right alone"
+    )

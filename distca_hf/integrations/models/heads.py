@@ -1,0 +1,78 @@
+"""Heads: how many a model's attention layers have, and how wide they are, read from its configuration.
+
+Most models have the same heads in all layers. Where they do not (Gemma 4: wide heads in full layers, narrow ones in
+layers with a window), Transformers refuses to give one number, and each layer says its own.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from distca_hf.cost import Heads, TokenBytes, head_groups
+from distca_hf.integrations.models.parts import attention_layers, transformers_model
+
+
+# Common names that a configuration may map to others of its own. Where layers have heads of their own, Transformers
+# refuses to say how many there are, or how wide they are.
+NUMBER = "num_attention_heads"
+OTHERS = ("num_key_value_heads", "hidden_size", "head_dim")
+
+
+def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
+    """Returns the heads of every attention layer of the text part, by the layer's name.
+
+    Raises:
+        AttributeError, KeyError, RuntimeError, ValueError: neither the config nor the layers say how many heads there
+            are, or how wide they are.
+    """
+    layers = attention_layers(transformers_model(model))
+    try:
+        same = _heads_of_config(model)
+    except (AttributeError, KeyError, RuntimeError, ValueError):
+        return {name: _heads_of_layer(model, layer) for name, layer in layers.items()}
+    return dict.fromkeys(layers, same)
+
+
+def heads_of(model: nn.Module) -> Heads:
+    """Returns the heads of a layer; of the one with most numbers in keys and values, where layers differ.
+
+    Raises:
+        AttributeError, KeyError, RuntimeError, ValueError: as `heads_of_layers`.
+    """
+    layers = heads_of_layers(model)
+    if not layers:
+        return _heads_of_config(model)
+    return max(layers.values(), key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
+
+
+def head_groups_of(model: nn.Module) -> int:
+    """Returns the number of groups of heads: KV heads, or several of them together; 1 if the config does not say."""
+    return head_groups(_config(model, NUMBER, "num_key_value_heads"))
+
+
+def token_bytes_of(model: nn.Module) -> TokenBytes:
+    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs their proportion alone.
+
+    Raises:
+        AttributeError, KeyError, RuntimeError, ValueError: as `heads_of`.
+    """
+    return heads_of(model).token_bytes()
+
+
+def _heads_of_config(model: nn.Module) -> Heads:
+    number = transformers_model(model).config.get_text_config().num_attention_heads
+    return Heads.of_config(_config(model, *OTHERS) | {NUMBER: number})
+
+
+def _heads_of_layer(model: nn.Module, layer: nn.Module) -> Heads:
+    """Returns the heads of a layer as its own attributes say them."""
+    query = transformers_model(model).config.get_text_config().num_attention_heads
+    own = {"head_dim": layer.head_dim, "num_key_value_heads": query // int(layer.num_key_value_groups)}  # type: ignore[arg-type]
+    return Heads.of_config({NUMBER: query} | own)
+
+
+def _config(model: nn.Module, *names: str) -> dict[str, Any]:
+    """Returns the configuration of a model's text part, with values by these common names where it has any."""
+    config = transformers_model(model).config.get_text_config()
+    named = {name: getattr(config, name, None) for name in names}
+    return config.to_dict() | {name: value for name, value in named.items() if value is not None}

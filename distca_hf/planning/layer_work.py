@@ -1,0 +1,116 @@
+"""Layer work: attended pairs of every rank in layers of each mask, and the balance of all layers together.
+
+Ranks meet in every layer, so each kind of layers has a busiest rank of its own:
+
+    rank                     0    1       of the busiest    mean
+    full layers             40   40             40           40       imbalance 1.00
+    layers with a window     6   10             10            8       imbalance 1.25
+    one layer of each       46   50             50           48       imbalance 1.04
+
+Work of the busiest ranks is summed over layers, because another rank may be the busiest in layers of another kind.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distca_hf.arrays import IntArray
+from distca_hf.cost import LayerMasks, Mask, TokenBytes, imbalance
+from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import bytes_between
+from distca_hf.planning.window_routing import halo_rows_between
+
+
+def is_full(mask: Mask, layout: Layout) -> bool:
+    """Returns whether layers with this mask attend to all of every document; they follow the plan then."""
+    return mask.window_tokens is None or mask.window_tokens >= layout.longest_document_tokens
+
+
+def pairs_in_layer(plan: Plan, mask: Mask) -> NDArray[np.float64]:
+    """Returns `[ranks]` attended pairs in a layer with this mask, all heads together. In layers with a window every
+    rank computes the queries that it holds."""
+    if is_full(mask, plan.layout):
+        return plan.work / plan.tasks.head_groups
+    return plan.layout.rank_work_of(mask).astype(np.float64)
+
+
+def bytes_in_layer(plan: Plan, mask: Mask, token_bytes: TokenBytes) -> IntArray:
+    """Sums `[source, destination]` bytes of the forward pass of a layer with this mask."""
+    if is_full(mask, plan.layout):
+        return bytes_between(plan, token_bytes)
+    return halo_rows_between(plan.layout, mask) * token_bytes.key_value
+
+
+def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_servers: int = 0) -> float:
+    """Returns the imbalance of all layers, as `PlanFacts.imbalance` has it.
+
+    Args:
+        plan: of the full layers.
+        layer_masks: masks of the model, each with the number of its layers.
+        num_servers: the last ranks of the plan that are attention servers; they compute nothing in windows.
+    """
+    alone = (1.0,) * (plan.layout.num_ranks - num_servers) + (0.0,) * num_servers if num_servers else ()
+    values, weights = [], []
+    for mask, count in layer_masks:
+        full = is_full(mask, plan.layout)
+        values.append(plan.imbalance if full else imbalance(plan.layout.rank_work_of(mask), alone))
+        weights.append(count * float(pairs_in_layer(plan, mask).sum()))
+    return float(np.average(values, weights=weights)) if any(weights) else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWork:
+    """Attended pairs of micro-batches, in layers of each mask.
+
+    Attributes:
+        pairs: `[masks, micro_batches, ranks]` attended pairs in one layer.
+        shares: `[masks]` float64 weights of the masks in a mean over layers, such as their parts of all layers.
+    """
+
+    pairs: NDArray[np.float64] | IntArray
+    shares: NDArray[np.float64]
+
+    @property
+    def busiest(self) -> NDArray[np.float64]:
+        """`[micro_batches]` pairs of the busiest ranks, mean over layers."""
+        mean: NDArray[np.float64] = self.shares @ self.pairs.max(axis=2)
+        return mean
+
+    @property
+    def total(self) -> NDArray[np.float64]:
+        """`[micro_batches]` pairs of all ranks, mean over layers."""
+        mean: NDArray[np.float64] = self.shares @ self.pairs.sum(axis=2)
+        return mean
+
+    @property
+    def mean(self) -> NDArray[np.float64]:
+        """`[micro_batches]` pairs of a rank, mean over ranks and layers."""
+        mean: NDArray[np.float64] = self.shares @ self.pairs.mean(axis=2)
+        return mean
+
+    @property
+    def imbalance(self) -> NDArray[np.float64]:
+        """`[micro_batches]` max/mean work over ranks, of all layers; 1.0 where there are no documents."""
+        num_ranks, total = self.pairs.shape[2], self.total
+        return np.divide(self.busiest * num_ranks, total, out=np.ones(len(total)), where=total > 0)
+
+    def of_mask(self, number: int) -> "LayerWork":
+        """Returns the layers of one mask alone."""
+        return LayerWork(self.pairs[number : number + 1], np.ones(1))
+
+    def of_micro_batches(self, numbers: IntArray) -> "LayerWork":
+        """Returns some of the micro-batches."""
+        return replace(self, pairs=self.pairs[:, numbers])
+
+    def weighted(self, shares: NDArray[np.float64]) -> "LayerWork":
+        """Returns the same pairs with other weights."""
+        return replace(self, shares=shares)
+
+
+def layer_shares(layer_masks: LayerMasks) -> NDArray[np.float64]:
+    """Returns `[masks]` parts of all layers."""
+    counts = np.array([count for _, count in layer_masks], dtype=np.float64)
+    shares: NDArray[np.float64] = counts / counts.sum()
+    return shares

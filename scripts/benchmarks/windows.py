@@ -1,0 +1,110 @@
+"""Placement for models with sliding windows, measured: evenness of every kind of layer, keys that move, time of plans.
+
+    python scripts/benchmarks/windows.py [--ranks 2 8 64] [--seeds 6] [--tokens-per-rank 65536]
+
+The shipped lengths, drawn with each seed until all ranks are full, are placed in two ways: for full attention alone,
+and for the layers of a model. The worst seed is printed for max/mean work, and the mean over seeds for keys and times.
+The time of a batch is the shortest of several plans. Ways take turns, and each is called once before.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import key_transfers
+from lib.planning.mixes import batch
+from lib.planning.planners import HEAD_GROUPS, RANKS_PER_NODE, print_row, table
+
+
+MIXES = ("pretrain", "prolong")
+MODELS: dict[str, LayerMasks] = {
+    "GPT-OSS: 1 full, 1 of 128": ((Mask(), 1), (Mask(128), 1)),
+    "Gemma 3: 1 full, 5 of 1024": ((Mask(), 1), (Mask(1024), 5)),
+    "Muse: 1 full, 3 of 2048": ((Mask(), 1), (Mask(2048), 3)),
+    "OLMo 3: 1 full, 3 of 4096": ((Mask(), 1), (Mask(4096), 3)),
+}
+# Plans of each batch whose time is taken; the shortest counts.
+ROUNDS = 5
+
+
+@dataclass
+class Way:
+    """Figures of one way to place, over all seeds."""
+
+    full: list[float] = field(default_factory=list)
+    window: list[float] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, plan: Plan, window: Mask) -> None:
+        """Measures a plan."""
+        self.full.append(plan.imbalance)
+        self.window.append(imbalance(plan.layout.rank_work_of(window)))
+        transfers = key_transfers(plan)
+        self.keys.append(int(transfers.rows_between(plan.layout.num_ranks).sum()) // plan.tasks.head_groups)
+
+
+def planner(num_ranks: int, layer_masks: LayerMasks) -> PlacedPlanner:
+    """Returns the planner of a training, whose ranks hold as many tokens as a batch brings."""
+    config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
+    return PlacedPlanner(config, num_ranks, HEAD_GROUPS, layer_masks=layer_masks)
+
+
+def take_times(batches: list[IntArray], planners: list[PlacedPlanner], ways: list[Way]) -> None:
+    """Plans every batch in every way, in turns."""
+    for documents in batches:
+        for each in planners:
+            each.plan(documents)
+        seconds: list[list[float]] = [[] for _ in ways]
+        for of_way, each in list(zip(seconds, planners, strict=True)) * ROUNDS:
+            began = time.perf_counter()
+            each.plan(documents)
+            of_way.append(time.perf_counter() - began)
+        for of_way, way in zip(seconds, ways, strict=True):
+            way.seconds.append(min(of_way))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 8, 64], help="numbers of ranks to plan for")
+    parser.add_argument("--seeds", type=int, default=6, help="batches that are drawn for every row")
+    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
+    options = parser.parse_args()
+    table(
+        f"Placed for all kinds of layers, {options.tokens_per_rank:,} tokens per rank; in brackets: for full alone",
+        *("lengths", "ranks", "layers", "full max/mean", "window max/mean", "key tokens, thousands"),
+        *("keys ÷ for full alone", "plan ms", "time ÷ for full alone"),
+    )
+    for mix in MIXES:
+        for num_ranks in options.ranks:
+            tokens = num_ranks * options.tokens_per_rank
+            batches = [batch(mix, num_ranks, options.tokens_per_rank, tokens, seed) for seed in range(options.seeds)]
+            for name, layer_masks in MODELS.items():
+                planners = [planner(num_ranks, CAUSAL_LAYERS), planner(num_ranks, layer_masks)]
+                alone, both = ways = [Way(), Way()]
+                for documents in batches:
+                    for each, way in zip(planners, ways, strict=True):
+                        way.add(each.plan(documents), layer_masks[-1][0])
+                take_times(batches, planners, ways)
+                milliseconds = [1e3 * statistics.mean(way.seconds) for way in ways]
+                print_row(
+                    *(mix, num_ranks, name, f"{max(both.full):.3f} ({max(alone.full):.3f})"),
+                    f"{max(both.window):.3f} ({max(alone.window):.3f})",
+                    f"{np.mean(both.keys) / 1e3:.0f} ({np.mean(alone.keys) / 1e3:.0f})",
+                    f"{sum(both.keys) / max(1, sum(alone.keys)):.2f}",
+                    f"{milliseconds[1]:.1f} ({milliseconds[0]:.1f})",
+                    f"{milliseconds[1] / milliseconds[0]:.2f}",
+                )
+
+
+if __name__ == "__main__":
+    main()
