@@ -18,7 +18,16 @@ from support.texts import END, save_word_model, write_documents
 
 EXAMPLES = REPOSITORY / "examples"
 SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
-RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts", "gemma3_long", "gpt_oss_lora"}
+RUN_HERE = {
+    "sft_packing",
+    "lora",
+    "deepspeed_zero3",
+    "tokenise_texts",
+    "gemma3_long",
+    "gpt_oss_lora",
+    "qwen3_5",
+    "dpo",
+}
 RUN_ELSEWHERE = {"train", "accelerate_loop", "train_causal_lm", "quickstart"}
 MODULES = {"python_sources", "quickstart_report"}
 
@@ -104,6 +113,22 @@ def test_gpt_oss_saves_an_adapter(tmp_path: Path) -> None:
     check_training(run_example("gpt_oss_lora", tmp_path))
 
     check_adapter(tmp_path / "gpt_oss_lora_output")
+
+
+def test_qwen3_5_moves_tasks_of_whole_documents(tmp_path: Path) -> None:
+    printed = run_example("qwen3_5", tmp_path)
+
+    assert "documents stay whole" in printed
+    assert all(after < 1.1 for after in metric_of(printed, "imbalance"))
+    assert any(mbytes > 0 for mbytes in metric_of(printed, "mbytes_sent_max"))
+
+
+def test_dpo_moves_tasks_of_padded_batches(tmp_path: Path) -> None:
+    printed = run_example("dpo", tmp_path)
+
+    before, after = metric_of(printed, "imbalance_before"), metric_of(printed, "imbalance")
+    assert len(before) == 3
+    assert sum(after) < sum(before)
 
 
 def test_deepspeed_says_that_it_runs_ddp_on_cpus(tmp_path: Path) -> None:
