@@ -18,16 +18,8 @@ from support.texts import END, save_word_model, write_documents
 
 EXAMPLES = REPOSITORY / "examples"
 SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
-RUN_HERE = {
-    "sft_packing",
-    "lora",
-    "deepspeed_zero3",
-    "tokenise_texts",
-    "gemma3_long",
-    "gpt_oss_lora",
-    "qwen3_5",
-    "dpo",
-}
+OF_MODELS = {"gemma3_long", "gpt_oss_lora", "qwen3_5"}
+RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts", "dpo"} | OF_MODELS
 RUN_ELSEWHERE = {"train", "accelerate_loop", "train_causal_lm", "quickstart"}
 MODULES = {"python_sources", "quickstart_report"}
 
