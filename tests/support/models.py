@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -38,6 +39,11 @@ def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
         if kind == "gpt_oss":
             return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **sizes)
         return Gemma3TextConfig(query_pre_attn_scalar=16, **sizes)
+    if kind == "qwen3_5":  # the last layer is full, the others carry a state
+        layers = [*["linear_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
+        linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+        linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
+        return Qwen3_5TextConfig(head_dim=16, layer_types=layers, **linear, **sizes)
     return Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else LlamaConfig(**sizes)
 
 

@@ -279,7 +279,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     "14 Mamba": (
         partial(refused_model, MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=9)),
         "none of its layers looks attention up by name",
-        "layers [0, 1, 2] and 6 more",
+        "MambaForCausalLM",
         "Else train it without distca_hf",
     ),
     "14 Bloom": (

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from distca_hf.arrays import exclusive_cumsum
 from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
 from distca_hf.batches.stated_documents import lengths_and_rows, stated_lengths
-from distca_hf.errors import PackingError, PlanError
+from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows, keep_apart, mix_rows_again
 from distca_hf.integrations.models.mixers import mixers_of
 from distca_hf.runtime.live_plan import LivePlan
@@ -57,11 +57,13 @@ class MixerWatch:
         """Returns what a pass with a plan needs besides, as keywords.
 
         Raises:
+            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
             PlanError: the plan cuts documents.
             PackingError: a cache is asked for.
         """
         if not self.mixers:
             return {}
+        self._check_weights()
         facts, transport = plan.facts, plan.transport
         if facts.cut_documents:
             raise PlanError(
@@ -81,6 +83,7 @@ class MixerWatch:
         """Returns what a pass of this rank alone needs besides, as keywords.
 
         Raises:
+            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
             PackingError: nothing says where documents begin, sources disagree, or a cache is asked for.
         """
         if not self.mixers:
@@ -90,6 +93,7 @@ class MixerWatch:
         if goes_on or not tokens.numel():
             return {KEYWORD: None}
         if trains:
+            self._check_weights()
             stated_lengths(batch)
         batch_size, row_tokens = tokens.shape
         lengths, rows = lengths_and_rows(batch)
@@ -100,6 +104,21 @@ class MixerWatch:
         self._check_no_cache(batch)
         found = DocumentRows(lengths, batch_size, row_tokens, tokens.device, rows)
         return {KEYWORD: found} | ({"use_cache": False} if self._accepts_use_cache else {})
+
+    def _check_weights(self) -> None:
+        """Checks that the weights of mixers are there as long as a layer runs.
+
+        Raises:
+            UnsupportedAttentionError: ZeRO-3 gathers them for each part of a mixer. Ranks run the parts unequally
+                often, once for documents of about one length, and would wait for each other.
+        """
+        # ds_id: DeepSpeed's mark of a parameter that ZeRO-3 divides.
+        if any(hasattr(parameter, "ds_id") for mixer in self.mixers.values() for parameter in mixer.parameters()):
+            raise UnsupportedAttentionError(
+                f"{self._named} run once for documents of about one length, unequally often on every rank, and ZeRO-3 "
+                "gathers their weights in every run: ranks would wait for each other. Train with ZeRO-1, ZeRO-2, FSDP "
+                "or DDP"
+            )
 
     def _check_no_cache(self, batch: Batch) -> None:
         """Checks that no cache is to be filled by packed documents.

@@ -42,12 +42,13 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def needs_whole_documents(model: nn.Module) -> bool:
-    """Returns whether a model has mixers.
+    """Returns whether a model has mixers beside attention. One without attention is refused.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
     """
-    return bool(mixers_of(transformers_model(model)))
+    inner = transformers_model(model)
+    return bool(attention_layers(inner) and mixers_of(inner))
 
 
 def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
