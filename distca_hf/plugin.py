@@ -14,6 +14,7 @@ from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed_check import check_distribution
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -93,9 +94,12 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
 
         Raises:
-            ConfigError: several processes were launched, but no process group is initialised.
+            ConfigError: several processes were launched, but no process group is initialised; or the model is divided
+                between ranks in a way that cannot train.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
+        if model is not None:
+            check_distribution(model)
         target = self.device if device is None else numbered(device)
         head_groups = 1 if model is None else head_groups_of(model)
         whole_documents = model is not None and needs_whole_documents(model)
