@@ -84,8 +84,9 @@ class Grid:
         in_mesh = sorted(ranks.flatten().tolist())
         if in_mesh != list(range(num_ranks)):
             raise ConfigError(
-                f"the device mesh is of {len(in_mesh)} ranks, {_some(in_mesh)}, and the job has {num_ranks}: a mesh with several dimensions must be all ranks of the job, each once. For trainings "
-                "in parts of a job give each its group, along one dimension"
+                f"the device mesh is of {len(in_mesh)} ranks, {_some(in_mesh)}, and the job has {num_ranks}: a mesh "
+                "with several dimensions must be all ranks of the job, each once. For trainings in parts of a job "
+                "give each its group, along one dimension"
             )
         left_out = [name for name in names if name not in order]  # of one rank each
         axes = [list(names).index(name) for name in (*order, *left_out)]

@@ -119,7 +119,7 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
     model = enable(tiny_model(), plugin)
     monkeypatch.setattr(PartialState, "_shared_state", {})  # Accelerate may have counted this process alone before
     opened = LocalTransport()
-    opened.world_size = 2
+    opened.world_size, opened.grid = 2, Grid.flat(range(2), 1)
     monkeypatch.setattr(Members, "of", lambda group, num_servers: Members(range(2), Grid.flat(range(2), 1)))
     monkeypatch.setattr(parallel_context, "open_transport", lambda *arguments: opened)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from distca_hf.comm import rosters
+from distca_hf.comm.grid import Grid
 from distca_hf.comm.groups import in_time
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.grid import Grid
 from distca_hf.comm.rosters import RosterTransport
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ServerLostError
