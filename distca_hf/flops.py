@@ -104,6 +104,15 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class PassCosts:
+    """Costs of the layers of a model, without its head: of their forward pass, and of their backward pass with all that
+    is recomputed in it."""
+
+    forward: StepCost
+    backward: StepCost
+
+
+@dataclass(frozen=True)
 class StepFlops:
     """Operations of a model's forward and backward pass, all layers together.
 
@@ -149,3 +158,14 @@ class StepFlops:
             1 + recomputes_attention
         ) / rates.attention_forward + ATTENTION_BACKWARD / rates.attention_backward
         return StepCost(token_flops / rates.matrix, self.pair_forward * pair_seconds)
+
+    def pass_costs(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> PassCosts:
+        """Returns the seconds of a token and of a pair in the layers, forward and backward apart. Arguments: see
+        `cost`."""
+        head_backward = self.head_forward * self.token_backward / self.token_forward
+        backward_flops = self.token_backward - head_backward + recomputes_layers * self.layers_forward
+        backward_seconds = ATTENTION_BACKWARD / rates.attention_backward + recomputes_attention / rates.attention_forward
+        return PassCosts(
+            forward=StepCost(self.layers_forward / rates.matrix, self.pair_forward / rates.attention_forward),
+            backward=StepCost(backward_flops / rates.matrix, self.pair_forward * backward_seconds),
+        )
