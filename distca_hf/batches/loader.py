@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +211,7 @@ class PlacedLoader:
                 f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
                 "same sizes"
             )
-        self._check_midst(sizes, state.get("pipeline"), is_midst=bool(micro_batch or taken))
+        self._check_midst(sizes, tuple(state.get("pipeline", ())), is_midst=bool(micro_batch or taken))
         # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
         if sizes != self._sizes():
             steps_from = micro_batch
@@ -228,7 +228,7 @@ class PlacedLoader:
         over = saved.micro_batch >= self._packed(saved).num_micro_batches
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
-    def _check_midst(self, sizes: Mapping[str, int], stages: Mapping[str, int] | None, is_midst: bool) -> None:
+    def _check_midst(self, sizes: Mapping[str, int], stages: tuple[int, ...], is_midst: bool) -> None:
         """Checks that the midst of an epoch is of sizes as they are now, where its micro-batches depend on them. Those
         of whole documents depend on the room of ranks, those of a pipeline also on the micro-batches of a step.
 
@@ -380,9 +380,9 @@ class PlacedLoader:
         }
 
     @property
-    def _stages(self) -> dict[str, int] | None:
-        """Sizes of the pipeline, as they are saved; None without one."""
-        return None if self._planner.pipeline is None else asdict(self._planner.pipeline)
+    def _stages(self) -> tuple[int, ...]:
+        """Stages and chunks of the pipeline, as they are saved; nothing without one."""
+        return () if self._planner.pipeline is None else astuple(self._planner.pipeline)
 
     def _identity(self) -> dict[str, object]:
         return {
