@@ -26,12 +26,12 @@ from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.media import check_no_media
 from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.steps import SteppedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.planning.plan import PlanFacts, PlanTotals

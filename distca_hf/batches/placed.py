@@ -12,11 +12,10 @@ import numpy as np
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
-from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.shaping import ShapedEpoch
-from distca_hf.data.steps import SteppedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.layout import Layout

@@ -16,9 +16,9 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
-from distca_hf.data.steps import SteppedEpoch
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan, PlanFacts

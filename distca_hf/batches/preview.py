@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.data.steps import SteppedEpoch
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
