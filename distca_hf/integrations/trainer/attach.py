@@ -18,6 +18,7 @@ from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
@@ -73,6 +74,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
         raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
+    follow_mesh(trainer.model, context)
     attachment = Attachment(trainer)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
