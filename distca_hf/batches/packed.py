@@ -8,20 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, media_of, tokens_of
 from distca_hf.batches.taking import order_plan, shared_facts
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.media import MEDIA
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, PlanMismatchError
 from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
@@ -33,6 +35,9 @@ from distca_hf.topology import Topology
 
 
 log = get_logger(__name__)
+
+# Name of the number by which tensor ranks compare their batches.
+CHECKSUM = "checksum of tokens, labels and lengths"
 
 
 class PackPlanner:
@@ -97,7 +102,8 @@ class PackPlanner:
         Raises:
             PackingError: the batch holds something else than whole documents, or no rank has any; or only some
                 ranks hold images, and would wait for the others.
-            PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
+            PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
+                another batch although they share the data.
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
@@ -106,6 +112,8 @@ class PackPlanner:
             "learns nothing": int(number == 0 and _learns_nothing(batch)),
             "holds images": int(bool(media_of(batch))),
         }
+        if self._transport.grid.shape[2] > 1:
+            flags[CHECKSUM] = _checksum(lengths, tokens, batch)
         lengths_of_ranks = self._all_lengths(lengths, number, flags, towers_are_sharded)
         if lengths_of_ranks is None:
             return None
@@ -158,7 +166,7 @@ class PackPlanner:
         try:
             return self._lengths_of(batch)
         except Exception:
-            Agreement.announce_unable(self._transport, number)
+            Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise
 
     def _all_lengths(
@@ -167,7 +175,7 @@ class PackPlanner:
         """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
         batch holds no label to learn: most likely all their batches are like it."""
         # 1. How many lengths each rank has: gathers are of equal size.
-        numbers = Agreement.start(
+        agreement = Agreement.start(
             self._transport,
             Occasion.PLAN,
             number,
@@ -177,18 +185,21 @@ class PackPlanner:
                 "padded": int(lengths is None),
                 **flags,
             },
-        ).wait()
+        )
+        numbers = agreement.wait(Scope.ROWS)
+        if CHECKSUM in flags:
+            self._check_same_batch(agreement, number)
         if towers_are_sharded:
             self._check_images(numbers["holds images"], number)
         if any(numbers["learns nothing"]):
             log.warning(
                 "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
                 "Look at the dataset's labels and masks",
-                _ranks(numbers["learns nothing"]),
+                self._labels(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )
         if any(numbers["padded"]):
-            self._warn_of_padding(_ranks(numbers["padded"]), number)
+            self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
         # 2. The lengths, filled up with zeros to those of the rank with the most documents.
         assert lengths is not None
@@ -198,16 +209,38 @@ class PackPlanner:
         rows = self._transport.gather(padded, where).wait()
         return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
 
+    def _check_same_batch(self, agreement: Agreement, number: int) -> None:
+        """Checks that all tensor ranks of one data rank hold the same batch.
+
+        Raises:
+            PlanMismatchError: some do not; names the first ones.
+        """
+        grid, checksums = self._transport.grid, agreement.wait()[CHECKSUM]
+        for places in grid.same_tokens(grid.members(agreement.scope)):
+            seen = [f"{checksums[place]:08x}" for place in places]
+            if len(set(seen)) > 1:
+                shown = by_value(seen, [agreement.labels[place] for place in places])
+                raise PlanMismatchError(
+                    f"{grid.name}, micro-batch {number}: tensor ranks of one data rank hold different batches, "
+                    f"nothing was sent: the {CHECKSUM} is {shown}. They compute parts of the same layers: give them the same "
+                    f"rows, with a sampler that counts the {grid.shape[1]} data ranks and not all ranks"
+                )
+
     def _check_images(self, flags: Sequence[int], number: int) -> None:
         """Checks that all ranks hold images, or none."""
         if len(set(flags)) > 1:
-            without = _ranks([1 - flag for flag in flags])
+            holding, without = self._labels(flags), self._labels([1 - flag for flag in flags])
             raise PackingError(
-                f"rank {self._transport.rank}, micro-batch {number}: rank {_ranks(flags)} holds images, videos or "
+                f"{self._transport.grid.name}, micro-batch {number}: rank {holding} holds images, videos or "
                 f"sound, and rank {without} none. The model's towers are sharded: ranks with images would wait for "
                 "the others for ever. Give every rank an image in every micro-batch (a blank one, say), or leave the "
                 "towers out of sharding (ignored parameters of FSDP)"
             )
+
+    def _labels(self, flags: Sequence[int]) -> str:
+        """Returns the ranks whose flag is 1, in words."""
+        labels = labels_of(self._transport, Scope.ROWS)
+        return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
 
     def _warn_of_padding(self, ranks: str, number: int) -> None:
         """Warns once that padded batches are not balanced."""
@@ -222,15 +255,18 @@ class PackPlanner:
             )
 
 
+def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:
+    """Returns a checksum of a batch; waits for the device."""
+    labels = batch.get("labels")
+    values = [tokens] if labels is None else [tokens, labels]
+    parts = [x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in values]
+    return crc32(b"".join([*parts, b"" if lengths is None else lengths.tobytes()]))
+
+
 def _learns_nothing(batch: Batch) -> bool:
     """Returns whether a batch has labels and none of them is learnt; waits for the device."""
     labels = batch.get("labels")
     return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
-
-
-def _ranks(flags: Sequence[int]) -> str:
-    """Returns the ranks whose flag is 1, in words."""
-    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:

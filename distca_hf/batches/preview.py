@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
@@ -73,13 +73,13 @@ class PlacedData:
         document_tokens: `[documents]` lengths of all documents.
         micro_batches: of the epoch, or of the rest of it.
         first: the next one of these.
-        micro_steps: micro-batches of an optimizer step within which documents are regrouped.
+        micro_steps: micro-batches of an optimizer step within which documents are divided anew.
         per_epoch: micro-batches of a whole epoch.
     """
 
     planner: PlacedPlanner
     document_tokens: IntArray
-    micro_batches: RegroupedEpoch
+    micro_batches: SteppedEpoch
     first: int
     micro_steps: int
     per_epoch: int
@@ -154,7 +154,7 @@ class RunReport:
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
         """
         self.written = True
-        if plan.transport.rank != 0 or not log.isEnabledFor(logging.INFO):
+        if plan.transport.grid.number != 0 or not log.isEnabledFor(logging.INFO):
             return
         log.info("%s: %s", __version__, self._first_line(plan), extra=OF_THIS_RANK)
         if isinstance(plan, PlacedPlan):
@@ -170,7 +170,8 @@ class RunReport:
         servers = len(plan.facts.speeds) - num_ranks
         beside = f"and {count(servers, 'attention server')} " if servers > 0 else ""
         nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
-        ranks = count(num_ranks, "rank")
+        grid = plan.transport.grid
+        ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"
         if not isinstance(plan, PlacedPlan):
             facts = plan.facts
             steps = f"; {count(self._steps_per_epoch, 'step')} per epoch" if self._steps_per_epoch else ""
@@ -186,7 +187,7 @@ class RunReport:
         else:
             steps = count(data.per_epoch, "micro-batch")
         return (
-            f"{ranks} x {self._config.tokens_per_rank:,} tokens {nodes}; {count(len(lengths), 'document')}, "
+            f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; {count(len(lengths), 'document')}, "
             f"{int(lengths.sum()):,} tokens, longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} "
             f"possible; {steps} per epoch"
         )

@@ -113,6 +113,12 @@ def can_train_tensor_parallel(model: nn.Module) -> bool:
     return hasattr(transformers_model(model), "_mesh_manager")
 
 
+def cannot_resume(model: nn.Module | None) -> bool:
+    """Returns whether Transformers saves a model's weights and cannot resume its training, because it divided the
+    model as it was loaded."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
 def wants_sequence_parallel(model: nn.Module) -> bool:
     """Returns whether `DistributedConfig` asks for sequence parallelism, which Transformers has not implemented."""
     config = getattr(transformers_model(model).config, "distributed_config", None)

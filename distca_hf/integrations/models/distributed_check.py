@@ -23,6 +23,7 @@ from distca_hf.integrations.models.distributed import (
 )
 from distca_hf.integrations.models.heads import whole_heads_of_layers
 from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.parallel_context import ParallelContext
 
 
 # Lowest Transformers that trains with tensor or expert parallelism.
@@ -41,6 +42,19 @@ def check_distribution(model: nn.Module) -> ModelMesh | None:
         name = type(transformers_model(model)).__name__
         raise ConfigError(f"{name} cannot be trained as it is divided between ranks: {'; '.join(reasons)}")
     return model_mesh(model)
+
+
+def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
+    """Lets a context follow the mesh that a model is divided over, after all checks. A model that Transformers did not
+    divide says nothing about ranks.
+
+    Raises:
+        ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks in another way.
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    found = check_distribution(model)
+    if found is not None:
+        context.use_mesh(found.mesh, data=found.data, tensor=found.tensor, stages=found.stages)
 
 
 def refused_distribution(model: nn.Module) -> Iterator[str]:

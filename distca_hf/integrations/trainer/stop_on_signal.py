@@ -10,9 +10,12 @@ from collections.abc import Callable
 from types import FrameType
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distca_hf.comm.grid import Grid
 from distca_hf.comm.transport import Traffic, Transport
+from distca_hf.integrations.models.distributed import cannot_resume
 from distca_hf.telemetry import get_logger
 
 
@@ -42,28 +45,44 @@ class LeaveOnSignal(TrainerCallback):
     def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:
         self._transport_of = transport_of
         self._traffic = Traffic()
-        self._alone = True
+        self._grid = Grid.flat(range(1), 0)
         self._signal = 0
         self._steps_unshown = 0
+        self._saves_weights_alone = False
         self._earlier: dict[int, Handler] = {}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
     ) -> None:
         transport = self._transport_of(args.device)
-        self._traffic, self._alone = transport.traffic, transport.world_size == 1
+        self._traffic, self._grid = transport.traffic, transport.grid
+        self._saves_weights_alone = not args.save_only_model and cannot_resume(model)
+        if self._saves_weights_alone:
+            log.info(
+                "save_on_signal saves weights alone: Transformers cannot resume a model that was divided as it was "
+                "loaded (DistributedConfig), so neither optimizer nor position can be restored"
+            )
         self._traffic.leave_signal = self._signal = 0
         self._traffic.leaving.clear()
         self._install()
 
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._grid.ranks) == 1
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        got = {0: self._traffic.leave_signal} if self._alone else self._traffic.leaving
+        got = {self._grid.rank: self._traffic.leave_signal} if self._is_alone else self._traffic.leaving
         self._check_shown(state)
         if any(got.values()):
             first = min(got)
-            self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
+            self._signal, ranks = got[first], ", ".join(map(self._grid.label, sorted(got)))
             name = signal.Signals(self._signal).name
             again = "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else ""
             log.warning(
@@ -73,12 +92,13 @@ class LeaveOnSignal(TrainerCallback):
                 ranks,
                 again,
             )
+            args.save_only_model |= self._saves_weights_alone
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 
     def _check_shown(self, state: TrainerState) -> None:
         """Raises a signal again that has not reached the other ranks for some steps: they agree over other groups."""
-        if self._alone or not self._traffic.leave_signal or self._traffic.leaving:
+        if self._is_alone or not self._traffic.leave_signal or self._traffic.leaving:
             self._steps_unshown = 0
             return
         self._steps_unshown += 1
