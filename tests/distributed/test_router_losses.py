@@ -97,4 +97,4 @@ def test_only_the_auxiliary_loss_depends_on_who_holds_which_tokens(
         differences.append(whole.auxiliary / alone.auxiliary - 1)
     record_property("relative differences with 85 and 2,000 tokens per rank", differences)
     assert differences[0] > 0.02
-    assert 1e-5 < abs(differences[1]) < differences[0] / 10, "means over more tokens depend less on which they are"
+    assert 1e-5 < abs(differences[1]) < differences[0] / 5, "means over more tokens depend less on which they are"
