@@ -1,4 +1,4 @@
-"""Models that Transformers divides as it loads them train as one process does: experts, replicas of shards, all together."""
+"""Models that Transformers divides as it loads them train as one process does: experts, replicas, and all at once."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
