@@ -68,6 +68,7 @@ class PipelineEstimates:
     Attributes:
         num_stages, chunks: of the pipeline.
         gpus: ranks of all stages.
+        wire_gbytes_per_second: see `Wires`.
         steps: optimizer steps that were simulated.
         filled: rows of the pipeline that hold tokens, a part of all; GPUs compute the others, too.
         attention_share: time of attention over time of all work.
@@ -83,6 +84,7 @@ class PipelineEstimates:
     num_stages: int
     chunks: int
     gpus: int
+    wire_gbytes_per_second: float
     steps: int
     filled: float
     attention_share: float
@@ -129,6 +131,7 @@ def estimate_pipeline(
         num_stages=pipeline.num_stages,
         chunks=pipeline.chunks,
         gpus=request.num_gpus,
+        wire_gbytes_per_second=wires.gbytes_per_second,
         steps=len(steps),
         filled=float(np.mean(simulated.filled)),
         attention_share=1 - simulated.busy_without_attention / simulated.busy,
@@ -208,23 +211,28 @@ def utilisation_without_pipeline(
     gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
     micro_steps = ceil_div(request.micro_steps, stages)
     planner = PlacedPlanner(request.planner.config, gpus, request.model.heads.groups)
-    uneven = float(np.mean([_balance(planner, step, micro_steps) for step in steps[:MOST_PLACED_STEPS]]))
+    batches = [_in_micro_steps(lengths, micro_steps) for lengths in steps]
+    uneven = float(np.mean([_balance(planner, step) for step in batches[:MOST_PLACED_STEPS]]))
     gather_seconds = wires.seconds(weights_to_gather(request.model))
     busy = seconds = 0.0
-    for lengths in steps:
-        tokens, pairs = int(lengths.sum()) / gpus, int(work_of_documents(lengths).sum()) / gpus
+    for batch in (batch for step in batches for batch in step):
+        tokens, pairs = int(batch.sum()) / gpus, int(work_of_documents(batch).sum()) / gpus
         busy += _work_seconds(costs, tokens, pairs)
-        # Work of micro-steps may differ: ranks wait for none but those of their own micro-step.
         for one, gathers in ((costs.forward, FORWARD_GATHERS), (costs.backward, BACKWARD_GATHERS)):
             computing = tokens * one.token_seconds + pairs * uneven * one.pair_seconds
-            seconds += max(computing, micro_steps * gathers * gather_seconds)
+            seconds += max(computing, gathers * gather_seconds)
     return busy / seconds
 
 
-def _balance(planner: PlacedPlanner, lengths: IntArray, micro_steps: int) -> float:
-    """Returns max/mean work of the placed micro-steps of one optimizer step, weighted by their work."""
-    offsets = np.searchsorted(np.cumsum(lengths), np.arange(1, micro_steps) * int(lengths.sum()) / micro_steps)
-    plans = [planner.plan(part) for part in np.split(lengths, offsets) if len(part)]
+def _in_micro_steps(lengths: IntArray, micro_steps: int) -> list[IntArray]:
+    """Divides the documents of an optimizer step, in order, among micro-steps of about equal tokens."""
+    goals = np.arange(1, micro_steps) * int(lengths.sum()) / micro_steps
+    return [part for part in np.split(lengths, np.searchsorted(np.cumsum(lengths), goals)) if len(part)]
+
+
+def _balance(planner: PlacedPlanner, micro_steps: Sequence[IntArray]) -> float:
+    """Returns the work of the busiest ranks of the micro-steps of an optimizer step over the mean of all ranks."""
+    plans = [planner.plan(batch) for batch in micro_steps]
     work = [plan.work / plan.tasks.head_groups for plan in plans]
     return float(sum(ranks.max() for ranks in work) / sum(ranks.mean() for ranks in work))
 
@@ -241,7 +249,7 @@ def least_heaviest(document_tokens: IntArray, micro_batches: int) -> float:
     lengths = np.sort(document_tokens)
     work = work_of_documents(lengths)
     room = int(lengths.sum()) // micro_batches - int(lengths[-1])
-    beside = int(np.searchsorted(np.cumsum(lengths[:-1]), room))
+    beside = int(np.searchsorted(np.cumsum(lengths[:-1]), room, side="right"))
     return max(1.0, int(work[-1] + work[:beside].sum()) * micro_batches / int(work.sum()))
 
 
