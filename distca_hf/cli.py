@@ -194,10 +194,7 @@ LengthsAreBatch = Annotated[
 ]
 
 
-@app.command(
-    epilog="Examples: distca plan pretrain --ranks 8 --tokens-per-rank 16384 --compare; "
-    "distca plan pretrain --ranks 8 --tokens-per-rank 131072 --pipeline 4 --chunks 4 --micro-steps 8 --wire-speed 25"
-)
+@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384 --compare")
 def plan(
     lengths: DocumentLengths,
     ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
@@ -228,6 +225,8 @@ def plan(
     nearly equal tokens. The first optimizer step is planned in full, with its bytes.
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
+
+    With and without a pipeline: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
     from distca_hf.analysis.command import run_plan
 

@@ -1,6 +1,7 @@
 """Pipelines in `distca plan`: goals on the shipped lengths, what wires do, output, and what is refused."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,14 @@ def test_the_first_step_is_shaped_as_in_training(some: Path) -> None:
     assert len({shaped["fingerprint"], interleaved["fingerprint"], without["fingerprint"]}) == 3
     assert without["pipeline"] is None
     assert without["estimates"] is not None
+
+
+def test_the_example_of_the_help_works() -> None:
+    shown = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    (example,) = re.findall(r"With and without a pipeline: distca (.*)", shown)
+    ran = CliRunner().invoke(app, [*example.split(), "--json"])
+
+    assert json.loads(ran.stdout)["pipeline"]["gpus"] == 32
 
 
 def test_a_model_of_unknown_size_has_no_utilisation(some: Path, tmp_path: Path) -> None:
