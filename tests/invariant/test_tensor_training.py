@@ -98,6 +98,7 @@ def load(folder: Path, implementation: str = "distca") -> Any:
     from transformers.distributed import DistributedConfig
 
     AcceleratorState._reset_state()  # what the run before told it
+    sizes = DistributedConfig(tp_size=TENSOR, fsdp_size=DATA)
     return AutoModelForCausalLM.from_pretrained(
         folder,
         attn_implementation=implementation,
