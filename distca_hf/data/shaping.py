@@ -12,8 +12,10 @@ computed element by element.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_LAYERS, Cost, LayerMasks
@@ -118,18 +120,19 @@ def shape_step(
 
 def simulate(
     schedule: Schedule,
-    work: IntArray,
+    work: NDArray[Any],
     num_ranks: int,
     tokens_per_rank: int,
     costs: PassCosts,
     hop_seconds: float = 0.0,
+    part_layers: Sequence[int] | None = None,
 ) -> Seconds:
     """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage.
 
     Args:
         work: `[..., micro_batches]` attended pairs of all ranks of a stage together.
         num_ranks, tokens_per_rank, costs: as for `shape_step`.
-        hop_seconds: seconds from one stage to another.
+        hop_seconds, part_layers: as for `Schedule.step_seconds`.
 
     Returns:
         `[...]` float64 seconds.
@@ -137,7 +140,7 @@ def simulate(
     pairs = work / num_ranks
     forward = tokens_per_rank * costs.forward.token_seconds + pairs * costs.forward.pair_seconds
     backward = tokens_per_rank * costs.backward.token_seconds + pairs * costs.backward.pair_seconds
-    return schedule.step_seconds(forward, backward, hop_seconds)
+    return schedule.step_seconds(forward, backward, hop_seconds, part_layers)
 
 
 def shares_to_try(micro_batches: int, num_stages: int) -> Iterator[list[float]]:
