@@ -99,11 +99,7 @@ def load(folder: Path, implementation: str = "distca") -> Any:
 
     AcceleratorState._reset_state()  # what the run before told it
     sizes = DistributedConfig(tp_size=TENSOR, fsdp_size=DATA)
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        attn_implementation=implementation,
-        distributed_config=DistributedConfig(tp_size=TENSOR, fsdp_size=DATA),
-    )
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, distributed_config=sizes)
 
 
 def evaluation_dataset() -> Dataset:
