@@ -1,4 +1,4 @@
-"""Models that Transformers divides as it loads them train as one process does: experts, replicas of shards."""
+"""Models that Transformers divides as it loads them train as one process does: experts, replicas, and all at once."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -124,8 +124,8 @@ def train_with_trainer(run: Run, model: Any, plugin: Any, folder: Path) -> Curve
 def train_in_plain_loop(run: Run, model: Any, plugin: Any, folder: Path) -> Curve:
     import distca_hf
 
-    distca_hf.enable(model, plugin)
     loader = plugin.dataloader(training_dataset(), SEED, model=model)
+    distca_hf.enable(model, plugin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, foreach=False)
     losses, norms = [], []
     for batch in islice(loader, STEPS):
@@ -164,12 +164,16 @@ def largest_differences(curve: Curve, expected: Curve) -> str:
 
 EP = {"fsdp_size": 2, "ep_size": 2}
 EP_OF_SHARDS = {"fsdp_size": 4, "ep_size": 2}
+ALL = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
 REPLICAS = {"dp_replicate_size": 2, "fsdp_size": 2}
 RUNS = [
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "trainer"),
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "trainer", "packs"),
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "plain"),
     Run("qwen3_moe", EP_OF_SHARDS, {"fsdp4", "efsdp2 ep2"}, "trainer"),
+    Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "trainer"),
+    Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "trainer", "packs"),
+    Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "plain"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer", "packs"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "plain"),
