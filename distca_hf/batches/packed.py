@@ -222,7 +222,7 @@ class PackPlanner:
                 shown = by_value(seen, [agreement.labels[place] for place in places])
                 raise PlanMismatchError(
                     f"{grid.name}, micro-batch {number}: tensor ranks of one data rank hold different batches, "
-                    f"nothing was sent: the {CHECKSUM} is {shown}. They compute parts of the same layers: give them the same "
+                    f"nothing was sent: the {CHECKSUM} is {shown}. Give them the same "
                     f"rows, with a sampler that counts the {grid.shape[1]} data ranks and not all ranks"
                 )
 
