@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integrations name it, too
 
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.grid import Grid

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.parallel_context import DeviceMesh
 
 
 # Names that Transformers gives to the dimensions of its mesh.
