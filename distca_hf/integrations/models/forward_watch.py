@@ -241,7 +241,8 @@ class ForwardWatch:
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.config.evaluate == "distca"
         members = self.context.members
-        one_rank = len(members.compute_ranks if trains else members.token_ranks) == 1
+        # Tensor ranks of one data rank have nothing to exchange, but agree.
+        one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
         return one_rank or not (trains or evaluates) or batch.get("past_key_values") is not None
 
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
