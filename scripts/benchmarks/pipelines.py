@@ -102,7 +102,7 @@ def print_equal(most_steps: int) -> None:
             lengths = np.concatenate(batches)
             work = work_of_documents(lengths)
             as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
-            even = divide(lengths, work, [1.0] * micro_batches, ranks * tokens)
+            even = divide(lengths, work, [1.0] * micro_batches, ranks * tokens) or as_packed
             bound = least_heaviest(lengths, micro_batches)
             of_class = next(most for most in BOUNDS if bound <= most)
             for name, schedule in schedules.items():
@@ -110,9 +110,8 @@ def print_equal(most_steps: int) -> None:
                 shaped = shape_step(lengths, work, as_packed, schedule, *sizes)
                 ideal = float(simulate(schedule, np.full(micro_batches, work.sum() / micro_batches), *sizes))
                 for way, groups in (("as packed", as_packed), ("equal", even), ("shaped", shaped)):
-                    if groups is not None:
-                        loads = np.array([int(work[group].sum()) for group in groups])
-                        ratios[name, way][of_class].append(ideal / float(simulate(schedule, loads, *sizes)))
+                    loads = np.array([int(work[group].sum()) for group in groups])
+                    ratios[name, way][of_class].append(ideal / float(simulate(schedule, loads, *sizes)))
     table(
         "÷ what the schedule allows with equal work, by the least work of the heaviest micro-batch ÷ mean: "
         "smallest, median, largest",
