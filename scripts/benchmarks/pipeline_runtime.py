@@ -1,6 +1,6 @@
 """Compares simulated steps of pipelines with torch's own schedules, whose stages sleep as long as the model says.
 
-    torchrun --nproc-per-node 4 scripts/benchmarks/pipeline_runtime.py [--step-seconds 5] [--rounds 2]
+    torchrun --nproc-per-node 4 scripts/benchmarks/pipeline_runtime.py [--step-seconds 50] [--rounds 1]
 
 Every process is a stage over gloo. Its layers sleep, forward and backward, as long as a micro-batch of real documents
 takes on a rank of an 8B Llama, all times scaled so that a step lasts about `--step-seconds`. The step is the first of
@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +119,20 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def work_of_micro_batches(mix: str, schedule: Schedule) -> dict[str, IntArray]:
     """Returns `[micro_batches]` attended pairs of the first step, as packed and shaped."""
-    request = PlanRequest(
-        NUM_RANKS, TOKENS_PER_RANK, 8, MICRO_BATCHES, preset("llama3-8b"), pipeline=schedule.pipeline
-    )
-    batches = pack_epoch(read_lengths(Path(mix)).tokens, request, seed=0).first_step(MICRO_BATCHES).micro_batches
+    batches = first_step(mix)
     lengths = np.concatenate(batches)
     work = work_of_documents(lengths)
     as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
     shaped = shape_step(lengths, work, as_packed, schedule, NUM_RANKS, TOKENS_PER_RANK, LLAMA_8B_COSTS)
     return {"as packed": _sums(work, as_packed), "shaped": _sums(work, shaped)}
+
+
+@cache
+def first_step(mix: str) -> list[IntArray]:
+    """Returns the lengths of each micro-batch of the first step of a training."""
+    pipeline = Pipeline(2)  # its epochs are those of any pipeline
+    request = PlanRequest(NUM_RANKS, TOKENS_PER_RANK, 8, MICRO_BATCHES, preset("llama3-8b"), pipeline=pipeline)
+    return pack_epoch(read_lengths(Path(mix)).tokens, request, seed=0).first_step(MICRO_BATCHES).micro_batches
 
 
 def _sums(work: IntArray, groups: Sequence[IntArray]) -> IntArray:
@@ -144,8 +150,8 @@ def seconds_of(work: IntArray) -> tuple[Seconds, Seconds]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step-seconds", type=float, default=5.0, help="about how long a step lasts")
-    parser.add_argument("--rounds", type=int, default=2, help="measured steps of each row")
+    parser.add_argument("--step-seconds", type=float, default=50.0, help="about how long a step lasts")
+    parser.add_argument("--rounds", type=int, default=1, help="measured steps of each row")
     parser.add_argument("--chunks", type=int, default=4, help="parts of the layers on each stage, when interleaved")
     options = parser.parse_args()
     dist.init_process_group("gloo")
