@@ -22,7 +22,7 @@ import numpy as np
 
 from distca_hf.analysis.epoch import PackedEpoch, pack_epoch, plan_epoch
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.pipelines import Wires, estimate_pipeline, least_heaviest, utilisation_without_pipeline
+from distca_hf.analysis.pipelines import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline, Schedule
@@ -131,20 +131,15 @@ def print_wires(most_steps: int) -> None:
         "No pipeline: 32 GPUs, utilisation by the speed of the wires, GB/s per GPU",
         *("model", "lengths", "TFLOP/s of matrices", "tokens per rank", *(f"{speed:g}" for speed in WIRE_SPEEDS)),
     )
-    steps: dict[tuple[str, int], list[IntArray]] = {}
+    without: dict[tuple[str, int], WithoutPipeline] = {}
     for mix, tokens in product(MIXES, (8 * K, 16 * K, 32 * K, 64 * K)):
-        packed = epoch_of(mix, _on_four_stages("llama3-8b", tokens))
-        steps[mix, tokens] = [np.concatenate(batches) for batches in steps_of(packed, 8, most_steps)]
-    for (name, rates), model, (mix, tokens) in product(list(RATES.items())[:2], ("llama3-8b", "llama3-70b"), steps):
-        request, costs = _on_four_stages(model, tokens), costs_of(model, rates)
-        found = [
-            utilisation_without_pipeline(request, steps[mix, tokens], costs, Wires(speed)) for speed in WIRE_SPEEDS
-        ]
+        request = PlanRequest(8, tokens, 8, 8, preset("llama3-8b"), overlong="split", pipeline=Pipeline(4))
+        steps = [np.concatenate(batches) for batches in steps_of(epoch_of(mix, request), 8, most_steps)]
+        without[mix, tokens] = WithoutPipeline(request, steps)
+    for (name, rates), model, (mix, tokens) in product(list(RATES.items())[:2], ("llama3-8b", "llama3-70b"), without):
+        costs = costs_of(model, rates)
+        found = [without[mix, tokens].utilisation(preset(model), costs, Wires(speed)) for speed in WIRE_SPEEDS]
         print_row(model, mix, name, f"{tokens // K}K", *(f"{utilisation:.2f}" for utilisation in found))
-
-
-def _on_four_stages(model: str, tokens_per_rank: int) -> PlanRequest:
-    return PlanRequest(8, tokens_per_rank, 8, 8, preset(model), overlong="split", pipeline=Pipeline(4))
 
 
 def print_times() -> None:
