@@ -250,7 +250,7 @@ class ForwardWatch:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model)
-        return self.packs.plan(batch, module.training, self._check.towers_are_sharded)
+        return self.packs.plan(batch, module.training, self._check.images_wait(module.training))
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
