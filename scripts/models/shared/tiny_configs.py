@@ -108,6 +108,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": HEAD_DIM // 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_vl_text": SECTIONS,
+    "hy_v4_vl_text": {"rope_parameters": ROTARY | {"mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
