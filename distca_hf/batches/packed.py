@@ -204,8 +204,8 @@ class PackPlanner:
             without = _ranks([1 - flag for flag in flags])
             raise PackingError(
                 f"rank {self._transport.rank}, micro-batch {number}: rank {_ranks(flags)} holds images, videos or "
-                f"sound, and rank {without} none. Ranks with images would wait for the others for ever: for weights of "
-                "towers that are sharded, or for gradients of towers that train. Give every rank an image in every "
+                f"sound, and rank {without} none. Ranks with images would wait for the others for ever: for weights "
+                "of towers that are sharded, or for gradients of towers that train. Give every rank an image in every "
                 "micro-batch (a blank one, say); or freeze the towers, leave them out of sharding (ignored parameters "
                 "of FSDP), and with DDP set find_unused_parameters=True"
             )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from distca_hf.errors import UnsupportedAttentionError
 
 
-# Threads parse one after the other: CPython counts the depth of a tree for all of them together, and raises SystemError.
+# Threads parse one after the other: CPython counts the depth of trees for all of them together, and may fail.
 PARSING = threading.Lock()
 # A method that a class may or may not have.
 Function = Callable[..., object] | None
