@@ -21,6 +21,9 @@ MaskFunction = Callable[..., torch.Tensor]
 # documents). A function that lets more be seen (blocks, images) is an `or_mask`.
 CAUSAL_MASKS = frozenset({"causal_mask_function", "and_mask"})
 
+# Transformers renames arguments by functions of this module, which stand between a function and its caller.
+DEPRECATION = "transformers.utils.deprecation"
+
 
 class RowMask:
     """Stands in for an attention mask. Nothing is computed until a layer asks: with a plan none does.
@@ -258,7 +261,12 @@ def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
     if torch.compiler.is_compiling():
         return None, None
-    caller = sys._getframe(2)
-    if caller.f_globals.get("__name__") != "transformers.masking_utils" or caller.f_back is None:
+    asking = sys._getframe(2)
+    if asking.f_globals.get("__name__") != "transformers.masking_utils":
         return None, None
-    return caller.f_locals.get("position_ids"), caller.f_back.f_locals.get("attention_mask")
+    model = asking.f_back
+    while model is not None and model.f_globals.get("__name__") == DEPRECATION:
+        model = model.f_back
+    return (
+        (None, None) if model is None else (asking.f_locals.get("position_ids"), model.f_locals.get("attention_mask"))
+    )
