@@ -58,8 +58,8 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
     if model.other_layers:
         blocks.append(
-            f"{model.name} has other layers than full attention: {model.other_layers}. All count as full ones here, so "
-            "work, bytes and speed-up are larger than in training."
+            f"{model.name} has other layers than full attention: {model.other_layers}. All count as full ones here, "
+            "so work, bytes and speed-up are larger than in training."
         )
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
     blocks += estimates_tables(answer, console.width)
