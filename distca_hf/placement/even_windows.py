@@ -1,9 +1,8 @@
-"""Even windows: every share gets an equal part of the pairs that windows leave out, so that window layers are even, too.
+"""Even windows: long documents are handed out so that layers with a sliding window are even among ranks, too.
 
-Ranks meet in every layer. So layers with full attention have to be even among ranks, and layers with a sliding window
-as well; an even sum of both is not enough. Placement by full attention gives one rank the dense end of a long document
-beside dust, another one documents of medium length. In window layers dust is light work, and all else costs a window
-per token:
+Ranks meet in every layer. So layers with full attention have to be even, and layers with a window as well; an even sum
+of both is not enough. Placement for full attention alone gives one rank the dense end of a long document beside dust,
+another one documents of medium length. In window layers dust is light work, and all else costs a window per token:
 
     rank 0     | end of 128K | dust dust dust dust |     full: even     window of 4K: 0.6
     rank 1     |  12K  |  11K  |  13K  |  12K | 9K |     full: even     window of 4K: 1.3
@@ -12,161 +11,211 @@ In each layer
 
     window work = full work - pairs that the window leaves out,
 
-and full work is even in any case. So window work is even where the pairs left out are. Only long documents have any. Their
-ends have most, far more than their beginnings. Shares (nodes, or the ranks of one) are filled in two steps:
+and full work is even in any case. So window work is as even as the pairs left out. Short documents have hardly any.
+Shares (nodes, or the ranks of one) are filled in two steps:
 
 1. Long documents are handed out, longest first, each to the share that misses most pairs left out. They stay whole where
-   they can; a document with more of them than a share misses is cut.
-2. Short documents, of hardly any pairs left out, make up for tokens and work with the accordion. Their cuts cost few
-   bytes.
+   they can. One with more such pairs than the share misses is cut, and the share gets its tail.
+2. Short documents make up for tokens and work. The accordion deals them, and their cuts cost few bytes.
 
-The first shares would use up the ends of documents, and the last ones get beginnings, of which they cannot hold
-enough. Then shares take only a part of what they miss at once, so that all get some of either. The largest part that
-works is taken. If none does, long documents and short ones are two lines. Each is dealt out with the accordion, so that
-every share has an equal part of the tokens and the work of both.
+Ends of long documents have far more pairs left out for their tokens than beginnings. If the first shares take all they
+miss of ends, beginnings are left for the last ones, which have not enough tokens for them. Then every share takes only a
+part of what it misses at once, the largest part that works. If none does, long and short documents are two lines: the
+accordion deals either of them, and every share gets an equal part of the tokens and of the work of both.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from distca_hf.layout import TILE_TOKENS
-from distca_hf.placement.accordion import Goal, deal_lightest_first, largest, largest_miss
-from distca_hf.placement.longest_first import finish
-from distca_hf.placement.piece_pool import Piece, PiecePool
+from distca_hf.placement.accordion import Goal, deal_lightest_first, largest
+from distca_hf.placement.longest_first import deal_by_need
+from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
 
 
-# Length of a document beyond which it is long, in windows.
-LONG_WINDOWS = 2.0
-# Parts of the pairs left out that a share takes at once of what it misses, in the order in which they are tried.
+# Parts of the missing pairs that a share takes at once, in the order in which they are tried. Smaller ones cut more.
 PARTS = (1.0, 0.9, 0.8, 0.65, 0.5)
-# Minimum tokens of a tail.
-LEAST_TAIL_TOKENS = 512
-STAT = {}
+# Remainder, as a part of the pairs that a share may miss in the end, that is not left for another piece.
+REMAINDER = 0.5
+# Miss of the work for which short documents are cut, as a fraction of the miss that is allowed.
+FINISH = 0.65
 
 
 @dataclass(frozen=True)
 class EvenWindows:
+    """A deal to shares with equal tokens, equal work, and equal pairs left out by windows.
+
+    Attributes:
+        left_out_before: time of the pairs left out of the queries before a position of any document.
+        long_tokens: documents beyond this length are long.
+        least_tokens: tokens of a tail of a long document, at least.
+        may_miss: pairs left out that a share may miss, as a fraction of its work.
+        alike: see `longest_first.deal_longest_first`.
+    """
+
     left_out_before: Callable[[int], float]
     long_tokens: int
-    slack_per_work: float
+    least_tokens: int
+    may_miss: float
     alike: float
-    parts: tuple = PARTS
 
-    def left_out(self, pieces) -> float:
+    def left_out(self, pieces: Iterable[Piece]) -> float:
         """Sums the pairs left out of pieces."""
         before = self.left_out_before
         return sum([before(stop) - before(start) for _, _, start, stop, _ in pieces])
 
     def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
+        """Deals a whole pool out.
+
+        Args:
+            pool: pieces to deal; it is not used afterwards.
+            goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
+            off: maximum miss of a share's work, as a fraction of it; where all parts exceed it, there are two lines.
+
+        Returns:
+            The pieces of each share.
+        """
         if len(goals) == 1:
             return [pool.take_all()]
-        pieces = [pool.piece(index) for index in pool.indices]
+        pieces = pool.copy().take_all()
         long = [piece for piece in pieces if piece[3] > self.long_tokens]
-        whole = sum(goal.work for goal in goals) or 1.0
-        per_work = self.left_out(long) / whole
-        missing = [per_work * goal.work for goal in goals]
-        slack = [self.slack_per_work * goal.load for goal in goals]
-        long_tokens, long_work = sum([stop - start for _, _, start, stop, _ in long]), sum([p[4] for p in long])
-        short_cost = (pool.work_left - long_work) / max(1, sum(goal.tokens for goal in goals) - long_tokens)
-        for part in self.parts:
+        short_tokens = sum([goal.tokens for goal in goals]) - _tokens_of(long)
+        short_cost = (pool.work_left - work_of(long)) / max(1, short_tokens)
+        missing_per_work = self.left_out(long) / max(1.0, sum([goal.work for goal in goals]))
+        missing = [missing_per_work * goal.work for goal in goals]
+        for part in PARTS:
             left = pool.copy()
-            STAT["try"] = STAT.get("try", 0) + 1
-            hand_out = _HandOut(left, goals, missing, slack, short_cost, part, self)
-            if hand_out.succeeds():
-                shares, goals_left = hand_out.shares, hand_out.goals()
-                for share, short in finish(left, goals_left, off * .5, self.alike).items():
-                    shares[share] = shares[share] + short
-                if largest_miss(shares, goals) <= off:
-                    STAT[part] = STAT.get(part, 0) + 1
-                    return shares
-                STAT["off"] = STAT.get("off", 0) + 1
-        STAT["lines"] = STAT.get("lines", 0) + 1
-        return self._two_lines(pool, long, pieces, goals, off)
-
-    def _two_lines(self, pool, long, pieces, goals, off):
-        long_pool = PiecePool(long, pool.work)
-        short_pool = PiecePool([p for p in pieces if p[3] <= self.long_tokens], pool.work)
-        tokens = sum(stop - start for _, _, start, stop, _ in long)
-        whole_t, whole_w = sum(g.tokens for g in goals), sum(g.work for g in goals) or 1
-        ends = [0]
-        for g in goals:
-            ends.append(ends[-1] + g.tokens)
-        of_long = [tokens * b // whole_t - tokens * a // whole_t for a, b in pairwise(ends)]
-        long_goals = [Goal(t, g.work * long_pool.work_left / whole_w, g.load) for t, g in zip(of_long, goals)]
-        one = deal_lightest_first(long_pool, long_goals)
-        short_goals = [Goal(g.tokens - t, max(0., g.work - sum(p[4] for p in h)), g.load) for t, g, h in zip(of_long, goals, one)]
-        other = deal_lightest_first(short_pool, short_goals)
-        shares = [a + b for a, b in zip(one, other)]
-        return shares
+            hand_out = _HandOut(left, goals, missing, short_cost, part, self)
+            if not hand_out.succeeds():
+                continue
+            needs, shares = hand_out.needs(), hand_out.shares
+            miss = 0.0
+            for share, short in deal_by_need(left, dict(enumerate(needs)), FINISH * off, self.alike).items():
+                miss = max(miss, abs(work_of(short) - needs[share].work) / max(1.0, goals[share].load))
+                shares[share] += short
+            if miss <= off:
+                return shares
+        return _deal_two_lines(long, [piece for piece in pieces if piece[3] <= self.long_tokens], goals, pool)
 
 
 class _HandOut:
-    def __init__(self, pool, goals, missing, slack, short_cost, part, even) -> None:
-        self.shares = [[] for _ in goals]
-        self._pool, self._goals = pool, goals
-        self._tokens, self._work = [g.tokens for g in goals], [g.work for g in goals]
-        self._missing, self._slack = list(missing), slack
-        self._short_cost, self._part = short_cost, part
-        self._before, self._long = even.left_out_before, even.long_tokens
+    """Long documents on their way to shares.
 
-    def goals(self):
-        return [Goal(t, w, g.load) for t, w, g in zip(self._tokens, self._work, self._goals, strict=True)]
+    Args:
+        pool: all pieces; long ones are taken.
+        goals: goals of the shares.
+        missing: pairs left out that each share is to get.
+        short_cost: mean cost of a token of short documents.
+        part: part of the missing pairs that a share takes at once.
+        even: the deal that they are handed out for.
+
+    Attributes:
+        shares: the pieces of each share.
+    """
+
+    def __init__(
+        self,
+        pool: PiecePool,
+        goals: Sequence[Goal],
+        missing: Sequence[float],
+        short_cost: float,
+        part: float,
+        even: EvenWindows,
+    ) -> None:
+        self.shares: list[list[Piece]] = [[] for _ in goals]
+        self._pool = pool
+        self._loads = [goal.load for goal in goals]
+        self._tokens = [goal.tokens for goal in goals]
+        self._work = [goal.work for goal in goals]
+        self._missing = list(missing)  # minus infinity where a share is closed
+        self._may_miss = [even.may_miss * goal.load for goal in goals]
+        self._short_cost, self._part, self._even = short_cost, part, even
+
+    def needs(self) -> list[Goal]:
+        """Returns the tokens and the work that shares still need."""
+        return [Goal(*need) for need in zip(self._tokens, self._work, self._loads, strict=True)]
 
     def succeeds(self) -> bool:
-        pool, before, missing, slack = self._pool, self._before, self._missing, self._slack
-        closed = float("-inf")
-        while (piece := pool.densest) is not None and piece[3] > self._long:
-            most = max(missing)
-            if most == closed:
-                return True
+        """Hands out all long documents; returns whether no share misses too many pairs."""
+        pool, missing, may_miss = self._pool, self._missing, self._may_miss
+        before, long_tokens = self._even.left_out_before, self._even.long_tokens
+        while (piece := pool.densest) is not None and piece[3] > long_tokens and (most := max(missing)) > -math.inf:
             share = missing.index(most)
-            _, document, start, stop, work = piece
-            left_out, tokens = before(stop) - before(start), stop - start
-            at_once = self._part * most
-            if most - at_once <= GR * slack[share]:
-                at_once = most
-            fits_whole = left_out <= (at_once + slack[share] if at_once == most else at_once)
-            if fits_whole and self._has_room(share, tokens, work):
+            _, _, start, stop, work = piece
+            left_out = before(stop) - before(start)
+            is_last = (1 - self._part) * most <= REMAINDER * may_miss[share]
+            at_once = most if is_last else self._part * most
+            if left_out <= at_once + is_last * may_miss[share] and self._has_room(share, stop - start, work):
                 taken = pool.take_densest()
             else:
-                def fits(tiles):
-                    cut = stop - tiles * TILE_TOKENS
-                    return before(stop) - before(cut) <= at_once and self._has_room(share, stop - cut, pool.work(document, cut, stop))
-                take = TILE_TOKENS * largest((tokens - 1) // TILE_TOKENS, fits)
-                if take < LEAST_TAIL_TOKENS:
-                    if most > slack[share]:
+                tail = self._tail(share, piece, at_once)
+                if tail < self._even.least_tokens:
+                    if most > may_miss[share]:
                         return False
-                    missing[share] = closed
+                    missing[share] = -math.inf
                     continue
-                taken = pool.take_tail(pool.indices[-1], take)
-                left_out, tokens, work = before(stop) - before(stop - take), take, taken[4]
+                taken = pool.take_tail(pool.indices[-1], tail)
+                left_out = before(stop) - before(stop - tail)
             self.shares[share].append(taken)
-            self._tokens[share] -= tokens
-            self._work[share] -= work
+            self._tokens[share] -= taken[3] - taken[2]
+            self._work[share] -= taken[4]
             missing[share] -= left_out
-        return all([m <= s for m, s in zip(missing, slack)])
+        return all([of_share <= most for of_share, most in zip(missing, may_miss, strict=True)])
 
-    def _has_room(self, share, tokens, work):
-        tokens, work = self._tokens[share] - tokens, self._work[share] - work
-        if tokens < 0 or work < 0:
+    def _tail(self, share: int, piece: Piece, most_left_out: float) -> int:
+        """Returns tokens of the largest tail of the densest piece that fits a share, with so many pairs left out."""
+        _, document, start, stop, _ = piece
+        before, work = self._even.left_out_before, self._pool.work
+        least_before = before(stop) - most_left_out
+
+        def fits(tiles: int) -> bool:
+            cut = stop - tiles * TILE_TOKENS
+            return before(cut) >= least_before and self._has_room(share, stop - cut, work(document, cut, stop))
+
+        return TILE_TOKENS * largest((stop - start - 1) // TILE_TOKENS, fits)
+
+    def _has_room(self, share: int, tokens: int, work: int) -> bool:
+        """Checks whether the pool has tokens light enough for all shares together, if one gets so many tokens and so
+        much work."""
+        rest_tokens, rest_work = self._tokens[share] - tokens, self._work[share] - work
+        if rest_tokens < 0 or rest_work < 0:
             return False
-        short_cost, pool = self._short_cost, self._pool
-        if work >= short_cost * tokens:
+        if rest_work >= self._short_cost * rest_tokens:
             return True
-        cost = work / max(1, tokens)
-        if work < pool.light_work(tokens):
-            return False
-        needs = [(w / max(1, t), t, w) for s, (w, t) in enumerate(zip(self._work, self._tokens)) if s != share and w < short_cost * t]
-        needs.append((cost, tokens, work))
-        needs.sort()
-        t_sum = w_sum = 0
-        for c, t, w in needs:
-            t_sum += t
-            w_sum += w
-            if c >= cost and w_sum < pool.light_work(t_sum):
-                return False
-        return True
+        rest = rest_work / max(1, rest_tokens), rest_tokens, rest_work
+        lighter = [
+            (work / max(1, tokens), tokens, work)
+            for other, (tokens, work) in enumerate(zip(self._tokens, self._work, strict=True))
+            if other != share and work < self._short_cost * tokens
+        ]
+        lightest_first = sorted([rest, *lighter])
+        tokens_needed = accumulate([tokens for _, tokens, _ in lightest_first])
+        work_needed = accumulate([work for _, _, work in lightest_first])
+        light_work = self._pool.light_work
+        return all([work >= light_work(tokens) for tokens, work in zip(tokens_needed, work_needed, strict=True)])
 
 
-GR = 0.5
+def _deal_two_lines(long: list[Piece], short: list[Piece], goals: Sequence[Goal], pool: PiecePool) -> list[list[Piece]]:
+    """Deals long pieces of a pool and short ones apart: every share gets an equal part of either."""
+    # 1. Long ones, to goals in proportion to those for all.
+    long_tokens, tokens = _tokens_of(long), sum([goal.tokens for goal in goals])
+    borders = [long_tokens * before // max(1, tokens) for before in accumulate([g.tokens for g in goals], initial=0)]
+    long_pool, short_pool = PiecePool(long, pool.work), PiecePool(short, pool.work)
+    part = long_pool.work_left / max(1, pool.work_left)
+    long_goals = [
+        Goal(stop - start, part * goal.work, goal.load) for goal, (start, stop) in zip(goals, pairwise(borders), strict=True)
+    ]
+    shares = deal_lightest_first(long_pool, long_goals)
+
+    # 2. Short ones, which make up for what shares miss of the long ones.
+    short_goals = [
+        Goal(goal.tokens - of_long.tokens, max(0.0, goal.work - work_of(held)), goal.load)
+        for goal, of_long, held in zip(goals, long_goals, shares, strict=True)
+    ]
+    return [held + more for held, more in zip(shares, deal_lightest_first(short_pool, short_goals), strict=True)]
+
+
+def _tokens_of(pieces: list[Piece]) -> int:
+    return sum([stop - start for _, _, start, stop, _ in pieces])

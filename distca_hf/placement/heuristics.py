@@ -203,12 +203,6 @@ def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Seq
     return HEURISTICS_OF_FEW_DOCUMENTS if few else HEURISTICS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
 
 
-def heuristics_of_a_line(off: float) -> Sequence[Heuristic]:
-    """Selects the heuristics for one of two lines, where ranks may miss their work by `off`. The documents of a line
-    are alike in length: the other heuristics would save 1 to 3 % of the keys, and take twice the time."""
-    return (Heuristic(None, most_off=max(off, OFF)),)
-
-
 def deal_with_best(
     make_pool: Callable[[], PiecePool],
     goals: Sequence[Goal],

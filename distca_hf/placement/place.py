@@ -25,8 +25,8 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, DocumentCost, LayerMasks,
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
-from distca_hf.placement.even_windows import LONG_WINDOWS, PARTS, EvenWindows
-from distca_hf.placement.heuristics import GroupedHeuristic, Heuristic, deal_with_best, heuristics_to_try
+from distca_hf.placement.even_windows import EvenWindows
+from distca_hf.placement.heuristics import ALIKE, GroupedHeuristic, Heuristic, deal_with_best, heuristics_to_try
 from distca_hf.placement.layer_kinds import LayerKinds
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
@@ -52,10 +52,15 @@ SHORT_FOR_NODES = 4096
 # Maximum spread of the nodes' needs for short documents, in mean cost per token, as a fraction of the largest. It is
 # below that of ranks, since the miss of a node weighs more than the miss of one rank.
 ALIKE_NODES = 0.5
-# Pairs left out that a node may miss, as a fraction of a mean rank's work in windows: its windows exceed the mean by them.
+# Length of a document, in windows, from which its pairs left out count where windows are to be even.
+LONG_WINDOWS = 1.5
+# Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
+# for it.
 NODES_UNEVEN = 0.05
-# The same of a rank, its node's miss included.
+# The same for a rank, its node's excess included.
 RANKS_UNEVEN = 0.12
+# Excess of a rank over its node's mean that is always allowed.
+LEAST_UNEVEN = 0.02
 # Time that ranks lose by uneven layers, as a fraction of all attention, up to which windows are even by chance: as
 # much as full attention is off.
 LITTLE_UNEVEN = 5e-3
@@ -152,6 +157,48 @@ def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mas
     return fill_in_order(document_tokens, num_ranks).rank_work_of(mask)
 
 
+@dataclass(frozen=True)
+class _Windows:
+    """Windows of a micro-batch, whose layers are to be even.
+
+    Attributes:
+        kinds: kinds of layers of the model.
+        time: time of window layers, as a fraction of the work.
+        left_out: time of the pairs that windows leave out, as a fraction of the work.
+    """
+
+    kinds: LayerKinds
+    time: float
+    left_out: float
+
+    @classmethod
+    def of(cls, kinds: LayerKinds, document_tokens: IntArray, work: int) -> "_Windows":
+        """Sums the windows of whole documents, which have this work."""
+        left_out = sum(map(kinds.left_out_before, document_tokens.tolist()))
+        return cls(kinds, kinds.window_time(document_tokens) / max(1, work), left_out / max(1, work))
+
+    def of_nodes(self) -> EvenWindows:
+        """Returns the deal to nodes."""
+        return self._deal(NODES_UNEVEN * self.time, ALIKE_NODES)
+
+    def of_ranks(self, pieces: Sequence[Piece]) -> EvenWindows:
+        """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
+        more."""
+        deal = self._deal(0.0, ALIKE)
+        more = deal.left_out(pieces) / max(1, work_of(pieces)) - self.left_out
+        return replace(deal, may_miss=max(RANKS_UNEVEN * self.time + more, LEAST_UNEVEN * self.time))
+
+    def _deal(self, may_miss: float, alike: float) -> EvenWindows:
+        window_tokens = self.kinds.longest_window
+        return EvenWindows(
+            self.kinds.left_out_before,
+            long_tokens=int(LONG_WINDOWS * window_tokens),
+            least_tokens=window_tokens // 2,
+            may_miss=may_miss,
+            alike=alike,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _Documents:
     """Documents of a micro-batch by length, and the ranks to place them on.
@@ -195,22 +242,21 @@ class _Documents:
         return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
 
     def placed(self, kinds: LayerKinds | None = None) -> Layout:
-        """Places the documents, with even windows if kinds of layers are given."""
+        """Places the documents: for the widest mask alone or, with kinds of layers, so that windows are even, too."""
+        rule = self.rule
         # 1. Documents to nodes.
-        pool, rule = self.pool.copy(), self.rule
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
         tokens_of = [self.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
         shares_of = [self.shares[ranks.start : ranks.stop] for ranks in nodes]
+        pool = self.pool.copy()
         goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
         off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
-        if kinds:
-            window_per_work = kinds.window_time(self.lengths) / max(1, pool.work_left)
-            even = EvenWindows(kinds.left_out_before, int(LONG_WINDOWS * kinds.longest_window), NODES_UNEVEN * window_per_work, ALIKE_NODES, PARTS)
-            left_out_per_work = even.left_out([pool.piece(i) for i in pool.indices]) / max(1, pool.work_left)
-            held_by_node = even.deal(pool, goals, off)
-        else:
+        windows = _Windows.of(kinds, self.lengths, pool.work_left) if kinds else None
+        if windows is None:
             held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
-        if self.has_shares and largest_miss(held_by_node, goals) > MOST_OFF:
+        else:
+            held_by_node = windows.of_nodes().deal(pool, goals, off)
+        if (self.has_shares or windows) and largest_miss(held_by_node, goals) > MOST_OFF:
             again = PiecePool(joined(list(chain.from_iterable(held_by_node))), rule.work)
             lightest_first = deal_lightest_first(again, goals)
             held_by_node = min(held_by_node, lightest_first, key=lambda held: largest_miss(held, goals))
@@ -228,11 +274,11 @@ class _Documents:
             striped = list(compress(pieces, is_striped))
             rest = list(compress(pieces, map(not_, is_striped)))
             rank_goals = _goals(tokens, shares, work_of(pieces))
-            heuristics = heuristics_to_try(len(rest), len(ranks), len(self.shares))
-            if kinds:
-                work = work_of(pieces)
-                spare = even.left_out(pieces) - left_out_per_work * work
-                heuristics = [EvenWindows(kinds.left_out_before, even.long_tokens, max(.02 * window_per_work, RANKS_UNEVEN * window_per_work + spare / work), 1.0, PARTS)]
+            heuristics: Sequence[Heuristic | GroupedHeuristic | EvenWindows]
+            if windows is None:
+                heuristics = heuristics_to_try(len(rest), len(ranks), len(self.shares))
+            else:
+                heuristics = (windows.of_ranks(pieces),)
             segments += _deal_to_ranks(striped, rest, rank_goals, rule.work, off, heuristics)
             stripes += stripes_of(striped, ranks)
         return self._layout(segments, stripes)
