@@ -62,9 +62,9 @@ class EvenWindows:
     alike: float
 
     def left_out(self, pieces: Iterable[Piece]) -> float:
-        """Sums the pairs left out of pieces."""
-        before = self.left_out_before
-        return sum([before(stop) - before(start) for _, _, start, stop, _ in pieces])
+        """Sums the pairs left out of pieces of long documents."""
+        before, long_tokens = self.left_out_before, self.long_tokens
+        return sum([before(stop) - before(start) for _, _, start, stop, _ in pieces if stop > long_tokens])
 
     def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
         """Deals a whole pool out.
@@ -190,11 +190,12 @@ class _HandOut:
             for other, (tokens, work) in enumerate(zip(self._tokens, self._work, strict=True))
             if other != share and work < self._short_cost * tokens
         ]
-        lightest_first = sorted([rest, *lighter])
-        tokens_needed = accumulate([tokens for _, tokens, _ in lightest_first])
-        work_needed = accumulate([work for _, _, work in lightest_first])
-        light_work = self._pool.light_work
-        return all([work >= light_work(tokens) for tokens, work in zip(tokens_needed, work_needed, strict=True)])
+        tokens_needed, work_needed = 0, 0.0
+        for cost, tokens, work in sorted([rest, *lighter]):
+            tokens_needed, work_needed = tokens_needed + tokens, work_needed + work
+            if cost >= rest[0] and work_needed < self._pool.light_work(tokens_needed):
+                return False
+        return True
 
 
 def _deal_two_lines(long: list[Piece], short: list[Piece], goals: Sequence[Goal], pool: PiecePool) -> list[list[Piece]]:

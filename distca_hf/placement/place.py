@@ -164,7 +164,7 @@ class _Windows:
     Attributes:
         kinds: kinds of layers of the model.
         time: time of window layers, as a fraction of the work.
-        left_out: time of the pairs that windows leave out, as a fraction of the work.
+        left_out: time of the pairs that windows leave out of long documents, as a fraction of the work.
     """
 
     kinds: LayerKinds
@@ -174,7 +174,8 @@ class _Windows:
     @classmethod
     def of(cls, kinds: LayerKinds, document_tokens: IntArray, work: int) -> "_Windows":
         """Sums the windows of whole documents, which have this work."""
-        left_out = sum(map(kinds.left_out_before, document_tokens.tolist()))
+        long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
+        left_out = sum(map(kinds.left_out_before, long.tolist()))
         return cls(kinds, kinds.window_time(document_tokens) / max(1, work), left_out / max(1, work))
 
     def of_nodes(self) -> EvenWindows:
