@@ -36,7 +36,7 @@ from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
 
 
 # Parts of the missing pairs that a share takes at once, in the order in which they are tried. Smaller ones cut more.
-PARTS = (1.0, 0.9, 0.8, 0.65, 0.5)
+PARTS = (1.0, 0.85, 0.7)
 # Remainder, as a part of the pairs that a share may miss in the end, that is not left for another piece.
 REMAINDER = 0.5
 # Miss of the work for which short documents are cut, as a fraction of the miss that is allowed.

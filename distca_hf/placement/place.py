@@ -53,7 +53,7 @@ SHORT_FOR_NODES = 4096
 # below that of ranks, since the miss of a node weighs more than the miss of one rank.
 ALIKE_NODES = 0.5
 # Length of a document, in windows, from which its pairs left out count where windows are to be even.
-LONG_WINDOWS = 1.5
+LONG_WINDOWS = 1.6
 # Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
 # for it.
 NODES_UNEVEN = 0.05
