@@ -1,6 +1,6 @@
 """Whole: placement of documents that must not be cut, for models whose layers carry a state from token to token.
 
-    longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work
+    longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work, up to the mean
     short ones last    | d0 ........... | d1 .... s1 | d2 .... s0 |      to the rank with fewest tokens
 
 Tokens of ranks come out equal to within a short document. Attention work does not, and tasks move afterwards
@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from distca_hf.arrays import BoolArray, IntArray, offsets
+from distca_hf.arrays import BoolArray, IntArray, ceil_div, offsets
 from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
@@ -40,13 +40,16 @@ def deal_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) 
     is_long = pairs[longest_first] > LONG_SHARE * pairs.sum() / num_ranks
     num_long = int(np.count_nonzero(is_long))
 
-    # 1. Long documents, each to the rank with least work among those with room.
+    # 1. Long documents, each to the rank with least work among those that it does not lift above the mean of the tokens.
+    # If it lifts all of them, it goes to the one with fewest tokens: where that has no room, none has.
     tokens, work = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
+    mean_tokens = min(tokens_per_rank, ceil_div(int(document_tokens.sum()), num_ranks))
     for document in longest_first[:num_long].tolist():
         length = int(document_tokens[document])
-        candidates = np.flatnonzero(tokens + length <= tokens_per_rank)
-        if len(candidates):
-            rank = int(candidates[np.lexsort((tokens[candidates], work[candidates]))[0]])
+        rank = int(np.lexsort((tokens, work, tokens + length > mean_tokens))[0])
+        if tokens[rank] + length > mean_tokens:
+            rank = int(tokens.argmin())
+        if tokens[rank] + length <= tokens_per_rank:
             ranks[document] = rank
             tokens[rank] += length
             work[rank] += float(pairs[document])
