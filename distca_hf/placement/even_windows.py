@@ -64,7 +64,8 @@ class EvenWindows:
     def left_out(self, pieces: Iterable[Piece]) -> float:
         """Sums the pairs left out of pieces of long documents."""
         before, long_tokens = self.left_out_before, self.long_tokens
-        return sum([before(stop) - before(start) for _, _, start, stop, _ in pieces if stop > long_tokens])
+        ranges = [(start, stop) for _, _, start, stop, _ in pieces if stop > long_tokens]
+        return sum([before(stop) - before(start) if start else before(stop) for start, stop in ranges])
 
     def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
         """Deals a whole pool out.
@@ -144,7 +145,7 @@ class _HandOut:
         while (piece := pool.densest) is not None and piece[3] > long_tokens and (most := max(missing)) > -math.inf:
             share = missing.index(most)
             _, _, start, stop, work = piece
-            left_out = before(stop) - before(start)
+            left_out = before(stop) - before(start) if start else before(stop)
             is_last = (1 - self._part) * most <= REMAINDER * may_miss[share]
             at_once = most if is_last else self._part * most
             if left_out <= at_once + is_last * may_miss[share] and self._has_room(share, stop - start, work):

@@ -63,8 +63,10 @@ class LayerKinds:
 
         @cache
         def before(position: int) -> float:
-            widest = self.widest.pairs_before(position)
-            return sum([weight * (widest - mask.pairs_before(position)) for weight, mask in weights])
+            widest, left_out = self.widest.pairs_before(position), 0.0
+            for weight, mask in weights:
+                left_out += weight * (widest - mask.pairs_before(position))
+            return left_out
 
         return before
 

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/whole_documents.py [--ranks 2 8 64] [--micro-batches 8] [--tokens-per-rank 65536]
 
-An epoch of the shipped lengths is packed for a model whose layers carry a state; longer
-documents than a rank holds are cut to its size. The first micro-batches are planned, and the last one apart, because it
+An epoch of the shipped lengths is packed for a model whose layers carry a state, without
+documents that are longer than a rank holds. The first micro-batches are planned, and the last one apart, because it
 has to take what is left. Figures are the largest of them. Documents are put off if they
 were chosen for a micro-batch whose ranks have no room for them: their tokens are counted over the whole epoch. The time
 of a micro-batch is the shortest of several plans.
@@ -12,8 +12,6 @@ of a micro-batch is the shortest of several plans.
 import argparse
 import time
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from distca_hf.arrays import BoolArray, IntArray
 from distca_hf.batches.placed import PlacedPlanner
@@ -84,7 +82,8 @@ def main() -> None:
         *("of the last", "put off", "planning"),
     )
     for mix in MIXES:
-        document_tokens = np.minimum(file_lengths(mix), options.tokens_per_rank)
+        lengths = file_lengths(mix)
+        document_tokens = lengths[lengths <= options.tokens_per_rank]
         for num_ranks in options.ranks:
             config = DistCAConfig(
                 tokens_per_rank=options.tokens_per_rank, ranks_per_node=min(num_ranks, RANKS_PER_NODE)
