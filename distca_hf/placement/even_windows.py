@@ -14,14 +14,14 @@ In each layer
 and full work is even in any case. So window work is as even as the pairs left out. Short documents have hardly any.
 Shares (nodes, or the ranks of one) are filled in two steps:
 
-1. Long documents are handed out, longest first, each to the share that misses most pairs left out. They stay whole where
-   they can. One with more such pairs than the share misses is cut, and the share gets its tail.
+1. Long documents are handed out, longest first, each to the share that misses most pairs left out. They stay whole
+   where they can. One with more such pairs than the share misses is cut, and the share gets its tail.
 2. Short documents make up for tokens and work. The accordion deals them, and their cuts cost few bytes.
 
 Ends of long documents have far more pairs left out for their tokens than beginnings. If the first shares take all they
-miss of ends, beginnings are left for the last ones, which have not enough tokens for them. Then every share takes only a
-part of what it misses at once, the largest part that works. If none does, long and short documents are two lines: the
-accordion deals either of them, and every share gets an equal part of the tokens and of the work of both.
+miss of ends, beginnings are left for the last ones, which have not enough tokens for them. Then every share takes only
+a part of what it misses at once, the largest part that works. If none does, long and short documents are two lines:
+the accordion deals either of them, and every share gets an equal part of the tokens and of the work of both.
 """
 
 import math
@@ -146,6 +146,9 @@ class _HandOut:
             share = missing.index(most)
             _, _, start, stop, work = piece
             left_out = before(stop) - before(start) if start else before(stop)
+            # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
+            if (most - may_miss[share]) * (stop - start) > left_out * self._tokens[share]:
+                return False
             is_last = (1 - self._part) * most <= REMAINDER * may_miss[share]
             at_once = most if is_last else self._part * most
             if left_out <= at_once + is_last * may_miss[share] and self._has_room(share, stop - start, work):
@@ -191,15 +194,18 @@ class _HandOut:
             for other, (tokens, work) in enumerate(zip(self._tokens, self._work, strict=True))
             if other != share and work < self._short_cost * tokens
         ]
-        tokens_needed, work_needed = 0, 0.0
-        for cost, tokens, work in sorted([rest, *lighter]):
-            tokens_needed, work_needed = tokens_needed + tokens, work_needed + work
+        tokens_needed: int = 0
+        work_needed: float = 0.0
+        for cost, needed_tokens, needed_work in sorted([rest, *lighter]):
+            tokens_needed, work_needed = tokens_needed + needed_tokens, work_needed + needed_work
             if cost >= rest[0] and work_needed < self._pool.light_work(tokens_needed):
                 return False
         return True
 
 
-def _deal_two_lines(long: list[Piece], short: list[Piece], goals: Sequence[Goal], pool: PiecePool) -> list[list[Piece]]:
+def _deal_two_lines(
+    long: list[Piece], short: list[Piece], goals: Sequence[Goal], pool: PiecePool
+) -> list[list[Piece]]:
     """Deals long pieces of a pool and short ones apart: every share gets an equal part of either."""
     # 1. Long ones, to goals in proportion to those for all.
     long_tokens, tokens = _tokens_of(long), sum([goal.tokens for goal in goals])
@@ -207,7 +213,8 @@ def _deal_two_lines(long: list[Piece], short: list[Piece], goals: Sequence[Goal]
     long_pool, short_pool = PiecePool(long, pool.work), PiecePool(short, pool.work)
     part = long_pool.work_left / max(1, pool.work_left)
     long_goals = [
-        Goal(stop - start, part * goal.work, goal.load) for goal, (start, stop) in zip(goals, pairwise(borders), strict=True)
+        Goal(stop - start, part * goal.work, goal.load)
+        for goal, (start, stop) in zip(goals, pairwise(borders), strict=True)
     ]
     shares = deal_lightest_first(long_pool, long_goals)
 

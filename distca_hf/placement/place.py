@@ -7,13 +7,13 @@ Nodes are filled exactly, like ranks: hardly a document crosses from one node to
 travel inside nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can
 both be equal, `longest_first` for why few documents are cut, `stripes` for long parts.
 
-Models with sliding windows may have their documents placed so that these are even, too (`even_windows`). Of both ways the
-one with the shorter predicted time is taken.
+Models with sliding windows may have their documents placed so that these are even, too (`even_windows`). Of both ways
+the one with the shorter predicted time is taken.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
 from operator import not_
@@ -26,7 +26,7 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
 from distca_hf.placement.even_windows import EvenWindows
-from distca_hf.placement.heuristics import ALIKE, GroupedHeuristic, Heuristic, deal_with_best, heuristics_to_try
+from distca_hf.placement.heuristics import ALIKE, Deal, deal_with_best, heuristics_to_try
 from distca_hf.placement.layer_kinds import LayerKinds
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
@@ -89,7 +89,7 @@ def place(
         head_groups: groups that the heads of stripes can be divided in; 1 makes no stripes.
         rank_shares: work of each rank in proportion, near 1; by default equal. For ranks, or tasks, of unequal speed.
         layer_masks: each mask with the number of layers that have it. The widest one's work is made equal, work in
-            windows about equal (see `lines`).
+            windows about equal (see `even_windows`).
 
     Returns:
         A layout without padding, each rank's segments in the order its tasks are computed, and its stripes.
@@ -182,7 +182,7 @@ class _Windows:
         """Returns the deal to nodes."""
         return self._deal(NODES_UNEVEN * self.time, ALIKE_NODES)
 
-    def of_ranks(self, pieces: Sequence[Piece]) -> EvenWindows:
+    def of_ranks(self, pieces: list[Piece]) -> EvenWindows:
         """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
         more."""
         deal = self._deal(0.0, ALIKE)
@@ -233,12 +233,12 @@ class _Documents:
 
     @cached_property
     def pool(self) -> PiecePool:
-        """All documents; lines take from copies of it."""
+        """All documents; each way to place them takes from a copy of it."""
         return PiecePool.of_documents(self.sorted_tokens, self.cost)
 
     @cached_property
     def rule(self) -> StripeRule:
-        """Rule for stripes, the same for all lines."""
+        """Rule for stripes, the same for all ways."""
         rank_load = self.pool.work_left / len(self.shares)
         return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
 
@@ -275,12 +275,12 @@ class _Documents:
             striped = list(compress(pieces, is_striped))
             rest = list(compress(pieces, map(not_, is_striped)))
             rank_goals = _goals(tokens, shares, work_of(pieces))
-            heuristics: Sequence[Heuristic | GroupedHeuristic | EvenWindows]
+            ways: Sequence[Deal]
             if windows is None:
-                heuristics = heuristics_to_try(len(rest), len(ranks), len(self.shares))
+                ways = heuristics_to_try(len(rest), len(ranks), len(self.shares))
             else:
-                heuristics = (windows.of_ranks(pieces),)
-            segments += _deal_to_ranks(striped, rest, rank_goals, rule.work, off, heuristics)
+                ways = (windows.of_ranks(pieces),)
+            segments += _deal_to_ranks(striped, rest, rank_goals, rule.work, off, ways)
             stripes += stripes_of(striped, ranks)
         return self._layout(segments, stripes)
 
@@ -315,7 +315,7 @@ def _deal_to_ranks(
     goals: list[Goal],
     work: Work,
     off: float,
-    heuristics: Sequence[Heuristic | GroupedHeuristic | EvenWindows],
+    heuristics: Sequence[Deal],
 ) -> list[list[Segment]]:
     """Deals the pieces of a node: segments of each of its ranks.
 

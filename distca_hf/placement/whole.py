@@ -50,8 +50,8 @@ def _deal(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int, level
     is_long = pairs[longest_first] > LONG_SHARE * pairs.sum() / num_ranks
     num_long = int(np.count_nonzero(is_long))
 
-    # 1. Long documents, each to the rank with least work below the level, else to the one with fewest tokens: where that
-    # has no room, none has.
+    # 1. Long documents, each to the rank with least work below the level, else to the one with fewest tokens: where
+    # that has no room, none has.
     tokens, work = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
     for document in longest_first[:num_long].tolist():
         length = int(document_tokens[document])

@@ -4,9 +4,9 @@
 
 An epoch of the shipped lengths is packed for a model whose layers carry a state, without
 documents that are longer than a rank holds. The first micro-batches are planned, and the last one apart, because it
-has to take what is left. Figures are the largest of them. Documents are put off if they
-were chosen for a micro-batch whose ranks have no room for them: their tokens are counted over the whole epoch. The time
-of a micro-batch is the shortest of several plans.
+has to take what is left. Figures are the largest of them. Documents are put off if they were chosen for a micro-batch
+whose ranks have no room for them; their tokens are counted over the whole epoch. The time of a micro-batch is the
+shortest of several plans.
 """
 
 import argparse
