@@ -1,0 +1,236 @@
+"""Pipelines: the order of operations of 1F1B and interleaved 1F1B, and the seconds that a step takes.
+
+Layers of a model are divided into parts, and every stage of a pipeline holds one or several of them, its chunks. Part p
+is on stage p mod stages. A micro-batch runs forward through all parts, then backward through them.
+
+    2 stages, 1 chunk    stage 0 | F0 F1    .  . B0 F2 B1 F3 B2 . B3      numbers are micro-batches; dots wait
+    (1F1B)               stage 1 | .  F0 B0 F1 B1 ...
+
+Orders are those of `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`. Here are integers and
+seconds alone, without torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distca_hf.errors import ConfigError
+
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline: how many stages a micro-batch passes, and in how many chunks each of them holds its layers.
+
+    Attributes:
+        num_stages: stages, each of them a group of ranks that hold the same layers.
+        chunks: parts of the model on each stage. With 1 stages run 1F1B, with more interleaved 1F1B.
+
+    Raises:
+        ConfigError: fewer than two stages, or fewer than one chunk.
+    """
+
+    num_stages: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 2:
+            raise ConfigError(f"a pipeline of {self.num_stages} stages is none: give at least 2, or leave it out")
+        if self.chunks < 1:
+            raise ConfigError(f"a pipeline stage has {self.chunks} chunks of layers; give at least 1")
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that the layers of the model are divided into."""
+        return self.num_stages * self.chunks
+
+    def check(self, micro_steps: int, num_layers: int | None = None) -> None:
+        """Checks that the schedule can run.
+
+        Args:
+            micro_steps: micro-batches of an optimizer step.
+            num_layers: layers of the model, where known.
+
+        Raises:
+            ConfigError: there are too few micro-batches for the stages, or for interleaving no multiple of them; or
+                more parts than layers.
+        """
+        if micro_steps < self.num_stages:
+            raise ConfigError(
+                f"{micro_steps} micro-batches per optimizer step do not fill a pipeline of {self.num_stages} stages; "
+                f"give at least {self.num_stages}"
+            )
+        if self.chunks > 1 and micro_steps % self.num_stages:
+            below = micro_steps - micro_steps % self.num_stages
+            raise ConfigError(
+                f"{micro_steps} micro-batches per optimizer step are no multiple of {self.num_stages} stages, which "
+                f"interleaving ({self.chunks} chunks) needs; give {below} or {below + self.num_stages}, or 1 chunk"
+            )
+        if num_layers is not None and self.num_parts > num_layers:
+            raise ConfigError(
+                f"{self.num_stages} stages of {self.chunks} chunk{'s' * (self.chunks > 1)} are {self.num_parts} parts, "
+                f"and the model has {num_layers} layers; give fewer stages or chunks"
+            )
+
+    def stage_of(self, part: int) -> int:
+        """Returns the stage that holds a part."""
+        return part % self.num_stages
+
+    def layers_of_parts(self, num_layers: int) -> list[int]:
+        """Returns the number of layers of each part: as equal as possible, earlier parts have one more."""
+        each, more = divmod(num_layers, self.num_parts)
+        return [each + (part < more) for part in range(self.num_parts)]
+
+
+class Operation(NamedTuple):
+    """Forward or backward of one micro-batch through one part."""
+
+    is_forward: bool
+    part: int
+    micro_batch: int
+
+
+def operations_of(pipeline: Pipeline, stage: int, micro_batches: int) -> list[Operation]:
+    """Returns the operations of one stage in the order in which torch runs them."""
+    if pipeline.chunks == 1:
+        return list(_in_1f1b(pipeline, stage, micro_batches))
+    return list(_interleaved(pipeline, stage, micro_batches))
+
+
+def _in_1f1b(pipeline: Pipeline, stage: int, micro_batches: int) -> Iterator[Operation]:
+    """Yields the order of `Schedule1F1B`: some micro-batches forward, then backward and forward in turn."""
+    ahead = min(micro_batches, pipeline.num_stages - stage)
+    for micro_batch in range(ahead):
+        yield Operation(True, stage, micro_batch)
+    for micro_batch in range(micro_batches):
+        yield Operation(False, stage, micro_batch)
+        if micro_batch + ahead < micro_batches:
+            yield Operation(True, stage, micro_batch + ahead)
+
+
+def _interleaved(pipeline: Pipeline, stage: int, micro_batches: int) -> Iterator[Operation]:
+    """Yields the order of `ScheduleInterleaved1F1B`: rounds of as many micro-batches as stages go through one chunk
+    after the other."""
+    stages, chunks = pipeline.num_stages, pipeline.chunks
+    total = chunks * micro_batches
+    ahead = min(total, (chunks - 1) * stages + 2 * (stages - 1 - stage))
+
+    def operation(is_forward: bool, number: int) -> Operation:
+        turn, within = divmod(number, stages)
+        chunk = turn % chunks if is_forward else chunks - 1 - turn % chunks
+        return Operation(is_forward, chunk * stages + stage, turn // chunks * stages + within)
+
+    for number in range(ahead):
+        yield operation(True, number)
+    for number in range(total):
+        if number + ahead < total:
+            yield operation(True, number + ahead)
+        yield operation(False, number)
+
+
+class _Step(NamedTuple):
+    """An operation, and the numbers of operations that it waits for beside the one before it on its stage. In the
+    second list results come from another stage."""
+
+    stage: int
+    operation: Operation
+    here: list[int]
+    elsewhere: list[int]
+
+
+class Schedule:
+    """All operations of an optimizer step, in an order in which each comes behind those that it waits for.
+
+    Args:
+        pipeline: stages and chunks.
+        micro_batches: micro-batches of an optimizer step.
+
+    Raises:
+        ConfigError: the schedule cannot run, see `Pipeline.check`.
+    """
+
+    def __init__(self, pipeline: Pipeline, micro_batches: int) -> None:
+        pipeline.check(micro_batches)
+        self.pipeline, self.micro_batches = pipeline, micro_batches
+
+    @cached_property
+    def stages(self) -> list[list[Operation]]:
+        """Operations of each stage."""
+        numbers = range(self.pipeline.num_stages)
+        return [operations_of(self.pipeline, stage, self.micro_batches) for stage in numbers]
+
+    @property
+    def held_micro_batches(self) -> float:
+        """Most micro-batches whose activations a stage holds at once, in parts of its layers."""
+        signs = ([1 if operation.is_forward else -1 for operation in stage] for stage in self.stages)
+        return max(int(np.cumsum(stage).max()) for stage in signs) / self.pipeline.chunks
+
+    @cached_property
+    def _steps(self) -> list[_Step]:
+        steps: list[_Step] = []
+        number: dict[Operation, int] = {}
+        done = [0] * self.pipeline.num_stages
+        while len(steps) < sum(map(len, self.stages)):
+            before = len(steps)
+            for stage, operations in enumerate(self.stages):
+                while done[stage] < len(operations):
+                    operation = operations[done[stage]]
+                    needed = list(self._needed(operation))
+                    if any(other not in number for other in needed):
+                        break
+                    here = [number[other] for other in needed if self.pipeline.stage_of(other.part) == stage]
+                    elsewhere = [number[other] for other in needed if self.pipeline.stage_of(other.part) != stage]
+                    number[operation] = len(steps)
+                    steps.append(_Step(stage, operation, here, elsewhere))
+                    done[stage] += 1
+            assert len(steps) > before, f"{self.pipeline} with {self.micro_batches} micro-batches never ends"
+        return steps
+
+    def _needed(self, operation: Operation) -> Iterator[Operation]:
+        """Yields the operations whose results an operation needs."""
+        is_forward, part, micro_batch = operation
+        if is_forward and part > 0:
+            yield Operation(True, part - 1, micro_batch)
+        if not is_forward:
+            yield Operation(True, part, micro_batch)
+            if part < self.pipeline.num_parts - 1:
+                yield Operation(False, part + 1, micro_batch)
+
+    def step_seconds(
+        self,
+        forward_seconds: Seconds,
+        backward_seconds: Seconds,
+        hop_seconds: float = 0.0,
+        part_layers: Sequence[int] | None = None,
+    ) -> Seconds:
+        """Simulates an optimizer step: every stage runs its operations in order, each as soon as its inputs are there.
+
+        Args:
+            forward_seconds, backward_seconds: `[..., micro_batches]` float64 seconds of a micro-batch in all layers of
+                the model, on one rank of a stage. Leading dimensions are steps that are simulated side by side.
+            hop_seconds: seconds for activations, or their gradients, from one stage to another.
+            part_layers: layers of each part; by default all parts are alike.
+
+        Returns:
+            `[...]` float64 seconds until all stages have ended.
+        """
+        layers = np.ones(self.pipeline.num_parts) if part_layers is None else np.asarray(part_layers, dtype=np.float64)
+        shares = layers / layers.sum()
+        passes = (np.moveaxis(backward_seconds, -1, 0), np.moveaxis(forward_seconds, -1, 0))
+        free = [np.zeros(passes[0].shape[1:])] * self.pipeline.num_stages
+        ends: list[Seconds] = []
+        for stage, (is_forward, part, micro_batch), here, elsewhere in self._steps:
+            begin = free[stage]
+            for other in here:
+                begin = np.maximum(begin, ends[other])
+            for other in elsewhere:
+                begin = np.maximum(begin, ends[other] + hop_seconds)
+            free[stage] = begin + passes[is_forward][micro_batch] * shares[part]
+            ends.append(free[stage])
+        return np.max(free, axis=0)
