@@ -139,20 +139,10 @@ class LayerStack:
         gone = [f"{self.layers}.{number}" for number in range(self.num_layers) if number not in layers]
         return [*gone, *([] if is_first else self.before), *([] if is_last else self.behind)]
 
-    def layers_of(self, stage: int, num_stages: int) -> range:
-        """Returns numbers of the layers that a stage runs: as many as others, the first ones one more.
-
-        Raises:
-            ConfigError: there are more stages than layers.
-        """
-        if num_stages > self.num_layers:
-            raise ConfigError(
-                f"{num_stages} stages for {self.num_layers} layers: each stage needs at least one; use fewer pipeline "
-                "ranks, or fewer chunks on each"
-            )
-        each, more = divmod(self.num_layers, num_stages)
-        begin = stage * each + min(stage, more)
-        return range(begin, begin + each + (stage < more))
+    def layers_of(self, part: int, layers_of_parts: Sequence[int]) -> range:
+        """Returns numbers of the layers of a part, given how many each part has."""
+        begin = sum(layers_of_parts[:part])
+        return range(begin, begin + layers_of_parts[part])
 
 
 def _no_plain_stack(name: str, reason: str) -> ConfigError:

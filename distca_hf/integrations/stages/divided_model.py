@@ -1,0 +1,114 @@
+"""Divided model: a Transformers checkpoint whose layers are divided into the parts of a pipeline.
+
+    checkpoint ──outline, without weights──▶ checks, loader
+        └───────load(part)──────────────▶ one part: a stage reads no weights but its own
+
+A part is a model of the same class with the same names. Modules that other parts run are replaced before weights are
+read, so that neither memory nor files are touched for them.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.integrations.stages.part import ModelPart
+from distca_hf.integrations.stages.stack import LayerStack
+from distca_hf.parallel_context import ParallelContext, numbered
+
+
+class DividedModel:
+    """A causal language model of Transformers, divided into the parts of a pipeline.
+
+    Args:
+        checkpoint: a folder, or a name on the Hub, as `from_pretrained` takes it.
+        pipeline: stages, and chunks on each of them.
+        dtype: of the weights, and of hidden states that stages send.
+
+    Attributes:
+        outline: the whole model on the meta device, for `plugin.dataloader(model=...)`: placement follows all layers.
+        stack: its modules in order.
+
+    Raises:
+        ConfigError: the model cannot be divided like this; says why, and what to do.
+    """
+
+    def __init__(self, checkpoint: str | Path, pipeline: Pipeline, dtype: torch.dtype = torch.float32) -> None:
+        self.checkpoint, self.pipeline, self.dtype = str(checkpoint), pipeline, dtype
+        config = AutoConfig.from_pretrained(self.checkpoint)
+        with torch.device("meta"):
+            self.outline = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
+        self._check_tied()
+        self.stack = LayerStack.of(self.outline)
+        pipeline.check(pipeline.num_stages, self.stack.num_layers)  # with the fewest micro-batches that fill it
+
+    def _check_tied(self) -> None:
+        """Refuses embeddings that are the head's weights as well: the first and the last stage would each train their
+        own.
+
+        Raises:
+            ConfigError: they are.
+        """
+        head = self.outline.get_output_embeddings()
+        if head is not None and getattr(head, "weight", None) is self.outline.get_input_embeddings().weight:
+            raise ConfigError(
+                f"{type(self.outline).__name__}: tie_word_embeddings=True, and its embeddings are on stage 0 and its "
+                f"head on stage {self.pipeline.num_stages - 1}: each would train weights of its own. Train it without "
+                "a pipeline; or untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
+            )
+
+    def load(self, number: int, plugin: ParallelContext) -> ModelPart:
+        """Reads the weights of one part, and enables it for training.
+
+        Args:
+            number: of the part; with chunks, part p is on stage p mod stages.
+            plugin: settings, and the ranks that run this part together.
+
+        Raises:
+            ConfigError: the checkpoint lacks weights, or has them in other shapes.
+            UnsupportedAttentionError: the model cannot run on distca.
+        """
+        longest = plugin.config.tokens_per_rank * len(plugin.members.token_ranks)
+        device = numbered(plugin.device)
+        check_model(self.outline, longest, plugin.config.kernel, device)
+        layers = self.stack.layers_of(number, self.pipeline.layers_of_parts(self.stack.num_layers))
+        is_first, is_last = number == 0, number == self.pipeline.num_parts - 1
+        part_class = self._class_of_part(layers, is_first, is_last)
+        model, seen = part_class.from_pretrained(
+            self.checkpoint, attn_implementation=IMPLEMENTATION, dtype=self.dtype, output_loading_info=True
+        )
+        wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in seen[kind]]
+        if wrong:
+            raise ConfigError(
+                f"{self.checkpoint}: {wrong[0]} and {len(wrong) - 1} more weights of part {number} are missing, or have "
+                "another shape; give a checkpoint of this model with all of its weights"
+            )
+        enable(model.to(device), plugin)
+        return ModelPart(model, number, self.pipeline, plugin.config.tokens_per_rank)
+
+    def _class_of_part(self, layers: range, is_first: bool, is_last: bool) -> type[PreTrainedModel]:
+        """Returns the model's class, made to leave other parts out when it is initialised: `from_pretrained` does so
+        without memory, and reads weights afterwards."""
+        whole, keep = type(self.outline), self.stack.keep
+
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            whole.__init__(self, *args, **kwargs)
+            keep(self, layers, is_first=is_first, is_last=is_last)
+
+        others = self.stack.modules_of_others(layers, is_first=is_first, is_last=is_last)
+        return type(
+            whole.__name__,
+            (whole,),
+            {
+                "__init__": init,
+                "__module__": whole.__module__,
+                "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(name)}\." for name in others],
+            },
+        )
