@@ -2,10 +2,11 @@
 
 Everything that trains together is given the same context: models, loaders and callbacks open no groups of their own,
 and ask no process group. A context is that of one group of ranks: the whole job, or a part of it. A rank's number is
-that in the group; messages say "of the job" where the other one is meant.
+that in the group; messages say "of the job" where the other one is meant. The whole job may be a grid of stages, data
+and tensor ranks; a part of it differs in data alone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import CheckedTransport
-from distca_hf.comm.groups import Members, default_device, open_transport, process_group_of
+from distca_hf.comm.grid import Grid
+from distca_hf.comm.groups import Members, default_device, grid_of_mesh, open_transport, process_group_of
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -43,21 +45,23 @@ class ParallelContext:
 
     def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self._group = process_group_of(group)
-        per_node = config.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
-        self._config = replace(config, ranks_per_node=per_node)
+        self._grid: Grid | None = None
+        self._given = config
+        self._config = self._settings_for(self.members)
         self._transports: dict[torch.device, Transport] = {}
         self._served: dict[torch.device, ServedTransport] = {}
         self._check_servers()
 
     @property
     def config(self) -> DistCAConfig:
-        """Settings, fixed like each of them; `ranks_per_node` is that of the group, where the launcher says it."""
+        """Settings, fixed like each of them; `ranks_per_node` is that of data ranks, where the launcher says it."""
         return self._config
 
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        return Members.of(self._group, sum(launched_servers()))
+        members = Members.of(self._group, sum(launched_servers()))
+        return members if self._grid is None else replace(members, grid=self._grid)
 
     @property
     def servers(self) -> Servers | None:
@@ -76,13 +80,77 @@ class ParallelContext:
         """Device that training runs on, as far as the process groups and CUDA say."""
         return default_device(self._group)
 
+    def use_mesh(
+        self,
+        mesh: DeviceMesh,
+        *,
+        data: str | Sequence[str],
+        tensor: str | Sequence[str] = (),
+        stages: str | Sequence[str] = (),
+    ) -> None:
+        """Says which ranks do what, by the dimensions of a device mesh of all ranks of the job. Not needed where
+        Transformers or Accelerate have made the mesh: the model says it then.
+
+        ```python
+        mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("stage", "dp", "tp"))
+        plugin.use_mesh(mesh, data="dp", tensor="tp", stages="stage")
+        ```
+
+        Call it before the plugin's first loader or model.
+
+        Args:
+            mesh: of all ranks of the job, with named dimensions in any order.
+            data: dimensions along which ranks hold other documents. Several count as one (replicas x shards).
+            tensor: dimensions along which they hold parts of the same layers, and the same documents.
+            stages: dimensions along which they hold other layers, as stages of a pipeline.
+
+        Raises:
+            ConfigError: the mesh is not all ranks of the job, each once; a dimension is missing, named twice or not
+                named; none is for data; data ranks are unequally many per node; or the plugin has a group, attention
+                servers, or another grid.
+        """
+        self.use_grid(grid_of_mesh(mesh, data, tensor, stages))
+
+    def use_grid(self, grid: Grid) -> None:
+        """Takes a grid for this context's own, before any transport is opened, or finds it to be the same.
+
+        Raises:
+            ConfigError: see `use_mesh`.
+        """
+        members = self.members
+        if grid == members.grid:
+            return
+        if self._grid is not None or self._transports:
+            raise ConfigError(
+                f"{members.grid.name}: this plugin works on {members.grid.in_words()} already (a loader, a model or "
+                f"use_mesh said so), and is now given {grid.in_words()}. Give plugin.dataloader the model "
+                "(model=...), call use_mesh before both, and use one plugin for each way of dividing the ranks"
+            )
+        if self._group is not None:
+            raise ConfigError(
+                f"{members.grid.name}: the plugin has a group, {_named(members.group)}, whose ranks differ in data "
+                f"alone, and is now given {grid.in_words()}; leave group out"
+            )
+        if self.servers is not None:
+            raise ConfigError(
+                f"attention servers serve ranks that differ in data alone, and these are {grid.in_words()}; leave the "
+                "servers out, or train without tensor and pipeline parallelism"
+            )
+        self._grid = grid
+        self._config = self._settings_for(self.members)
+
+    def _settings_for(self, members: Members) -> DistCAConfig:
+        """Returns the settings, with `ranks_per_node` of these ranks."""
+        per_node = self._given.ranks_per_node or members.ranks_per_node(launched_ranks_per_node())
+        return replace(self._given, ranks_per_node=per_node)
+
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
         device = numbered(device)
         if device not in self._transports or self.is_outgrown(self._transports[device]):
             timeouts = self.config.timeouts
             self._check_accelerate()
-            opened = open_transport(device, timeouts.exchange_seconds, timeouts.agreement_seconds, self._group)
+            opened = open_transport(device, timeouts.exchange_seconds, timeouts.agreement_seconds, self.members)
             self._transports[device] = opened if not self.config.debug.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
@@ -112,7 +180,7 @@ class ParallelContext:
 
     def is_outgrown(self, transport: Transport) -> bool:
         """Returns whether a transport is that of a process alone, opened before there was a process group."""
-        return transport.world_size == 1 and len(self.members.group) > 1
+        return len(transport.grid.ranks) == 1 and len(self.members.group) > 1
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
@@ -145,7 +213,7 @@ class ParallelContext:
         for wrapper, ranks in _averaging(model):
             if sorted(ranks) != list(members.layer_ranks):
                 raise ConfigError(
-                    f"rank {members.rank}: {wrapper} averages gradients over {_named(ranks)}, and the group of the "
+                    f"{members.grid.name}: {wrapper} averages gradients over {_named(ranks)}, and the group of the "
                     f"plugin is {_named(members.layer_ranks)}: losses count the labels of the group alone. Give both "
                     "the same group, or leave it out of the plugin to share documents between all ranks"
                 )
@@ -172,7 +240,7 @@ class ParallelContext:
         if not self.members.are_the_job:
             raise ConfigError(
                 f"attention servers serve all ranks of a job, and the group of the plugin is "
-                f"{_named(self.members.layer_ranks)}; leave group out"
+                f"{_named(self.members.group)}; leave group out"
             )
 
     def _check_accelerate(self) -> None:
@@ -186,17 +254,17 @@ class ParallelContext:
         if not PartialState._shared_state:  # without Accelerate, the maker of the process group averages gradients
             return
         processes, members = PartialState().num_processes, self.members
-        if processes == len(members.layer_ranks):
+        if processes == len(members.group):
             return
         if not members.are_the_job:
             raise ConfigError(
-                f"rank {members.rank}: the group of the plugin is {_named(members.layer_ranks)}, and Accelerate "
+                f"{members.grid.name}: the group of the plugin is {_named(members.group)}, and Accelerate "
                 f"averages gradients over {processes}: losses count the labels of the group alone. Train without "
                 "Trainer and Accelerate, under DDP or FSDP over this group; or leave it out of the plugin, to share "
                 "documents between all ranks"
             )
         raise ConfigError(
-            f"{len(members.layer_ranks)} processes are in the process group, but Accelerate trains {processes} "
+            f"{len(members.group)} processes are in the process group, but Accelerate trains {processes} "
             "together: gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), "
             "Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"
         )

@@ -21,7 +21,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
 from distca_hf.batches.taking import Replanner, UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
-from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -286,7 +286,8 @@ class PlacedLoader:
                     self.contents  # noqa: B018  read before the first micro-batch
                     prepared = next(ahead)
                 except Exception:
-                    Agreement.announce_unable(self._transport, self._number(Cursor(begin.epoch, micro_batch)))
+                    number = self._number(Cursor(begin.epoch, micro_batch))
+                    Agreement.announce_unable(self._transport, number, Occasion.TAKE)
                     raise
                 batch = self._deliver(prepared, data)
                 self._position = replace(begin, micro_batch=micro_batch + 1)

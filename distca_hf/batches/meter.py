@@ -34,11 +34,11 @@ class MeterReading:
     """Counts and times of all ranks since the reading before; equal on all of them.
 
     Attributes:
-        num_ranks: how many there are.
+        num_ranks: how many there are: all of the group.
         seconds: that passed on this rank, evaluation left out.
         totals: of the micro-batches.
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
-        slowest_rank: the rank that waited least for others; None in a reading of one rank.
+        slowest_rank: number in the group of the rank that waited least for others; None in a reading of one rank.
         utilisation: operations of the model over those that the GPUs of these ranks could do at best; attention
             servers are no such ranks. None if unknown.
         memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
@@ -202,7 +202,7 @@ class Meter:
         self, totals: PlanTotals, seconds: float, by_rank: Mapping[str, Sequence[int]], dtype: torch.dtype | None
     ) -> MeterReading:
         """Returns the reading of the numbers of all ranks."""
-        num_ranks = self._transport.world_size
+        num_ranks = len(self._transport.grid.ranks)
         most = {name: max(values) for name, values in by_rank.items()}
         return MeterReading(
             num_ranks=num_ranks,

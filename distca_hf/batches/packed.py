@@ -14,7 +14,8 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, media_of, tokens_of
 from distca_hf.batches.taking import order_plan, shared_facts
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Agreement, Occasion, labels_of
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -158,7 +159,7 @@ class PackPlanner:
         try:
             return self._lengths_of(batch)
         except Exception:
-            Agreement.announce_unable(self._transport, number)
+            Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise
 
     def _all_lengths(
@@ -177,18 +178,18 @@ class PackPlanner:
                 "padded": int(lengths is None),
                 **flags,
             },
-        ).wait()
+        ).wait(Scope.ROWS)
         if towers_are_sharded:
             self._check_images(numbers["holds images"], number)
         if any(numbers["learns nothing"]):
             log.warning(
                 "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
                 "Look at the dataset's labels and masks",
-                _ranks(numbers["learns nothing"]),
+                self._labels(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )
         if any(numbers["padded"]):
-            self._warn_of_padding(_ranks(numbers["padded"]), number)
+            self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
         # 2. The lengths, filled up with zeros to those of the rank with the most documents.
         assert lengths is not None
@@ -201,13 +202,18 @@ class PackPlanner:
     def _check_images(self, flags: Sequence[int], number: int) -> None:
         """Checks that all ranks hold images, or none."""
         if len(set(flags)) > 1:
-            without = _ranks([1 - flag for flag in flags])
+            holding, without = self._labels(flags), self._labels([1 - flag for flag in flags])
             raise PackingError(
-                f"rank {self._transport.rank}, micro-batch {number}: rank {_ranks(flags)} holds images, videos or "
+                f"{self._transport.grid.name}, micro-batch {number}: rank {holding} holds images, videos or "
                 f"sound, and rank {without} none. The model's towers are sharded: ranks with images would wait for "
                 "the others for ever. Give every rank an image in every micro-batch (a blank one, say), or leave the "
                 "towers out of sharding (ignored parameters of FSDP)"
             )
+
+    def _labels(self, flags: Sequence[int]) -> str:
+        """Returns the ranks whose flag is 1, in words."""
+        labels = labels_of(self._transport, Scope.ROWS)
+        return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
 
     def _warn_of_padding(self, ranks: str, number: int) -> None:
         """Warns once that padded batches are not balanced."""
@@ -226,11 +232,6 @@ def _learns_nothing(batch: Batch) -> bool:
     """Returns whether a batch has labels and none of them is learnt; waits for the device."""
     labels = batch.get("labels")
     return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
-
-
-def _ranks(flags: Sequence[int]) -> str:
-    """Returns the ranks whose flag is 1, in words."""
-    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:

@@ -11,7 +11,8 @@ from functools import cache
 from importlib.metadata import version
 
 from distca_hf.batches.prepare import Prepared, Preparer
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Agreement, Occasion, labels_of
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
@@ -94,14 +95,14 @@ def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: M
     """Checks that the ranks on both sides of every cut hold the same document there.
 
     Args:
-        numbers: of all ranks, as the agreement returned them.
+        numbers: of all data ranks, as the agreement returned them.
 
     Raises:
         PlanMismatchError: some do not; names the first document, token and ranks.
     """
     if sum(numbers["around_cuts"]) % MODULUS == 0:
         return
-    where = f"rank {transport.rank}, micro-batch {number}"
+    where = f"{transport.grid.name}, micro-batch {number}"
     mine = [value for cut in prepared.cuts for value in (cut.document, cut.position, cut.checksum)]
     rows = transport.gather(mine + [0] * (3 * max(numbers["cuts"]) - len(mine)), f"{where}, cuts").wait()
     sides: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
@@ -110,8 +111,10 @@ def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: M
             sides[document, position][rank] += checksum  # a rank may hold both sides
     different = {cut: of_ranks for cut, of_ranks in sides.items() if sum(of_ranks.values())}
     (document, position), of_ranks = next(iter(different.items()))
+    labels = labels_of(transport, Scope.ROWS)
+    both = " and ".join(f"rank {labels[rank]}" for rank in of_ranks)
     raise PlanMismatchError(
-        f"{where}: {' and '.join(f'rank {rank}' for rank in of_ranks)} hold other tokens or labels around token "
+        f"{where}: {both} hold other tokens or labels around token "
         f"{position} of document {document}, where it is cut between them{and_more(len(different) - 1)}; nothing was "
         "sent. All ranks must load the same dataset: shuffle it with a seed, and tokenise it once"
     )

@@ -1,4 +1,4 @@
-"""Agreement: before anything is sent for a micro-batch, all ranks show each other that they are about to do the same.
+"""Agreement: before anything is sent for a micro-batch, ranks show each other that they are about to do the same.
 
 All-to-alls whose two sides disagree corrupt data silently (gloo) or hang (NCCL). A few integers per micro-batch,
 gathered while the batch is still being prepared, turn that into an error that names the ranks.
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distca_hf.arrays import ceil_div
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -40,6 +41,16 @@ class Occasion(enum.IntEnum):
     UNABLE = 7  # give up, because it cannot do its part
 
 
+# Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
+SCOPE_OF = {
+    Occasion.TAKE: Scope.GROUP,
+    Occasion.PLAN: Scope.STAGE,
+    Occasion.ATTEND: Scope.STAGE,
+    Occasion.DIFFERENTIATE: Scope.STAGE,
+    Occasion.REPORT: Scope.GROUP,
+    Occasion.COMPARE: Scope.STAGE,
+}
+
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
 BYTES_PER_INTEGER = 4
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
@@ -54,15 +65,17 @@ RANKS_SHOWN = 4
 
 @dataclass
 class Agreement:
-    """Facts on their way to all ranks. Agreements also carry signals: see `Traffic.leaving`.
+    """Facts on their way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
 
     Attributes:
+        scope: ranks that agree.
         facts: must be the same everywhere.
         numbers: integers that may differ and are only passed on.
     """
 
     occasion: Occasion
     micro_batch: int
+    scope: Scope
     facts: Mapping[str, object]
     numbers: Mapping[str, int]
     transport: Transport
@@ -78,8 +91,12 @@ class Agreement:
         micro_batch: int,
         facts: Mapping[str, object],
         numbers: Mapping[str, int],
+        scope: Scope | None = None,
     ) -> "Agreement":
         """Starts showing `facts` and `numbers`; for one occasion `numbers` has the same names on all ranks.
+
+        Args:
+            scope: ranks that agree; by default those of the occasion.
 
         Raises:
             ValueError: there are more numbers than an agreement holds.
@@ -92,20 +109,29 @@ class Agreement:
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         header = [occasion, micro_batch, transport.traffic.leave_signal, digest, len(text)]
         values = [*header, *numbers.values()]
-        gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}")
-        return cls(occasion, micro_batch, facts, numbers, transport, gather, text)
+        scope = SCOPE_OF[occasion] if scope is None else scope
+        gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}", scope)
+        return cls(occasion, micro_batch, scope, facts, numbers, transport, gather, text)
 
     @classmethod
-    def announce_unable(cls, transport: Transport, micro_batch: int) -> None:
+    def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
         """Shows the other ranks, which go on to this micro-batch, that this one cannot. A failure to do so is only
-        logged: the error that brought this about is the one to raise."""
+        logged: the error that brought this about is the one to raise.
+
+        Args:
+            instead_of: the step that the others are about to take.
+        """
         try:
-            cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}).gather.wait()
+            cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}, SCOPE_OF[instead_of]).gather.wait()
         except DistCAError as error:
             log.warning("the other ranks could not be reached: %s", error, extra=OF_THIS_RANK)
 
-    def wait(self) -> dict[str, list[int]]:
+    def wait(self, of: Scope | None = None) -> dict[str, list[int]]:
         """Returns the numbers of every rank, by name.
+
+        Args:
+            of: ranks whose numbers are returned, a part of those that agree, which is the default. Numbers of data
+                are summed over `Scope.ROWS`: all tensor ranks of one data rank have the same.
 
         Raises:
             PeerLostError: a rank could not do its part.
@@ -114,36 +140,45 @@ class Agreement:
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         try:
-            return self._compare(self.gather.wait())
+            return self._compare(self.gather.wait(), self.scope if of is None else of)
         except DistCAError as error:
             self._failure = error
             raise
 
-    def _compare(self, rows: list[list[int]]) -> dict[str, list[int]]:
-        self.transport.traffic.leaving |= {rank: row[2] for rank, row in enumerate(rows) if row[2]}
-        unable = [rank for rank, row in enumerate(rows) if row[0] == Occasion.UNABLE]
+    def _compare(self, rows: list[list[int]], of: Scope) -> dict[str, list[int]]:
+        ranks = self.transport.grid.members(self.scope)
+        self.transport.traffic.leaving |= {rank: row[2] for rank, row in zip(ranks, rows, strict=True) if row[2]}
+        unable = [self.labels[place] for place, row in enumerate(rows) if row[0] == Occasion.UNABLE]
         if unable:
-            ranks = ", ".join(map(str, unable))
-            raise PeerLostError(f"{self._where}: rank {ranks} could not do its part; see the error there")
+            raise PeerLostError(f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there")
         doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
         if len(set(doing)) > 1:
-            raise self._mismatch([f"their next step is {by_value(doing)}"])
+            raise self._mismatch([f"their next step is {by_value(doing, self.labels)}"])
         if len({row[3] for row in rows}) > 1:
             raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)))
+        if of is not self.scope:
+            row_of = dict(zip(ranks, rows, strict=True))
+            rows = [row_of[rank] for rank in self.transport.grid.members(of)]
         return {name: [row[HEADER + at] for row in rows] for at, name in enumerate(self.numbers)}
 
     @property
+    def labels(self) -> list[str]:
+        """The ranks that agree, in messages."""
+        return labels_of(self.transport, self.scope)
+
+    @property
     def _where(self) -> str:
-        return f"rank {self.transport.rank}, micro-batch {self.micro_batch}"
+        return f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
 
     def _differences(self, most_bytes: int) -> list[str]:
         """Gathers the facts themselves and names those that differ. All ranks have seen the same digests, so all of
         them come here."""
-        texts = self.transport.gather(integers_of(self._text, most_bytes), f"{self._where}, facts").wait()
+        values = integers_of(self._text, most_bytes)
+        texts = self.transport.gather(values, f"{self._where}, facts", self.scope).wait()
         of_rank = [dict(json.loads(text_of(text))) for text in texts]
         names = dict.fromkeys(name for facts in of_rank for name in facts)
         shown = {name: [facts.get(name, "missing") for facts in of_rank] for name in names}
-        return [f"{name} is {by_value(values)}" for name, values in shown.items() if len(set(values)) > 1]
+        return [f"{name} is {by_value(values, self.labels)}" for name, values in shown.items() if len(set(values)) > 1]
 
     def _mismatch(self, differences: Sequence[str]) -> PlanMismatchError:
         others = len(differences) - FACTS_SHOWN
@@ -154,11 +189,20 @@ class Agreement:
         )
 
 
-def by_value(values: Sequence[str]) -> str:
-    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1"."""
+def labels_of(transport: Transport, scope: Scope) -> list[str]:
+    """Returns the ranks of a scope as messages name them."""
+    return [transport.grid.label(rank) for rank in transport.grid.members(scope)]
+
+
+def by_value(values: Sequence[str], labels: Sequence[str]) -> str:
+    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1".
+
+    Args:
+        labels: the rank of each value.
+    """
     ranks_of: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(str(rank))
+    for label, value in zip(labels, values, strict=True):
+        ranks_of.setdefault(value, []).append(label)
     return ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ranks_of.items())
 
 
@@ -187,6 +231,7 @@ class CheckedTransport:
 
     def __init__(self, inner: Transport) -> None:
         self.rank, self.world_size, self.traffic = inner.rank, inner.world_size, inner.traffic
+        self.grid = inner.grid
         self._inner = inner
         self._number = 0
 
@@ -203,25 +248,25 @@ class CheckedTransport:
         shown = self._inner.gather(header, f"{asked.where}, check of exchange {number}").wait()
         counts_at = len(header) - 2 * self.world_size
         meant = [f"{text_of(row[2:counts_at])} (rows of {row[0]} x {row[1]} bytes)" for row in shown]
-        here = f"rank {self.rank}, exchange {number}"
+        here, labels = f"{self.grid.name}, exchange {number}", labels_of(self, Scope.ROWS)
         if len(set(meant)) > 1:
             raise PlanMismatchError(
-                f"{here}: ranks exchange in different orders, nothing was sent: {by_value(meant)}. Run the same "
-                "forward and backward passes in the same order on all ranks, from one thread"
+                f"{here}: ranks exchange in different orders, nothing was sent: {by_value(meant, labels)}. Run the "
+                "same forward and backward passes in the same order on all ranks, from one thread"
             )
         sent = [row[counts_at : counts_at + self.world_size] for row in shown]
         for target, row in enumerate(shown):
             for source, expected in enumerate(row[counts_at + self.world_size :]):
                 if sent[source][target] != expected:
                     raise PlanMismatchError(
-                        f"{here}, {asked.where}: rank {source} sends {sent[source][target]} rows to rank {target}, "
-                        f"which expects {expected}; nothing was sent"
+                        f"{here}, {asked.where}: rank {labels[source]} sends {sent[source][target]} rows to rank "
+                        f"{labels[target]}, which expects {expected}; nothing was sent"
                     )
         return self._inner.exchange(asked)
 
-    def gather(self, values: Sequence[int], where: str) -> Gather:
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
         """Passes integers on unchecked: agreements check themselves."""
-        return self._inner.gather(values, where)
+        return self._inner.gather(values, where, scope)
 
     def close(self) -> None:
         """Closes the inner transport."""

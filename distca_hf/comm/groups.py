@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -50,35 +50,34 @@ NO_DEADLINE = timedelta(days=365)
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks of a training: by scope with their numbers in the job, by role with their numbers in the group.
+    """Ranks of a training: by scope with their numbers in the job, by role with their numbers in exchanges of rows.
 
-    All ranks of a group are in both scopes and hold tokens. Attention servers are no ranks of the group: they compute,
-    and have the numbers behind it.
+    Every rank of a group holds tokens. Attention servers are no ranks of the group: they compute, and have the numbers
+    behind those that share documents.
 
     Attributes:
         job: ranks that were launched together, attention servers left out.
-        group: ranks of the group, in ascending order.
-        rank: number of this process in the group.
+        grid: ranks of the group by stage, data and tensor, and the place of this process.
         num_servers: attention servers.
     """
 
     job: Sequence[int]
-    group: Sequence[int]
-    rank: int
+    grid: Grid
     num_servers: int = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, num_servers: int = 0) -> "Members":
-        """Returns the members of a group; without one, all ranks of the job."""
+        """Returns the members of a group, which differ in their data alone; without one, all ranks of the job."""
         if not is_initialized():
-            return cls(range(1), range(1), 0, num_servers)
+            return cls(range(1), Grid.flat(range(1), 0), num_servers)
         job = range(dist.get_world_size())
-        if group is None:
-            return cls(job, job, dist.get_rank(), num_servers)
-        ranks = sorted(dist.get_process_group_ranks(group))
-        if ranks == list(job):
-            return cls(job, job, dist.get_rank(), num_servers)
-        return cls(job, ranks, ranks.index(dist.get_rank()), num_servers)
+        ranks = job if group is None else sorted(dist.get_process_group_ranks(group))
+        return cls(job, Grid.flat(ranks, dist.get_rank()), num_servers)
+
+    @property
+    def group(self) -> Sequence[int]:
+        """Scope: ranks that train together."""
+        return self.grid.members(Scope.GROUP)
 
     @property
     def are_the_job(self) -> bool:
@@ -88,25 +87,25 @@ class Members:
     @property
     def row_ranks(self) -> Sequence[int]:
         """Scope: ranks that share documents. Rows are exchanged among them, and a loss counts all their labels."""
-        return self.group
+        return self.grid.members(Scope.ROWS)
 
     @property
     def layer_ranks(self) -> Sequence[int]:
-        """Scope: ranks that run the same layers. They agree on every pass, and average gradients."""
-        return self.group
+        """Scope: ranks that run the same layers. They agree on every pass."""
+        return self.grid.members(Scope.STAGE)
 
     @property
     def token_ranks(self) -> range:
         """Role: ranks that hold tokens."""
-        return range(len(self.group))
+        return range(len(self.row_ranks))
 
     @property
     def compute_ranks(self) -> range:
         """Role: ranks that compute attention."""
-        return range(len(self.group) + self.num_servers)
+        return range(len(self.row_ranks) + self.num_servers)
 
     def ranks_per_node(self, launched_per_node: int) -> int:
-        """Returns how many ranks of the group share a node; 0 if a launcher did not number nodes.
+        """Returns how many ranks that share documents share a node, too; 0 if a launcher did not number nodes.
 
         Args:
             launched_per_node: ranks of the job on every node; 0 if that is not known.
@@ -114,16 +113,26 @@ class Members:
         Raises:
             ConfigError: nodes hold unequally many of them.
         """
-        if self.are_the_job or not launched_per_node:
+        if self.are_the_job and self.grid.is_flat:
             return launched_per_node
-        nodes, counts = np.unique(np.array(self.group) // launched_per_node, return_counts=True)
-        if (counts[:-1] != counts[0]).any() or counts[-1] > counts[0]:
-            shown = ", ".join(f"{count} on node {node}" for node, count in zip(nodes, counts, strict=True))
-            raise ConfigError(
-                f"ranks of the group are unequally many per node ({shown}; {launched_per_node} of the job on each): "
-                "give a group with as many on every node, or set ranks_per_node"
-            )
-        return int(counts[0])
+        return self.grid.ranks_per_node(launched_per_node)
+
+
+def grid_of_mesh(
+    mesh: DeviceMesh,
+    data: str | Sequence[str],
+    tensor: str | Sequence[str] = (),
+    stages: str | Sequence[str] = (),
+) -> Grid:
+    """Returns the grid of a device mesh of all ranks of the job, by the names of its dimensions: see `Grid.of_mesh`.
+
+    Raises:
+        ConfigError: it is no mesh of all ranks with named dimensions, or they are named wrongly.
+    """
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        raise ConfigError(f"{mesh!r} must be a device mesh whose dimensions have names (mesh_dim_names)")
+    ranks = mesh.mesh.cpu().numpy()
+    return Grid.of_mesh(ranks, mesh.mesh_dim_names, dist.get_rank(), dist.get_world_size(), data, tensor, stages)
 
 
 def is_initialized() -> bool:
@@ -171,7 +180,7 @@ def open_transport(
     device: torch.device,
     timeout_seconds: float,
     agreement_timeout_seconds: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    members: Members | None = None,
 ) -> Transport:
     """Opens a transport over all ranks of a group; a collective call of these ranks. One rank needs no group.
 
@@ -179,7 +188,7 @@ def open_transport(
         device: where the rows to exchange live; decides between NCCL and gloo.
         timeout_seconds: deadline of every exchange.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
-        group: the ranks; by default all of the initialised process group.
+        members: the ranks; by default all of the initialised process group.
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open
@@ -191,47 +200,73 @@ def open_transport(
             f"{launched_world_size()} processes were launched, but torch.distributed is not initialised; create "
             "the Accelerator, TrainingArguments or process group before the data loader"
         )
-    members = Members.of(group)
-    if len(members.row_ranks) == 1:
+    members = Members.of() if members is None else members
+    grid = members.grid
+    if len(members.group) == 1:
         return LocalTransport()
     store = default_store()
-    rollcall = RollCall(store, dist.get_rank(), members.row_ranks)
+    names = {} if grid.is_flat else {rank: f"rank {grid.label(rank)}" for rank in members.group}
+    rollcall = RollCall(store, grid.rank, members.group, names=names)
     timeout, patience = (timedelta(seconds=x) for x in (timeout_seconds, agreement_timeout_seconds or timeout_seconds))
     on_gpus = device.type == "cuda"
-    among: dict[str, Any] = {}
     if not members.are_the_job:
-        among = {"ranks": list(members.row_ranks), "use_local_synchronization": True}
         _check_no_split(on_gpus)
     began, padding = time.monotonic(), []
     try:
         if not members.are_the_job:
             padding = _padding(store, members, patience)
-        # Ranks come here when their data is ready, so the group with the longer deadline is where they meet.
-        control_group = dist.new_group(backend="gloo", timeout=patience, **among)
-        data_group = (
-            _nccl_group(timeout, among) if on_gpus else dist.new_group(backend="gloo", timeout=timeout, **among)
-        )
+        # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
+        control_groups = _control_groups(members, patience)
+        data_group = _new_group(members, Scope.ROWS, _nccl_group if on_gpus else _gloo_group, timeout)
     except RuntimeError as error:
         raise _nobody_came(rollcall, members, time.monotonic() - began, error) from error
     finally:
         for alone in padding:
             dist.destroy_process_group(alone)
     rollcall.announce_uncaught_errors()
-    return TorchTransport(data_group, control_group, rollcall, device, len(members.row_ranks))
+    return TorchTransport(data_group, control_groups, rollcall, device, grid)
+
+
+def _control_groups(members: Members, patience: timedelta) -> dict[Scope, dist.ProcessGroup]:
+    """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
+    groups: dict[Scope, dist.ProcessGroup] = {}
+    opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for scope in reversed(Scope):
+        ranks = members.grid.members(scope)
+        if ranks not in opened:
+            opened[ranks] = _new_group(members, scope, _gloo_group, patience)
+        groups[scope] = opened[ranks]
+    return groups
+
+
+def _new_group(
+    members: Members, scope: Scope, make: Callable[..., dist.ProcessGroup], timeout: timedelta
+) -> dist.ProcessGroup:
+    """Returns the group of this rank in a scope. All ranks of the job make the groups of all, in one order; a group
+    that is a part of the job makes its own."""
+    if members.grid.is_flat:
+        of_some = {} if members.are_the_job else {"ranks": list(members.group), "use_local_synchronization": True}
+        return make(timeout, **of_some)
+    groups = {ranks: make(timeout, ranks=list(ranks)) for ranks in members.grid.sets_of(scope)}
+    return groups[members.grid.members(scope)]
 
 
 def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, error: RuntimeError) -> PeerLostError:
     """Returns the error to raise where groups could not be opened; it names the ranks that did not come."""
     missing = "; ".join(rollcall.missing_in_words(waited_seconds))
     return PeerLostError(
-        f"rank {members.rank} waited {waited_seconds:.0f} s for all {len(members.row_ranks)} ranks to open their "
+        f"{members.grid.name} waited {waited_seconds:.0f} s for all {len(members.group)} ranks to open their "
         f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "
         f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
         f"timeouts.agreement_seconds. Cause: {first_line(error)}"
     )
 
 
-def _nccl_group(timeout: timedelta, among: dict[str, Any]) -> dist.ProcessGroup:
+def _gloo_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=timeout, **among)
+
+
+def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
     """Opens a group whose exchanges overtake kernels. One that waits for a free multiprocessor behind all blocks of an
     attention kernel would overlap with nothing."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -258,7 +293,7 @@ def _padding(store: Store, members: Members, patience: timedelta) -> list[dist.P
     Torch names a group that some ranks open alone by the number of groups that a rank is in. Ranks that are in
     unequally many would wait for each other under different names.
     """
-    ranks, rank = members.row_ranks, dist.get_rank()
+    ranks, rank = members.group, members.grid.rank
     store = PrefixStore(f"distca_hf/groups/{'-'.join(map(str, ranks))}", store)
     turn = store.add(f"turns/{rank}", 1)
     store.set(f"{turn}/{rank}", str(num_groups()))

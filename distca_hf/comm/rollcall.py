@@ -52,7 +52,7 @@ class RollCall:
         rank: of this process in the job.
         ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
-        names: of ranks that are no trainers, for messages.
+        names: of ranks for messages, where they have others than their numbers.
     """
 
     def __init__(
@@ -77,13 +77,14 @@ class RollCall:
         except RuntimeError as error:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
 
-    def missing(self, waited_seconds: float = 0.0) -> dict[int, str]:
+    def missing(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> dict[int, str]:
         """Returns the ranks of the group that left, do not answer or came late, and all that is known about each.
 
         Args:
             waited_seconds: how long this rank has waited for the others. One that waited much less kept them waiting.
+            among: ranks that take part in what has failed; all of the group if they are not given.
         """
-        waiting = set(self._ranks) - {self._rank}
+        waiting = set(self._ranks if among is None else among) - {self._rank}
         found: dict[int, str] = {}
         try:
             self._store.set(f"here/{self._rank}", f"{waited_seconds:.1f}")
@@ -108,11 +109,11 @@ class RollCall:
             for rank in sorted(waiting)
         }
 
-    def missing_in_words(self, waited_seconds: float = 0.0) -> Iterator[str]:
+    def missing_in_words(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> Iterator[str]:
         """Yields a phrase for each rank in `missing`, with its number in the group and, if that is another, in the
         job."""
         in_group = {rank: number for number, rank in enumerate(self._ranks)}
-        for rank, words in self.missing(waited_seconds).items():
+        for rank, words in self.missing(waited_seconds, among).items():
             number = in_group.get(rank)
             of_job = "" if number == rank else f" (rank {rank} of the job)"
             known = f"rank {rank} of the job" if number is None else f"rank {number}{of_job}"

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.groups import abort, open_row_group
 from distca_hf.comm.orders import read, write
 from distca_hf.comm.rollcall import RollCall
@@ -90,12 +91,13 @@ class RosterTransport(TorchTransport):
         group: RowGroup,
         rollcall: RollCall,
         device: torch.device,
-        world_size: int,
+        grid: Grid,
         lost: Callable[[], str | None],
         may_spoil: Callable[[], bool],
         traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(group, None, rollcall, device, world_size, traffic)
+        super().__init__(group, {}, rollcall, device, grid, traffic)
+        self._ranks = range(group.size())
         self._lost, self._may_spoil = lost, may_spoil
         self._polls = device.type == "cpu"  # NCCL's waiting is the device's
         self._starting, self._is_aborted = threading.Lock(), False
@@ -129,7 +131,11 @@ class RosterTransport(TorchTransport):
         self.abort()
         super().close()
 
-    def wait_for(self, work: dist.Work, where: str, began: float) -> None:
+    def members(self, scope: Scope) -> Sequence[int]:
+        """Returns all ranks of the roster: attention servers exchange rows, too."""
+        return self._ranks
+
+    def wait_for(self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS) -> None:
         """Waits for an operation.
 
         Raises:
@@ -142,14 +148,16 @@ class RosterTransport(TorchTransport):
                 raise ServerLostError(f"rank {self.rank}, {where}: {words}")
             time.sleep(pause)
             pause = min(LONGEST_LOOK_SECONDS, 2 * pause)
-        super().wait_for(work, where, began)
+        super().wait_for(work, where, began, scope)
 
-    def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
+    def failure(
+        self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
+    ) -> DistCAError:
         """Returns the error to raise for a failed exchange."""
         if self._may_spoil():
             return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
         words = self._lost()
-        known = super().failure(error, where, began)
+        known = super().failure(error, where, began, scope)
         return ServerLostError(f"{known}" if words is None else f"{known} Of attention servers: {words}")
 
     @property
@@ -315,4 +323,5 @@ def meet(
             f"servers to open their group. Cause: {first_line(error)}"
         ) from error
     rollcall.announce_uncaught_errors()
-    return RosterTransport(group, rollcall, device, num_trainers, lost, may_spoil, traffic)
+    grid = Grid.flat(range(num_trainers), rank)
+    return RosterTransport(group, rollcall, device, grid, lost, may_spoil, traffic)

@@ -24,6 +24,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.heartbeats import StreamProgress, Watch
 from distca_hf.comm.live_servers import LiveServers
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PlanOrder, open_store, shares_of
@@ -77,7 +78,7 @@ class ServedTransport:
         limit_seconds: float,
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
-        self.rank, self.world_size = among_trainers.rank, among_trainers.world_size
+        self.rank, self.world_size, self.grid = among_trainers.rank, among_trainers.world_size, among_trainers.grid
         self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
         self.members: tuple[Member, ...] = ()
         self.servers: Servers | None = None
@@ -127,8 +128,8 @@ class ServedTransport:
             raise ServerLostError(f"rank {self.rank}, {where}: {words}. {NO_STEP}")
         progress.note_start()
 
-    def gather(self, values: Sequence[int], where: str) -> Gather:
-        return self.among_trainers.gather(values, where)
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
+        return self.among_trainers.gather(values, where, scope)
 
     def failure(self, error: DistCAError) -> DistCAError:
         """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""

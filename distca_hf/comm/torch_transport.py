@@ -14,7 +14,7 @@ the process hangs forever. So the job's group is held here, too, until its threa
 import atexit
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError, first_line
@@ -40,33 +41,34 @@ LONGEST_WAIT_SECONDS = 2.0
 
 
 class TorchTransport:
-    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over a gloo group beside it.
+    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups beside it.
 
     Args:
         data_group: group for rows.
-        control_group: gloo group for integers; None if none are sent.
+        control_groups: gloo groups for integers, by scope; none if none are sent.
         rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
-        world_size: ranks that agree on each pass; the group for rows may have more.
+        grid: ranks of all scopes; the group for rows may have more.
         traffic: counts; of its own if they are not given.
     """
 
     def __init__(
         self,
         data_group: RowGroup,
-        control_group: dist.ProcessGroup | None,
+        control_groups: Mapping[Scope, dist.ProcessGroup],
         rollcall: RollCall,
         device: torch.device,
-        world_size: int,
+        grid: Grid,
         traffic: Traffic | None = None,
     ) -> None:
         self.rank = data_group.rank()
-        self.world_size = world_size
+        self.grid = grid
+        self.world_size = grid.shape[1]
         self.traffic = traffic or Traffic()
         self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
-        self._control_group: dist.ProcessGroup | None = control_group
+        self._control_groups = dict(control_groups)
         self._rollcall = rollcall
-        self._groups: list[RowGroup] = [data_group, *([] if control_group is None else [control_group])]
+        self._groups: list[RowGroup] = [data_group, *dict.fromkeys(control_groups.values())]
         self._under_way: set[dist.Work] = set()
         self._job_group = dist.group.WORLD  # held, not used: see above
         atexit.register(self.at_exit)
@@ -83,21 +85,25 @@ class TorchTransport:
         self._note(work)
         return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
 
-    def gather(self, values: Sequence[int], where: str) -> "TorchGather":
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
         self._check_open(where)
         mine = torch.tensor(values, dtype=torch.int64)
-        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        theirs = [torch.empty_like(mine) for _ in self.grid.members(scope)]
         try:
-            work = dist.all_gather(theirs, mine, group=self._control_group, async_op=True)
+            work = dist.all_gather(theirs, mine, group=self._control_groups[scope], async_op=True)
         except RuntimeError as error:
-            raise self.failure(error, where) from error
+            raise self.failure(error, where, scope=scope) from error
         self._note(work)
-        return TorchGather(self, work, where, time.monotonic(), theirs)
+        return TorchGather(self, work, where, time.monotonic(), theirs, scope)
+
+    def members(self, scope: Scope) -> Sequence[int]:
+        """Returns the ranks of a scope, numbered as for the roll call."""
+        return self.grid.members(scope)
 
     def _check_open(self, where: str) -> None:
         if not self._groups:
             raise ConfigError(
-                f"rank {self.rank}, {where}: the plugin was closed; make another one, and enable the model with it"
+                f"{self.grid.name}, {where}: the plugin was closed; make another one, and enable the model with it"
             )
 
     def _note(self, work: dist.Work) -> None:
@@ -106,8 +112,8 @@ class TorchTransport:
             self._under_way = {earlier for earlier in self._under_way if not earlier.is_completed()}
         self._under_way.add(work)
 
-    def wait_for(self, work: dist.Work, where: str, began: float) -> None:
-        """Waits for an operation.
+    def wait_for(self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS) -> None:
+        """Waits for an operation of the ranks of a scope.
 
         Raises:
             PeerLostError, StepTimeoutError: it failed; names the ranks and the place.
@@ -115,12 +121,12 @@ class TorchTransport:
         try:
             self.traffic.wait_for(work)
         except RuntimeError as error:
-            raise self.failure(error, where, began) from error
+            raise self.failure(error, where, began, scope) from error
         finally:
             self._under_way.discard(work)
 
     def close(self) -> None:
-        """Ends both groups, and joins their threads unless an operation is still under way."""
+        """Ends all groups, and joins their threads unless an operation is still under way."""
         atexit.unregister(self.at_exit)
         let_gloo_threads_rest()
         self._end(self._groups)
@@ -148,14 +154,19 @@ class TorchTransport:
                 dist.destroy_process_group(group)  # type: ignore[arg-type]
         self._groups = []
         if self._is_at_rest():
-            self._all_to_all = self._control_group = None
+            self._all_to_all = None
+            self._control_groups.clear()
 
-    def failure(self, error: RuntimeError, where: str, began: float | None = None) -> DistCAError:
-        """Returns the error to raise for a failed group operation: it names lost ranks, as far as they are known."""
-        in_words = self._rollcall.missing_in_words(0.0 if began is None else time.monotonic() - began)
+    def failure(
+        self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
+    ) -> DistCAError:
+        """Returns the error to raise for a failed operation of the ranks of a scope: it names those that are lost, as
+        far as they are known."""
+        waited_seconds = 0.0 if began is None else time.monotonic() - began
+        in_words = self._rollcall.missing_in_words(waited_seconds, self.members(scope))
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
         missing = "; ".join(in_words) or "all ranks still answer"
-        message = f"rank {self.rank}, {where}: {missing}. Last exchanges: {recent}. Cause: {first_line(error)}"
+        message = f"{self.grid.name}, {where}: {missing}. Last exchanges: {recent}. Cause: {first_line(error)}"
         if "timed out" in str(error).lower():
             return StepTimeoutError(
                 f"{message}. Deadlines are timeouts.exchange_seconds and timeouts.agreement_seconds."
@@ -188,9 +199,10 @@ class TorchGather:
     where: str
     began: float
     received: list[torch.Tensor]
+    scope: Scope
 
     def wait(self) -> list[list[int]]:
-        self.transport.wait_for(self.work, self.where, self.began)
+        self.transport.wait_for(self.work, self.where, self.began, self.scope)
         return [values.tolist() for values in self.received]
 
 

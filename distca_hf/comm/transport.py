@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from distca_hf.comm.grid import Grid, Scope
+
 
 # Exchanges whose places are remembered, for the error of one that fails. A transport notes as many operations under
 # way before it looks for those that have ended.
@@ -77,7 +79,7 @@ class Traffic:
         waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
             for rows by itself, as with NCCL, is not seen here.
         leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
-        leaving: ranks that got a signal, and which; the same on all ranks after the same agreement.
+        leaving: ranks of the job that got a signal, and which; the same on all ranks after the same agreement.
     """
 
     exchanges: int = 0
@@ -120,23 +122,29 @@ class Gather(Protocol):
     """Integers on their way."""
 
     def wait(self) -> list[list[int]]:
-        """Returns the integers of every rank."""
+        """Returns the integers of every rank of the scope, in the order of `Grid.members`."""
         ...
 
 
 class Transport(Protocol):
-    """Moves rows and integers between ranks."""
+    """Moves rows and integers between ranks.
+
+    Attributes:
+        rank, world_size: number of this rank among those that share documents, and how many they are.
+        grid: ranks of all scopes; names this rank in messages.
+    """
 
     rank: int
     world_size: int
+    grid: Grid
     traffic: Traffic
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an uneven all-to-all."""
+        """Starts an uneven all-to-all among the ranks that share documents."""
         ...
 
-    def gather(self, values: Sequence[int], where: str) -> Gather:
-        """Starts sending a few integers (equally many on all ranks) to every rank."""
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
+        """Starts sending a few integers (equally many on all ranks) to every rank of a scope."""
         ...
 
     def close(self) -> None:
@@ -159,12 +167,13 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.traffic = 0, 1, Traffic()
+        self.grid = Grid.flat(range(1), 0)
 
     def exchange(self, asked: AllToAll) -> Arrived:
         self.traffic.count(asked, self.rank)
         return asked.arrived(asked.rows)
 
-    def gather(self, values: Sequence[int], where: str) -> Gathered:
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gathered:
         return Gathered([list(values)])
 
     def close(self) -> None:

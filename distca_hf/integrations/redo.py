@@ -69,7 +69,7 @@ class RepeatableStep:
             return True
         if self.redos == MOST_REDOS:
             raise PeerLostError(
-                f"rank {self._transport.rank}, {self._where}: attention servers were lost in each of its "
+                f"{self._transport.grid.name}, {self._where}: attention servers were lost in each of its "
                 f"{1 + MOST_REDOS} runs, and it was not taken. The checkpoint before it is whole: resume from it "
                 "(resume_from_checkpoint=True), with other servers or with attention_servers=0"
             )

@@ -246,7 +246,7 @@ def check_room(
     free, needed = free_bytes(q.device), needed_bytes(routing, q, k, v)
     if free is not None and needed > free:
         raise PlanError(
-            f"rank {plan.transport.rank}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
+            f"{plan.transport.grid.name}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
             f"{routing.remote_kv_rows // routing.rows_per_token} tokens of documents that span ranks, among "
             f"others), but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on "
             "more ranks, or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
@@ -304,6 +304,6 @@ def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise NotFiniteError(
-                f"rank {plan.transport.rank}, {where}: {name} is not finite in row {row}, "
+                f"{plan.transport.grid.name}, {where}: {name} is not finite in row {row}, "
                 f"{plan.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
             )

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.torch_private import in_backward
@@ -64,7 +65,7 @@ class ForwardPass:
         if self._facts is not None and (not self._ended or in_backward()):
             return
         raise PlanError(
-            f"rank {self._transport.rank}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "
+            f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "
             "forward pass of its model, so that ranks could not agree on it; call the model that was enabled, as "
             "model(**batch), and neither a module inside of it (model.model) nor model.forward"
         )
@@ -107,7 +108,7 @@ class ForwardPass:
             windows = window_tokens, expected[call]
             now, before = (f"a sliding window of {one} tokens" if one else "no window" for one in windows)
             raise PlanError(
-                f"rank {self._transport.rank}, {place}: the layer attends with {now}, and with {before} in the pass "
+                f"{self._transport.grid.name}, {place}: the layer attends with {now}, and with {before} in the pass "
                 "before; other ranks exchange rows for that. Windows of layers cannot change after the first pass: "
                 "enable the model again, on all ranks"
             )
@@ -128,7 +129,7 @@ class ForwardPass:
         Raises:
             PlanMismatchError, PeerLostError: they differ.
         """
-        if self._facts is None or self._transport.world_size == 1:
+        if self._facts is None or len(self._transport.grid.members(Scope.STAGE)) == 1:
             return
         heads = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("q", q_TNH), ("k", k_TGH), ("v", v_TGV)))
         dtypes = ", ".join(str(x.dtype) for x in (q_TNH, k_TGH, v_TGV))
@@ -167,13 +168,15 @@ class ForwardPass:
         """
         if self.agreement is None:
             return
-        of_ranks = self.agreement.wait()
+        agreement = self.agreement
+        of_ranks = agreement.wait()
         different = {name: values for name, values in of_ranks.items() if len(set(values)) > 1}
         if different:
             name, values = next(iter(different.items()))
+            shown = by_value([str(value) for value in values], agreement.labels)
             raise PlanMismatchError(
-                f"rank {self._transport.rank}, micro-batch {self._micro_batch}: ranks ran other attention calls in "
-                f"their forward passes: {name} is {by_value([str(value) for value in values])}; no step was taken. "
+                f"{self._transport.grid.name}, micro-batch {self._micro_batch}: ranks ran other attention calls in "
+                f"their forward passes: {name} is {shown}; no step was taken. "
                 "All ranks must run the same layers in one order. Where inputs need gradients on some ranks alone "
                 "(frozen layers behind embeddings that another module made), that module must take part on every rank"
             )

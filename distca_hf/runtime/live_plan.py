@@ -16,6 +16,7 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.comm.agreement import Agreement
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.orders import Phase
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
@@ -70,7 +71,7 @@ class LivePlan:
             on attention servers, which hold none.
 
     Attributes:
-        numbers: numbers of every rank in the agreement, by name.
+        numbers: numbers of every data rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
@@ -140,7 +141,7 @@ class LivePlan:
             PlanError: always.
         """
         raise PlanError(
-            f"rank {self.transport.rank}, micro-batch {self.micro_batch}: a batch with a plan can neither be stored "
+            f"{self.transport.grid.name}, micro-batch {self.micro_batch}: a batch with a plan can neither be stored "
             "nor sent to another process (pickle): its plan is bound to the connections of this one"
         )
 
@@ -151,7 +152,7 @@ class LivePlan:
             PlanMismatchError, PeerLostError: they do not.
         """
         if self.agreement is not None:
-            self.numbers |= self.agreement.wait()
+            self.numbers |= self.agreement.wait(Scope.ROWS)
             self.agreement = None
         self.forward_pass.agree_to_differentiate()
 
@@ -197,7 +198,7 @@ class LivePlan:
     def _take(self, planned: Planned) -> None:
         self._planned = planned
         self.facts, self.fingerprint, self._posted = planned.facts, planned.fingerprint, planned.posted
-        where = f"rank {self.transport.rank}, micro-batch {self.micro_batch}"
+        where = f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
         self.kinds = LayerKinds(planned, self.config, where)
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
@@ -334,17 +335,17 @@ class LivePlan:
         device, groups = self._held.send_rows.device, max(kind.plan.forward.rows_per_token for kind in self.kinds)
         if x.device != device:
             raise PlanError(
-                f"rank {self.transport.rank}, {where}: attention got tensors on {x.device}, the plan of this batch is "
+                f"{self.transport.grid.name}, {where}: attention got tensors on {x.device}, the plan of this batch is "
                 f"on {device}; keep the model where the loader puts batches (its argument device)"
             )
         if x.shape[0] != self.num_rows:
             raise PlanError(
-                f"rank {self.transport.rank}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
+                f"{self.transport.grid.name}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
                 f"{self.num_rows}; feed the batch to the model as the loader made it"
             )
         if x.shape[1] % groups:
             raise PlanError(
-                f"rank {self.transport.rank}, {where}: the plan divides heads in {groups} groups, the "
+                f"{self.transport.grid.name}, {where}: the plan divides heads in {groups} groups, the "
                 f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
             )
 

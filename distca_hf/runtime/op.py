@@ -183,5 +183,5 @@ def _spoils(error: Exception, plan: LivePlan) -> bool:
 
 def _add_place(error: Exception, plan: LivePlan, call: int, phase: str) -> None:
     error.add_note(
-        f"distca: rank {plan.transport.rank}, micro-batch {plan.micro_batch}, {phase} call {call} of attention"
+        f"distca: {plan.transport.grid.name}, micro-batch {plan.micro_batch}, {phase} call {call} of attention"
     )

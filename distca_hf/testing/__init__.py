@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
+from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Traffic, Transport
 from distca_hf.errors import PeerLostError
 from distca_hf.layout import Layout
@@ -28,32 +30,40 @@ Value = TypeVar("Value")
 
 
 class LoopbackWorld:
-    """Meeting point of the ranks: each meeting passes one value from every rank to every rank."""
+    """Meeting point of the ranks: each meeting passes one value from every rank of a scope to every rank of it.
 
-    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
-        self.world_size = world_size
-        self._values: list[Any] = [None] * world_size  # of the present meeting
-        self._barrier = threading.Barrier(world_size)
+    Args:
+        shape: stages, data ranks and tensor ranks.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], timeout_seconds: float = 300.0) -> None:
+        self.grids = [Grid(tuple(range(prod(shape))), shape, rank) for rank in range(prod(shape))]
+        sets = {ranks for scope in Scope for ranks in self.grids[0].sets_of(scope)}
+        self._barriers = {ranks: threading.Barrier(len(ranks)) for ranks in sets}
+        self._values: dict[tuple[int, ...], dict[int, Any]] = {ranks: {} for ranks in sets}  # of the present meeting
         self._timeout_seconds = timeout_seconds
 
-    def meet(self, rank: int, value: Value, where: str) -> list[Value]:
-        """Returns the values of all ranks, once all have come.
+    def meet(self, rank: int, value: Value, where: str, scope: Scope = Scope.ROWS) -> list[Value]:
+        """Returns the values of all ranks of a scope, once all have come.
 
         Raises:
             PeerLostError: some rank did not come.
         """
+        ranks = self.grids[rank].members(scope)
+        barrier, present = self._barriers[ranks], self._values[ranks]
         try:
-            self._values[rank] = value
-            self._barrier.wait(self._timeout_seconds)
-            values = list(self._values)
-            self._barrier.wait(self._timeout_seconds)
+            present[rank] = value
+            barrier.wait(self._timeout_seconds)
+            values = [present[other] for other in ranks]
+            barrier.wait(self._timeout_seconds)
         except threading.BrokenBarrierError as error:
             raise PeerLostError(f"rank {rank}, {where}: another rank failed or did not come") from error
         return values
 
     def leave(self) -> None:
         """Makes all others fail instead of waiting."""
-        self._barrier.abort()
+        for barrier in self._barriers.values():
+            barrier.abort()
 
 
 @dataclass
@@ -73,40 +83,50 @@ class LoopbackTransport:
     """Transport of one rank of a loopback world."""
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
-        self.rank, self.world_size, self.traffic = rank, world.world_size, Traffic()
+        self.grid, self.traffic = world.grids[rank], Traffic()
+        self.rank, self.world_size = self.grid.data_rank, self.grid.shape[1]
         self._world = world
 
     def exchange(self, asked: AllToAll) -> _Meeting[torch.Tensor]:
         self.traffic.count(asked, self.rank)
 
         def hold() -> torch.Tensor:
-            sent = self._world.meet(self.rank, asked.rows.split(list(asked.send_counts)), asked.where)
+            sent = self._world.meet(self.grid.rank, asked.rows.split(list(asked.send_counts)), asked.where)
             arrived = [parts[self.rank] for parts in sent]
             counts = [len(part) for part in arrived]
             if counts != list(asked.receive_counts):
                 raise AssertionError(
-                    f"rank {self.rank}, {asked.where}: received {counts} rows, expected {list(asked.receive_counts)}"
+                    f"{self.grid.name}, {asked.where}: received {counts} rows, expected {list(asked.receive_counts)}"
                 )
             return asked.arrived(torch.cat(arrived)).wait()
 
         return _Meeting(hold)
 
-    def gather(self, values: Sequence[int], where: str) -> _Meeting[list[list[int]]]:
-        return _Meeting(lambda: self._world.meet(self.rank, list(values), where))
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> _Meeting[list[list[int]]]:
+        return _Meeting(lambda: self._world.meet(self.grid.rank, list(values), where, scope))
 
     def close(self) -> None:
         """Does nothing: the world ends with its threads."""
 
 
 def run_ranks(
-    world_size: int, body: Callable[[LoopbackTransport], Result], timeout_seconds: float = 300.0
+    num_ranks: int,
+    body: Callable[[LoopbackTransport], Result],
+    timeout_seconds: float = 300.0,
+    tensor_ranks: int = 1,
+    stages: int = 1,
 ) -> list[Result]:
     """Runs `body` once per rank, each in a thread, and returns the results by rank.
+
+    Args:
+        num_ranks: data ranks of a stage.
+        tensor_ranks: ranks that hold the tokens of one data rank; they are next to each other.
+        stages: of a pipeline, one after the other.
 
     Raises:
         Exception: the first error by rank that is not just the echo of another rank's.
     """
-    world = LoopbackWorld(world_size, timeout_seconds)
+    world = LoopbackWorld((stages, num_ranks, tensor_ranks), timeout_seconds)
 
     def run(rank: int) -> Result:
         try:
@@ -115,8 +135,8 @@ def run_ranks(
             world.leave()
             raise
 
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(world_size)]
+    with ThreadPoolExecutor(len(world.grids)) as pool:
+        futures = [pool.submit(run, rank) for rank in range(len(world.grids))]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, PeerLostError))  # the first of equals
@@ -239,6 +259,10 @@ class FaultTransport:
         return self._inner.world_size
 
     @property
+    def grid(self) -> Grid:
+        return self._inner.grid
+
+    @property
     def traffic(self) -> Traffic:
         return self._inner.traffic
 
@@ -253,9 +277,9 @@ class FaultTransport:
             self._overtaken = None
         return exchange
 
-    def gather(self, values: Sequence[int], where: str) -> Gather:
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
         self._run_planned("gather")
-        return self._inner.gather(values, where)
+        return self._inner.gather(values, where, scope)
 
     def close(self) -> None:
         """Closes the inner transport."""

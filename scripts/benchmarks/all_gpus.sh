@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
-# shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but `shown` run,
-# for about half an hour on four H200.
+# shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but
+# `shown`, `windows` and `hybrid` run, for about half an hour on four H200.
 #
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above
 #   liger    the same with Liger's kernels in all modes
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
+#   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
+#   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
 #   host     time of the host per attention call
 #   memory   memory that torch holds while shapes change
 #
@@ -53,6 +55,18 @@ for part in "${@:-modes liger saved models host memory}"; do
             model llama-128k --documents 262144,64x4096
             model qwen-64k --preset qwen3-4b --documents 262144
             model qwen-128k --preset qwen3-4b --documents 262144,64x4096
+            ;;
+        windows)
+            for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
+                echo "== $preset"
+                launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 5 --no-exposed \
+                    --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
+            done
+            ;;
+        hybrid)
+            echo "== qwen3.5-27b"
+            launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed \
+                --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
             ;;
         host) launch scripts/benchmarks/host_time.py ;;
         memory)

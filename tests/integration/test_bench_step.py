@@ -86,6 +86,26 @@ def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
     assert all(part in trace for part in ("bench exchange", "kernel backward", "distca dispatch: queries leave"))
 
 
+def test_mixers_run_on_whole_documents_in_every_mode(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    hybrid = {"model_type": "qwen3_5_text", "head_dim": DIM, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    config.write_text(json.dumps(CONFIG | hybrid | heads | kinds))
+    options = ["--device", "cpu", "--config", str(config), "--documents", f"{TOKENS},8x64", "--no-exposed"]
+    command = ["scripts/benchmarks/attention_step.py", *options, "--modes", "local,ideal,fixed"]
+    run_script(RANKS, tmp_path, [*command, "--rounds", "1", "--warmup", "0", "--out", out])
+    facts = json.loads(out.read_text())
+
+    assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
+    modes = facts["modes"]
+    assert modes["fixed"]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
+    assert modes["fixed"]["exchanged_bytes"] > 0
+    for name, mode in modes.items():  # one full layer: forward, recomputed forward and backward
+        work = mode["kernels"]["forward"]["seconds"], mode["kernels"]["backward"]["seconds"]
+        assert all(min(seconds) > 0 for seconds in work), name
+
+
 @pytest.mark.parametrize(("preset", "longest"), [("A", 65_536), ("B", 131_072), ("C", 65_536)])
 def test_presets_fill_four_ranks_equally_in_every_mode(documents: ModuleType, preset: str, longest: int) -> None:
     lengths = documents.parse_documents(preset)

@@ -43,7 +43,7 @@ class QuietTransport:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.world_size, self.traffic = transport.rank, transport.world_size, transport.traffic
-        self.gather = transport.gather
+        self.grid, self.gather = transport.grid, transport.gather
 
     def exchange(self, *arguments: Any) -> "QuietExchange":
         return QuietExchange(self.transport.exchange(*arguments))

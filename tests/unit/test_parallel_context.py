@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from distca_hf import enable, parallel_context
 from distca_hf.comm.agreement import CheckedTransport
+from distca_hf.comm.grid import Grid
 from distca_hf.comm.groups import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
@@ -118,8 +119,8 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
     model = enable(tiny_model(), plugin)
     monkeypatch.setattr(PartialState, "_shared_state", {})  # Accelerate may have counted this process alone before
     opened = LocalTransport()
-    opened.world_size = 2
-    monkeypatch.setattr(Members, "of", lambda group, num_servers: Members(range(2), range(2), 1))
+    opened.world_size, opened.grid = 2, Grid.flat(range(2), 1)
+    monkeypatch.setattr(Members, "of", lambda group, num_servers: Members(range(2), Grid.flat(range(2), 1)))
     monkeypatch.setattr(parallel_context, "open_transport", lambda *arguments: opened)
 
     with pytest.raises(
@@ -147,7 +148,7 @@ def test_one_process_is_one_rank_in_all_scopes_and_roles() -> None:
     ]
 
     assert all(list(ranks) == [0] for ranks in everybody)
-    assert (members.rank, members.are_the_job, job_size()) == (0, True, 1)
+    assert (members.grid.number, members.are_the_job, job_size()) == (0, True, 1)
 
 
 # --- ranks of a node
@@ -173,7 +174,7 @@ def test_ranks_of_a_node_are_as_launched_unless_a_setting_says_other(
 )
 def test_ranks_of_a_group_are_counted_on_each_node(group: Sequence[int], per_node: int) -> None:
     """Of 16 ranks, 4 on a node. The last node may have fewer."""
-    members = Members(range(16), group, 0)
+    members = Members(range(16), Grid.flat(group, group[0]))
 
     assert members.ranks_per_node(4) == per_node
     assert members.are_the_job == (len(group) == 16)
@@ -182,7 +183,7 @@ def test_ranks_of_a_group_are_counted_on_each_node(group: Sequence[int], per_nod
 @pytest.mark.parametrize("group", [(0, 4, 5), (0, 1, 2, 4, 8, 9, 10)], ids=str)
 def test_group_of_unequally_many_ranks_per_node_is_refused(group: Sequence[int]) -> None:
     with pytest.raises(ConfigError, match=r"unequally many per node \(\d on node 0, .* or set ranks_per_node$"):
-        Members(range(16), group, 0).ranks_per_node(4)
+        Members(range(16), Grid.flat(group, 0)).ranks_per_node(4)
 
 
 # --- groups

@@ -161,7 +161,7 @@ class ForwardCheck:
                 f"micro-batch {plan.micro_batch} was placed, and may cut documents, but {self._class_name} was "
                 "enabled for whole ones; enable it without whole_documents=True"
             )
-        where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: a placed batch has"
+        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: a placed batch has"
         if batch.get("position_ids") is None:
             raise PlanError(
                 f"{where} no position_ids: the model would count positions from the first token of this rank, where a "
@@ -189,7 +189,7 @@ class ForwardCheck:
             )
         if self.num_calls is not None and calls != self.num_calls:
             raise PlanError(
-                f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}: {calls} attention calls of "
+                f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: {calls} attention calls of "
                 f"{self._class_name} came through distca, and {self.num_calls} did in every forward pass before; the "
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
@@ -284,7 +284,8 @@ class WeightsCheck:
         self._warned = False
 
     def compare(self, model: nn.Module, step: int) -> None:
-        """Compares checksums. A collective call: all ranks make it after the same step.
+        """Compares checksums among ranks that run the same layers. A collective call: all ranks make it after the same
+        step.
 
         Raises:
             PlanMismatchError: weights differ; names the first parameter that does, and ranks by checksum.
@@ -292,19 +293,20 @@ class WeightsCheck:
         parameters = dict(replicated_parameters(model))
         self._warn_of_sharded(model, len(parameters))
         sums = [bits_checksum(parameter) for parameter in parameters.values()]
-        numbers = Agreement.start(
+        agreement = Agreement.start(
             self._transport, Occasion.COMPARE, step, {"parameters": len(sums)}, {"checksum": _combine(sums)}
-        ).wait()
-        if len(set(numbers["checksum"])) == 1:
+        )
+        if len(set(agreement.wait()["checksum"])) == 1:
             return
-        by_rank = self._transport.gather(sums, f"step {step}, checksums").wait()
+        by_rank = self._transport.gather(sums, f"step {step}, checksums", agreement.scope).wait()
         of_parameters = zip(parameters, zip(*by_rank, strict=True), strict=True)
         different = [(name, values) for name, values in of_parameters if len(set(values)) > 1]
         name, values = different[0]
+        shown = by_value([f"{value & (1 << 64) - 1:016x}" for value in values], agreement.labels)
         raise PlanMismatchError(
-            f"rank {self._transport.rank}, step {step}: weights differ between ranks in {len(different)} of "
+            f"{self._transport.grid.name}, step {step}: weights differ between ranks in {len(different)} of "
             f"{len(sums)} parameters, first in {name}, whose checksum is "
-            f"{by_value([f'{value & (1 << 64) - 1:016x}' for value in values])}. Go on from a checkpoint before it; "
+            f"{shown}. Go on from a checkpoint before it; "
             "if it happens again, look for a rank with a broken device or a layer whose gradients are not reduced"
         )
 

@@ -188,7 +188,7 @@ class ForwardWatch:
         if self.context.is_outgrown(plan.transport):
             members = self.context.members
             raise PlanError(
-                f"rank {members.rank}, micro-batch {plan.micro_batch}: the loader was made for one process alone, and "
+                f"{members.grid.name}, micro-batch {plan.micro_batch}: the loader was made for one process alone, and "
                 f"{len(members.group)} ranks train together: each would train on all documents. Create the process "
                 "group (Accelerator, TrainingArguments) before plugin.dataloader"
             )

@@ -67,7 +67,7 @@ class MixerWatch:
         facts, transport = plan.facts, plan.transport
         if facts.cut_documents:
             raise PlanError(
-                f"rank {transport.rank}, micro-batch {plan.micro_batch}: {facts.cut_documents} of "
+                f"{transport.grid.name}, micro-batch {plan.micro_batch}: {facts.cut_documents} of "
                 f"{facts.num_documents} documents are cut, and {self._named} need whole ones, because they carry a "
                 "state from token to token. Make batches with plugin.dataloader(model=...)"
             )

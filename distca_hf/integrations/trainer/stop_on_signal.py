@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distca_hf.comm.grid import Grid
 from distca_hf.comm.transport import Traffic, Transport
 from distca_hf.telemetry import get_logger
 
@@ -42,7 +43,7 @@ class LeaveOnSignal(TrainerCallback):
     def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:
         self._transport_of = transport_of
         self._traffic = Traffic()
-        self._alone = True
+        self._grid = Grid.flat(range(1), 0)
         self._signal = 0
         self._steps_unshown = 0
         self._earlier: dict[int, Handler] = {}
@@ -51,19 +52,23 @@ class LeaveOnSignal(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         transport = self._transport_of(args.device)
-        self._traffic, self._alone = transport.traffic, transport.world_size == 1
+        self._traffic, self._grid = transport.traffic, transport.grid
         self._traffic.leave_signal = self._signal = 0
         self._traffic.leaving.clear()
         self._install()
 
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._grid.ranks) == 1
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        got = {0: self._traffic.leave_signal} if self._alone else self._traffic.leaving
+        got = {self._grid.rank: self._traffic.leave_signal} if self._is_alone else self._traffic.leaving
         self._check_shown(state)
         if any(got.values()):
             first = min(got)
-            self._signal, ranks = got[first], ", ".join(map(str, sorted(got)))
+            self._signal, ranks = got[first], ", ".join(map(self._grid.label, sorted(got)))
             name = signal.Signals(self._signal).name
             again = "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else ""
             log.warning(
@@ -78,7 +83,7 @@ class LeaveOnSignal(TrainerCallback):
 
     def _check_shown(self, state: TrainerState) -> None:
         """Raises a signal again that has not reached the other ranks for some steps: they agree over other groups."""
-        if self._alone or not self._traffic.leave_signal or self._traffic.leaving:
+        if self._is_alone or not self._traffic.leave_signal or self._traffic.leaving:
             self._steps_unshown = 0
             return
         self._steps_unshown += 1

@@ -95,6 +95,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "layer_types": 2 * ["sliding_attention", "full_attention"],
     },
+    # Shape of a hybrid: three layers of four carry a state, and documents stay whole.
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "layer_types": 3 * ["linear_attention"] + ["full_attention"],
+    },
 }
 PROBE_TOKENS = 64
 

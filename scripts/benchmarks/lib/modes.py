@@ -7,6 +7,7 @@ ideal     the same total work, spread evenly without any transfer: of each lengt
           documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
           made-up local ones (see `MadeUpKeys`). Tokens and attended pairs are equal on all ranks, to the pair.
           (Placed documents without any exchange take the step of placed minus its exposed time.)
+          In a model whose layers carry a state, mixers run on the packs of local, and attention alone is spread.
 ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
 context   every document in zigzag over all ranks, keys and values all-gathered
 placed    the product: batches of `plugin.dataloader`
@@ -17,6 +18,7 @@ unchecked placed, but in a forward pass ranks do not agree on anything: the pric
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, Protocol
 from unittest import mock
@@ -29,12 +31,15 @@ from torch import nn
 from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
 from distca_hf.data.accumulation import SortedPackSampler
+from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
 from lib.baselines.operators import Work
 from lib.documents import (
     Holding,
+    Segment,
     attended_pairs,
     batch_of,
     evenly_spread,
@@ -80,6 +85,10 @@ class Place:
 
     def work(self, calls: Iterable[Call]) -> Work:
         return Work(list(calls), self.wires, self.kernel)
+
+    @cached_property
+    def needs_whole_documents(self) -> bool:
+        return needs_whole_documents(self.model)
 
 
 class ThereWhileItRuns(Protocol):
@@ -154,8 +163,17 @@ def _of_packs(name: str, place: Place, packs: Sequence[tuple[Any, Sequence[IntAr
     batches: list[Batch] = []
     for segments, tokens in packs:
         work = place.work([_whole_call([stop for _, _, stop in segments], place.device)])
-        batches.append({**batch_of(segments, tokens, place.device), "bench_work": work})
+        batches.append({**_pack(place, segments, tokens), "bench_work": work})
     return Mode(name, "bench_whole", batches)
+
+
+def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray]) -> Batch:
+    """Returns whole documents. Mixers of the model keep them apart, as in batches that the product watches."""
+    batch: Batch = batch_of(segments, tokens, place.device)
+    if place.needs_whole_documents:
+        lengths = np.array([stop for _, _, stop in segments])
+        batch[KEYWORD] = DocumentRows(lengths, 1, int(lengths.sum()), place.device)
+    return batch
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
@@ -172,7 +190,12 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         made_up.append(_made_up(place, queries, keys, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
-    batches = [{**batch_of([*whole, *parts], tokens, place.device), "bench_work": work} for tokens in step]
+    if place.needs_whole_documents:
+        held = whole_documents(_lengths(step), place.wires.world_size)[rank]
+        packs = [_pack(place, held, tokens) for tokens in step]
+    else:
+        packs = [batch_of([*whole, *parts], tokens, place.device) for tokens in step]
+    batches = [{**pack, "bench_work": work} for pack in packs]
     return Mode("ideal", "bench_whole", batches, exact=False, made_up=made_up)
 
 
@@ -185,6 +208,7 @@ def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_ro
 
 
 def _ulysses(place: Place, step: StepTokens) -> Mode:
+    _check_may_cut(place, "ulysses")
     lengths = _lengths(step)
     layout = fill_in_order(lengths, place.wires.world_size)
     work = place.work([_whole_call(lengths, place.device)])
@@ -193,6 +217,7 @@ def _ulysses(place: Place, step: StepTokens) -> Mode:
 
 
 def _context(place: Place, step: StepTokens) -> Mode:
+    _check_may_cut(place, "context")
     lengths, num_ranks = _lengths(step), place.wires.world_size
     holding = zigzag(range(len(lengths)), lengths, num_ranks)
     gathered = gathered_rows(holding, lengths)
@@ -242,6 +267,12 @@ BUILDERS: dict[str, Callable[[Place, StepTokens], Mode]] = {
     "fixed": _fixed,
     "unchecked": _unchecked,
 }
+
+
+def _check_may_cut(place: Place, name: str) -> None:
+    """Exits if documents have to stay whole."""
+    if place.needs_whole_documents:
+        raise SystemExit(f"{name} cuts documents, and layers of the model carry a state: leave this mode out")
 
 
 def build_mode(name: str, place: Place, step: StepTokens) -> Mode:

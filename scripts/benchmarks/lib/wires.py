@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 
 
@@ -25,6 +26,7 @@ class Wires:
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self.rank, self.world_size, self.traffic = inner.rank, inner.world_size, inner.traffic
+        self.grid = inner.grid
         self.sent_bytes = self.received_bytes = 0
         self._inner, self._device = inner, device
         self._group = dist.new_group()  # FSDP's collectives have theirs to themselves
@@ -50,9 +52,9 @@ class Wires:
             return asked.arrived(self._made_up(arriving, asked.rows.dtype))
         return self._inner.exchange(asked)
 
-    def gather(self, values: Sequence[int], where: str) -> Gather:
+    def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
         """Integers are passed on also when silent: ranks agree as ever."""
-        return self._inner.gather(values, where)
+        return self._inner.gather(values, where, scope)
 
     def close(self) -> None:
         """Ends the product's groups and the one of the other modes."""

@@ -7,6 +7,7 @@ import torch
 from torch.distributed import HashStore
 
 from distca_hf.comm.agreement import WIDTH, Agreement, Occasion
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.groups import open_transport
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, LocalTransport, Transport
@@ -58,7 +59,7 @@ def test_a_rank_that_is_unable_is_named() -> None:
     def body(transport: LoopbackTransport) -> str:
         occasion = Occasion.UNABLE if transport.rank == 1 else Occasion.TAKE
         with pytest.raises(PeerLostError) as caught:
-            Agreement.start(transport, occasion, 0, {}, {}).wait()
+            Agreement.start(transport, occasion, 0, {}, {}, Scope.GROUP).wait()
         return str(caught.value)
 
     assert all("rank 1 could not do its part" in message for message in run_ranks(3, body))
@@ -68,13 +69,13 @@ def test_all_agreements_are_equally_wide() -> None:
     widths = []
 
     class Counting(LocalTransport):
-        def gather(self, values, where):
+        def gather(self, values, where, scope=Scope.ROWS):
             widths.append(len(values))
-            return super().gather(values, where)
+            return super().gather(values, where, scope)
 
     transport = Counting()
     Agreement.start(transport, Occasion.TAKE, 0, {"a": 1, "b": 2, "c": 3}, {"d": 4}).wait()
-    Agreement.start(transport, Occasion.UNABLE, 0, {}, {}).gather.wait()
+    Agreement.announce_unable(transport, 0, Occasion.TAKE)
     assert widths == [WIDTH, WIDTH]
 
 
@@ -85,7 +86,7 @@ def test_any_number_of_facts_fits_and_names_travel_only_where_some_differ(differ
     def body(transport: LoopbackTransport) -> tuple[list[int], str]:
         widths: list[int] = []
         gather = transport.gather
-        transport.gather = lambda values, where: (widths.append(len(values)), gather(values, where))[1]
+        transport.gather = lambda values, where, scope: (widths.append(len(values)), gather(values, where, scope))[1]
         facts = {f"setting {number}": "x" * number for number in range(300)}
         if differs and transport.rank == 1:
             facts["setting 250"] = "other"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distca_hf.comm import rosters
+from distca_hf.comm.grid import Grid
 from distca_hf.comm.groups import in_time
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.rosters import RosterTransport
@@ -59,7 +60,9 @@ def group() -> Group:
 @pytest.fixture
 def transport(group: Group) -> Iterator[RosterTransport]:
     rollcall = RollCall(torch.distributed.HashStore(), 0, range(2))
-    opened = RosterTransport(group, rollcall, torch.device("cuda", 0), 1, lambda: "server 0 is lost", lambda: True)
+    opened = RosterTransport(
+        group, rollcall, torch.device("cuda", 0), Grid.flat([0], 0), lambda: "server 0 is lost", lambda: True
+    )
     yield opened
     opened.close()
 

@@ -29,7 +29,7 @@ class RecordingTransport:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.world_size, self.traffic = transport.rank, transport.world_size, transport.traffic
-        self.gather = transport.gather
+        self.grid, self.gather = transport.grid, transport.gather
         self.elements: list[list[int]] = []
 
     def exchange(self, asked: AllToAll) -> Exchange:

@@ -1,0 +1,135 @@
+"""Jobs whose ranks differ in more than data: rows go along data, and words to the ranks of their scope."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import distca_hf
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.grid import Grid, Scope
+from distca_hf.comm.transport import AllToAll
+from distca_hf.errors import ConfigError, PlanMismatchError
+from support.ranks import run_ranks, start_ranks
+
+
+CPU = torch.device("cpu")
+# The kinds of ranks of a mesh of 2 x 2, as `use_mesh` names them.
+KINDS = {"tensor": {"data": "outer", "tensor": "inner"}, "stages": {"stages": "outer", "data": "inner"}}
+ROWS = {"tensor": [(0, 2), (1, 3)], "stages": [(0, 1), (2, 3)]}
+
+
+@dataclass
+class Seen:
+    """What one rank has seen."""
+
+    name: str
+    rows: list[float]
+    gathered: dict[str, list[int]]
+    labels: list[int]
+    told: list[int]
+    mismatch: str
+    leaving: dict[int, int]
+    groups: int
+    refused: str
+
+
+def _plugin(kind: str) -> distca_hf.DistCAPlugin:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64)
+    plugin.use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), **KINDS[kind])  # type: ignore[arg-type]
+    return plugin
+
+
+def _speak(kind: str) -> Seen:
+    rank, plugin = dist.get_rank(), _plugin(kind)
+    before = len(dist.distributed_c10d._world.pg_map)
+    transport = plugin.transport(CPU)
+    groups = len(dist.distributed_c10d._world.pg_map) - before
+    rows = transport.exchange(AllToAll(torch.full((2, 1), float(rank)), [1, 1], [1, 1], "here")).wait()
+    gathered = {scope.name: [row[0] for row in transport.gather([rank], "here", scope).wait()] for scope in Scope}
+    transport.traffic.leave_signal = 15 if rank == 3 else 0
+    numbers = {"label_tokens": 10 * (transport.rank + 1)}
+    agreement = Agreement.start(transport, Occasion.TAKE, 0, {"settings": 7}, numbers)
+    labels, told = agreement.wait(Scope.ROWS)["label_tokens"], agreement.wait()["label_tokens"]
+    try:
+        Agreement.start(transport, Occasion.TAKE, 0, {"seed": int(rank == 1)}, {}).wait()
+    except PlanMismatchError as error:
+        mismatch = str(error)
+    with pytest.raises(ConfigError) as caught:
+        plugin.use_grid(Grid.flat(range(4), rank))
+    leaving = transport.traffic.leaving
+    plugin.close()
+    return Seen(
+        transport.grid.name, rows[:, 0].tolist(), gathered, labels, told, mismatch, leaving, groups, str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_words_stay_in_their_scope(kind: str, tmp_path: Path) -> None:
+    seen: list[Seen] = run_ranks(4, _speak, tmp_path, kind)
+
+    for rank, of_rank in enumerate(seen):
+        mine = next(list(ranks) for ranks in ROWS[kind] if rank in ranks)
+        stage = list(range(4)) if kind == "tensor" else mine
+        assert of_rank.name == f"rank {rank} ({'data' if kind == 'tensor' else 'stage'} {rank // 2}, " + (
+            f"tensor {rank % 2})" if kind == "tensor" else f"data {rank % 2})"
+        )
+        assert of_rank.rows == mine
+        assert of_rank.gathered == {"ROWS": mine, "STAGE": stage, "GROUP": [0, 1, 2, 3]}
+        assert of_rank.labels == [10, 20]  # each data rank once
+        assert sorted(of_rank.told) == [10, 10, 20, 20]
+        other = "data 0, tensor 1" if kind == "tensor" else "stage 0, data 1"
+        assert f"1 on rank 1 ({other})" in of_rank.mismatch
+        assert of_rank.leaving == {3: 15}
+        assert of_rank.groups == 3  # rows, words of rows, words of the group; a stage's ranks are one of both
+        assert "ranks already (a loader, a model or use_mesh said so), and is now given 4 ranks" in of_rank.refused
+
+
+def _lose_a_rank(_: Path) -> Any:
+    """Rank 3 fails while those that share its documents wait for rows; all others go on."""
+    transport = _plugin("tensor").transport(CPU)
+    transport.gather([1], "before", Scope.GROUP).wait()
+    if dist.get_rank() == 3:
+        raise ArithmeticError("first cause")
+    rows = torch.zeros(2, 1)
+    return transport.exchange(AllToAll(rows, [1, 1], [1, 1], "exchange of rows")).wait().tolist()
+
+
+def test_failed_exchange_asks_those_who_take_part_alone(tmp_path: Path) -> None:
+    outcomes = start_ranks(4, _lose_a_rank, tmp_path, tmp_path)
+
+    assert [outcome.result for outcome in outcomes] == [[[0.0], [0.0]], None, [[0.0], [0.0]], None]
+    words = "rank 1 (data 0, tensor 1), exchange of rows: rank 3 (data 1, tensor 1) left: ArithmeticError: first cause"
+    assert words in outcomes[1].output
+    assert "does not answer" not in outcomes[1].output
+
+
+def _mistakes(_: Path) -> dict[str, str]:
+    """Meshes that cannot be used, and how they are refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def words(**named: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            distca_hf.DistCAPlugin(**named.pop("settings", {})).use_mesh(named.pop("mesh", mesh), **named)
+        return str(caught.value)
+
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    return {
+        "no data": words(data=(), tensor="tp"),
+        "part": words(mesh=half, data="tp"),
+        "nameless": words(mesh=init_device_mesh("cpu", (4,)), data="dp"),
+        "with a group": words(data="dp", tensor="tp", settings={"group": dist.group.WORLD}),
+    }
+
+
+def test_meshes_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    for rank, words in enumerate(run_ranks(4, _mistakes, tmp_path, tmp_path)):
+        assert "no dimension of the device mesh, 'dp' (2), 'tp' (2), is for data" in words["no data"]
+        assert "mesh is of 2 ranks" in words["part"]
+        assert "and the job has 4" in words["part"]
+        assert "must be a device mesh whose dimensions have names" in words["nameless"]
+        assert f"rank {rank}: the plugin has a group, ranks 0, 1, 2, 3 of the job" in words["with a group"]
