@@ -115,8 +115,8 @@ class LivePlan:
         self.handle = _register.add(self, self.config.plans_in_flight)
 
     def of_chunk(self, chunk: int) -> "LivePlan":
-        """Returns this plan for a chunk of a pipeline stage, 0 being this plan itself: of the same rows, with passes of
-        its own. Between forward and backward of one chunk come passes of others."""
+        """Returns this plan for a chunk of a pipeline stage, 0 being this plan itself: of the same rows, with passes
+        of its own. Between forward and backward of one chunk come passes of others."""
         if chunk == 0:
             return self
         if chunk not in self._of_chunks:

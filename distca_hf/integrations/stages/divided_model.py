@@ -75,6 +75,7 @@ class DividedModel:
             ConfigError: the checkpoint lacks weights, or has them in other shapes.
             UnsupportedAttentionError: the model cannot run on distca.
         """
+        self._check_grid(plugin)
         longest = plugin.config.tokens_per_rank * len(plugin.members.token_ranks)
         device = numbered(plugin.device)
         check_model(self.outline, longest, plugin.config.kernel, device)
@@ -87,11 +88,25 @@ class DividedModel:
         wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in seen[kind]]
         if wrong:
             raise ConfigError(
-                f"{self.checkpoint}: {wrong[0]} and {len(wrong) - 1} more weights of part {number} are missing, or have "
-                "another shape; give a checkpoint of this model with all of its weights"
+                f"{self.checkpoint}: {wrong[0]} and {len(wrong) - 1} more weights of part {number} are missing, or "
+                "have another shape; give a checkpoint of this model with all of its weights"
             )
         enable(model.to(device), plugin)
         return ModelPart(model, number, self.pipeline, plugin.config.tokens_per_rank)
+
+    def _check_grid(self, plugin: ParallelContext) -> None:
+        """Checks that the ranks are as many stages as the pipeline has.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        grid = plugin.members.grid
+        if grid.shape[0] != self.pipeline.num_stages or grid.shape[2] != 1:
+            raise ConfigError(
+                f"{grid.name}: the pipeline has {self.pipeline.num_stages} stages of whole layers, and the plugin "
+                f"works on {grid.in_words()}; give it a mesh of stages and data ranks: plugin.use_mesh(mesh, data=..., "
+                "stages=...)"
+            )
 
     def _class_of_part(self, layers: range, is_first: bool, is_last: bool) -> type[PreTrainedModel]:
         """Returns the model's class, made to leave other parts out when it is initialised: `from_pretrained` does so

@@ -1,8 +1,8 @@
 """Part: the layers of a model that one chunk of a pipeline stage runs, as `torch.distributed.pipelining` calls them.
 
-    schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
-        part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
-            model(..., distca_plan=plan)                                      attention among ranks of this stage
+schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
+    part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
+        model(..., distca_plan=plan)                                      attention among ranks of this stage
 """
 
 import torch
@@ -56,8 +56,8 @@ class ModelPart(nn.Module):
     def _plan(self, number: torch.Tensor) -> LivePlan:
         if number.numel() != 1:
             raise PlanError(
-                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got more than the "
-                "schedule was made for (n_microbatches)"
+                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got more than "
+                "the schedule was made for (n_microbatches)"
             )
         if number.device.type != "cpu":
             raise PlanError(
@@ -70,7 +70,7 @@ class ModelPart(nn.Module):
         self, given: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor, plan: LivePlan
     ) -> torch.Tensor:
         """Runs the layers; see `__call__`."""
-        where = f"rank {plan.transport.rank}, micro-batch {plan.micro_batch}, part {self.number}"
+        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}, part {self.number}"
         if position_ids.shape != (1, self.rows):
             raise PlanError(
                 f"{where}: a batch of {tuple(position_ids.shape)} rows, and stages exchange (1, {self.rows}); give "

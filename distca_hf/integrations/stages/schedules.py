@@ -50,8 +50,8 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, parts: 
         if _names(schedule) & DIVIDED_BACKWARD and recomputes_layers(checkpointed_modules(part)):
             raise ConfigError(
                 f"{name} with activation checkpointing (part {part.number}): it divides backward into inputs and "
-                "weights, and torch computes a checkpointed layer again for each of its weights. Choose Schedule1F1B or "
-                "ScheduleInterleaved1F1B, or leave checkpointing out"
+                "weights, and torch computes a checkpointed layer again for each of its weights. Choose Schedule1F1B "
+                "or ScheduleInterleaved1F1B, or leave checkpointing out"
             )
 
 

@@ -1,9 +1,9 @@
 """Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules behind them.
 
 Transformers writes this down for each class whose layers pass hidden states on and nothing else
-(`base_model_pp_plan`). What the class does besides is looked at in its forward pass, without weights: where all modules
-of the stack pass their input on, hidden states must come out as the very tensor that went in. A model that scales or
-adds something on the way would do it in each stage again.
+(`base_model_pp_plan`). What the class does besides is looked at in its forward pass, without weights: where all
+modules of the stack pass their input on, hidden states must come out as the very tensor that went in. A model that
+scales or adds something on the way would do it in each stage again.
 """
 
 from collections.abc import Sequence
@@ -56,8 +56,8 @@ class LayerStack:
         mixers = list(mixers_of(whole))
         if mixers:
             raise ConfigError(
-                f"{name}: {mixers[0]} carries a state from token to token, and stages run attention layers alone; train "
-                "it without a pipeline"
+                f"{name}: {mixers[0]} carries a state from token to token, and stages run attention layers alone; "
+                "train it without a pipeline"
             )
         stack = cls._written_down(whole)
         inside = tuple(f"{module}." for module in (*stack.before, stack.layers, *stack.behind))
@@ -66,8 +66,8 @@ class LayerStack:
             raise _no_plain_stack(name, f"{outside[0]} and {len(outside) - 1} more weights are outside of them")
         if getattr(config.get_text_config(), "output_router_logits", False):
             raise ConfigError(
-                f"{name}: output_router_logits=True adds a loss of the routers of all layers, and no stage has them all; "
-                "set it to False"
+                f"{name}: output_router_logits=True adds a loss of the routers of all layers, and no stage has them "
+                "all; set it to False"
             )
         stack._check_nothing_else_is_done(whole)
         return stack
@@ -90,7 +90,7 @@ class LayerStack:
         return cls(
             before=tuple(names[: lists[0]]),
             layers=layers,
-            num_layers=len(whole.get_submodule(layers)),  # type: ignore[arg-type]
+            num_layers=len(whole.get_submodule(layers)),
             behind=(*names[lists[0] + 1 :], head_name),
         )
 
