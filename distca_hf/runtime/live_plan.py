@@ -75,6 +75,7 @@ class LivePlan:
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
+        chunk: of a pipeline stage, see `of_chunk`.
         kinds: the layers by their masks: routing and kept rows of each kind.
         handle: number by which the operator finds the plan.
     """
@@ -102,7 +103,7 @@ class LivePlan:
         self.agreement = agreement
         self.numbers: dict[str, list[int]] = {}
         self.use = PlanUse()
-        self._stopwatch = stopwatch
+        self._stopwatch, self.chunk = stopwatch, 0
         self._begin(Planned(routings, route_window, facts, fingerprint, posted))
 
     def _begin(self, planned: Planned) -> None:
@@ -117,13 +118,14 @@ class LivePlan:
     def of_chunk(self, chunk: int) -> "LivePlan":
         """Returns this plan for a chunk of a pipeline stage, 0 being this plan itself: of the same rows, with passes
         of its own. Between forward and backward of one chunk come passes of others."""
-        if chunk == 0:
+        if chunk == self.chunk:
             return self
         if chunk not in self._of_chunks:
             self.agree()
             other = object.__new__(type(self))
             vars(other).update(vars(self))
             other._begin(self._planned)
+            other.chunk = chunk
             self._of_chunks[chunk] = other
         return self._of_chunks[chunk]
 

@@ -64,12 +64,13 @@ class DividedModel:
                 "a pipeline; or untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
             )
 
-    def load(self, number: int, plugin: ParallelContext) -> ModelPart:
+    def load(self, number: int, plugin: ParallelContext, autocast_dtype: torch.dtype | None = None) -> ModelPart:
         """Reads the weights of one part, and enables it for training.
 
         Args:
             number: of the part; with chunks, part p is on stage p mod stages.
             plugin: settings, and the ranks that run this part together.
+            autocast_dtype: in which its layers compute, bfloat16 for weights in float32; None: in the weights' own.
 
         Raises:
             ConfigError: the checkpoint lacks weights, or has them in other shapes.
@@ -92,7 +93,8 @@ class DividedModel:
                 "have another shape; give a checkpoint of this model with all of its weights"
             )
         enable(model.to(device), plugin)
-        return ModelPart(model, number, self.pipeline, plugin.config.tokens_per_rank)
+        modules = [model.get_submodule(f"{self.stack.layers}.{layer}") for layer in layers]
+        return ModelPart(model, modules, number, self.pipeline, plugin.config.tokens_per_rank, autocast_dtype)
 
     def _check_grid(self, plugin: ParallelContext) -> None:
         """Checks that the ranks are as many stages as the pipeline has.
@@ -104,8 +106,8 @@ class DividedModel:
         if grid.shape[0] != self.pipeline.num_stages or grid.shape[2] != 1:
             raise ConfigError(
                 f"{grid.name}: the pipeline has {self.pipeline.num_stages} stages of whole layers, and the plugin "
-                f"works on {grid.in_words()}; give it a mesh of stages and data ranks: plugin.use_mesh(mesh, data=..., "
-                "stages=...)"
+                f"works on {grid.in_words()}; give it a mesh of stages and data ranks, with plugin.use_mesh(mesh, "
+                "data=..., stages=...)"
             )
 
     def _class_of_part(self, layers: range, is_first: bool, is_last: bool) -> type[PreTrainedModel]:

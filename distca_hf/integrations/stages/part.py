@@ -5,6 +5,8 @@ schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch 
         model(..., distca_plan=plan)                                      attention among ranks of this stage
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,17 +21,29 @@ class ModelPart(nn.Module):
 
     Args:
         model: enabled; modules of other parts pass their input on.
+        layers: its layers.
         number: of the part.
         pipeline: that it is a part of.
         rows: tokens of a micro-batch on this rank, padding included; torch wants one shape for all.
+        autocast_dtype: in which layers compute; None: in the dtype of their weights.
 
     Attributes:
+        layers: of the model that are in it.
         chunk: number of the part on its stage.
         is_first, is_last: whether it has the embeddings, the head.
     """
 
-    def __init__(self, model: PreTrainedModel, number: int, pipeline: Pipeline, rows: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        number: int,
+        pipeline: Pipeline,
+        rows: int,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        self.layers, self._autocast_dtype = tuple(layers), autocast_dtype
         self.model, self.number, self.rows = model, number, rows
         self.num_parts, self.chunk = pipeline.num_parts, number // pipeline.num_stages
         self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
@@ -77,9 +91,9 @@ class ModelPart(nn.Module):
                 "plugin.dataloader pipeline=..., or pad_to_multiple_of=tokens_per_rank"
             )
         tokens = {"input_ids": given} if self.is_first else {"inputs_embeds": given}
-        output: torch.Tensor = self.model(
-            **tokens, position_ids=position_ids, attention_mask=attention_mask, distca_plan=plan, return_dict=True
-        ).logits
+        columns = {"position_ids": position_ids, "attention_mask": attention_mask}
+        with torch.autocast(given.device.type, self._autocast_dtype, enabled=self._autocast_dtype is not None):
+            output: torch.Tensor = self.model(**tokens, **columns, distca_plan=plan, return_dict=True).logits
         if not self.is_last and (output.shape != self._hidden or output.dtype != self.model.dtype):
             raise PlanError(
                 f"{where}: hidden states are {tuple(output.shape)} in {output.dtype}, and the next stage receives "

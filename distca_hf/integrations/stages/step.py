@@ -41,8 +41,8 @@ class StepInputs:
         others = [number for number, shape in enumerate(shapes) if shape != shapes[0]]
         if others:
             raise ConfigError(
-                f"micro-batch {others[0]} of the step has {shapes[others[0]]} rows, and micro-batch 0 has {shapes[0]}, "
-                "but stages exchange one shape. Give plugin.dataloader pipeline=..., or "
+                f"micro-batch {others[0]} of the step has {shapes[others[0]]} rows, and micro-batch 0 has "
+                f"{shapes[0]}, but stages exchange one shape. Give plugin.dataloader pipeline=..., or "
                 "pad_to_multiple_of=tokens_per_rank"
             )
         plans = tuple(batch["distca_plan"] for batch in batches)
