@@ -120,17 +120,14 @@ def main() -> None:
     if args.recompute:
         for part in parts:
             part.model.gradient_checkpointing_enable({"use_reentrant": False})
-    check_schedule(schedule_class, pipeline, args.micro_batches, parts)
+    wrapped = [in_parallel(part, mesh["data"], args.shard) for part in parts]
+    check_schedule(schedule_class, pipeline, args.micro_batches, wrapped)
 
     # 2. A schedule of torch that runs them.
+    group = mesh.get_group("stage")
     stages = [
-        PipelineStage(
-            in_parallel(part, mesh["data"], args.shard),
-            *(part.number, pipeline.num_parts, device),
-            **part.examples(),
-            group=mesh.get_group("stage"),
-        )
-        for part in parts
+        PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=group)
+        for part, module in zip(parts, wrapped, strict=True)
     ]
     loss = StepLoss(parts[-1].model)
     given = stages if args.chunks > 1 else stages[0]
@@ -149,7 +146,7 @@ def main() -> None:
         schedule.step(
             *step.arguments(parts), **step.keywords, target=step.target(parts), losses=losses, return_outputs=False
         )
-        norm = clip(parameters, 1.0, mesh.get_group("stage"))
+        norm = clip(parameters, 1.0, group)
         optimizer.step()
         optimizer.zero_grad()
         if losses:  # on the last stage

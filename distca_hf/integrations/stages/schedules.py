@@ -2,16 +2,21 @@
 
 from collections.abc import Sequence
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.checkpointing import checkpointed_modules, recomputes_layers
-from distca_hf.integrations.stages.part import ModelPart
 
 
 # Classes of torch whose backward comes in two parts, for inputs and for weights.
 DIVIDED_BACKWARD = frozenset({"ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"})
 # Those whose second chunk goes back through the stages.
 V_SHAPED = frozenset({"ScheduleZBVZeroBubble", "ScheduleDualPipeV"})
+# Wrappers that average gradients in hooks of backward. With a divided one torch 2.13 calls none of DDP's, and leaves
+# out gradients of parts between the first and the last with FSDP2.
+WRAPPERS = (nn.parallel.DistributedDataParallel, FSDPModule)
 # The class of those that run one part on each stage.
 ONE_PART = "PipelineScheduleSingle"
 
@@ -28,13 +33,13 @@ def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
     return parts
 
 
-def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, parts: Sequence[ModelPart]) -> None:
+def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules: Sequence[nn.Module]) -> None:
     """Checks that a schedule can run these parts.
 
     Args:
         schedule: a class of `torch.distributed.pipelining`.
         micro_steps: micro-batches of an optimizer step.
-        parts: of this rank, with activation checkpointing if it is wanted.
+        modules: parts of this rank as `PipelineStage` gets them, wrapped and checkpointed or not.
 
     Raises:
         ConfigError: it cannot; names both values.
@@ -46,12 +51,20 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, parts: 
             f"{name} runs 1 part on each stage, and the pipeline has {pipeline.chunks} chunks; choose "
             "ScheduleInterleaved1F1B, or 1 chunk"
         )
-    for part in parts:
-        if _names(schedule) & DIVIDED_BACKWARD and recomputes_layers(checkpointed_modules(part)):
+    if not _names(schedule) & DIVIDED_BACKWARD:
+        return
+    for chunk, module in enumerate(modules):
+        if recomputes_layers(checkpointed_modules(module)):
             raise ConfigError(
-                f"{name} with activation checkpointing (part {part.number}): it divides backward into inputs and "
-                "weights, and torch computes a checkpointed layer again for each of its weights. Choose Schedule1F1B "
-                "or ScheduleInterleaved1F1B, or leave checkpointing out"
+                f"{name} with activation checkpointing (chunk {chunk}): it divides backward into inputs and weights, "
+                "and torch computes a checkpointed layer again for each of its weights. Choose Schedule1F1B or "
+                "ScheduleInterleaved1F1B, or leave checkpointing out"
+            )
+        if isinstance(module, WRAPPERS):
+            raise ConfigError(
+                f"{name} with {type(module).__name__} (chunk {chunk}): it divides backward into inputs and weights, "
+                "and torch's wrappers then miss gradients of weights. Choose Schedule1F1B or ScheduleInterleaved1F1B, "
+                "or leave parts as they are and average their gradients in the loop"
             )
 
 
