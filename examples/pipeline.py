@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 "$(distca examples pipeline)" --stages 4 --shard --model MODEL --dataset TOKENISED
 
 Runs on GPUs, or on CPUs where there are none. By default it trains a tiny Llama on random documents. A dataset is a
-folder that `tokenise_texts.py` wrote. Every stage reads its own weights of a checkpoint of Transformers, and writes its
-own file of another one. Core attention is shared by the data ranks of a stage.
+folder that `tokenise_texts.py` wrote. Every stage reads its own weights of a checkpoint of Transformers, and writes
+its own file of another one. Core attention is shared by the data ranks of a stage.
 """
 
 import argparse
@@ -44,7 +44,9 @@ from distca_hf.integrations.stages import (
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument("--chunks", type=int, default=1, help="parts of the model on each stage; 2 and more interleave")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="parts of the model on each stage; 2 and more interleave"
+    )
     parser.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
     parser.add_argument("--tokens-per-rank", type=int, default=1024, help="tokens of a micro-batch on each data rank")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing; attention is not repeated")
@@ -80,7 +82,8 @@ def in_parallel(part: ModelPart, mesh: DeviceMesh, shard: bool) -> nn.Module:
         return nn.parallel.DistributedDataParallel(part, process_group=mesh.get_group())
     for layer in part.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(part, mesh=mesh)
+    fully_shard(part, mesh=mesh)
+    return part
 
 
 def clip(parameters: list[nn.Parameter], most: float, stages: dist.ProcessGroup) -> float:
@@ -112,7 +115,7 @@ def main() -> None:
 
     # 1. This stage's parts of the model.
     pipeline = Pipeline(args.stages, args.chunks)
-    schedule_class = ScheduleInterleaved1F1B if args.chunks > 1 else Schedule1F1B
+    schedule_class: Any = ScheduleInterleaved1F1B if args.chunks > 1 else Schedule1F1B
     model = DividedModel(args.model or tiny_llama(args.output / "initial"), pipeline)
     autocast = torch.bfloat16 if device.type == "cuda" else None
     numbers = parts_of_stage(schedule_class, pipeline, mesh.get_local_rank("stage"))

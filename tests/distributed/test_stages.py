@@ -126,7 +126,7 @@ def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in expected.values())
     for file in files:
         with safe_open(folder / file, "pt") as opened:
-            assert {index["weight_map"][name] for name in opened.keys()} == {file}  # noqa: SIM118
+            assert {index["weight_map"][name] for name in opened.keys()} == {file}
     for name, weight in model.named_parameters():
         assert float((weight - expected[name]).abs().max()) <= 1e-4, name
         assert not torch.equal(weight, dict(_initial(runs).named_parameters())[name]), name
@@ -140,5 +140,7 @@ def _initial(runs: Runs) -> torch.nn.Module:
 def test_stages_with_other_seeds_take_no_batch(runs: Runs) -> None:
     words = [results["other seeds"] for results in runs.by_rank]
 
-    assert words[3].startswith("rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: seed is 3 on")
+    assert words[3].startswith(
+        "rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: seed is 3 on"
+    )
     assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1, data 0)" in words[0]

@@ -123,7 +123,8 @@ class StagedTraining:
             return nn.parallel.DistributedDataParallel(part, process_group=data_ranks.get_group())
         for layer in part.layers:
             fully_shard(layer, mesh=data_ranks)
-        return fully_shard(part, mesh=data_ranks)
+        fully_shard(part, mesh=data_ranks)
+        return part
 
     def _stage(self, part: ModelPart, wrapped: nn.Module) -> PipelineStage:
         place = part.number, part.num_parts, torch.device("cpu")
@@ -196,9 +197,7 @@ def train_in_one_process(checkpoint: Path) -> tuple[Trained, nn.Module]:
     places = ((epoch, at) for epoch in range(STEPS) for at in range(len(loader)))
     trained = Trained([], [], [], [])
     for _ in range(STEPS):
-        documents = [
-            document for place in islice(places, MICRO_BATCHES) for document in loader.documents(*place)
-        ]
+        documents = [document for place in islice(places, MICRO_BATCHES) for document in loader.documents(*place)]
         labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
         total = 0.0
         for document in documents:

@@ -9,14 +9,14 @@ read, so that neither memory nor files are touched for them.
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from distca_hf.data.pipelines import Pipeline
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, and_more
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.stages.part import ModelPart
@@ -68,33 +68,46 @@ class DividedModel:
         """Reads the weights of one part, and enables it for training.
 
         Args:
-            number: of the part; with chunks, part p is on stage p mod stages.
+            number: of the part; see `parts_of_stage`.
             plugin: settings, and the ranks that run this part together.
             autocast_dtype: in which its layers compute, bfloat16 for weights in float32; None: in the weights' own.
 
         Raises:
-            ConfigError: the checkpoint lacks weights, or has them in other shapes.
+            ConfigError: the checkpoint lacks weights, or has them in other shapes; or ranks are other stages.
             UnsupportedAttentionError: the model cannot run on distca.
         """
         self._check_grid(plugin)
-        longest = plugin.config.tokens_per_rank * len(plugin.members.token_ranks)
-        device = numbered(plugin.device)
-        check_model(self.outline, longest, plugin.config.kernel, device)
-        layers = self.stack.layers_of(number, self.pipeline.layers_of_parts(self.stack.num_layers))
-        is_first, is_last = number == 0, number == self.pipeline.num_parts - 1
-        part_class = self._class_of_part(layers, is_first, is_last)
-        model, seen = part_class.from_pretrained(
-            self.checkpoint, attn_implementation=IMPLEMENTATION, dtype=self.dtype, output_loading_info=True
+        tokens, device = plugin.config.tokens_per_rank, numbered(plugin.device)
+        check_model(self.outline, tokens * len(plugin.members.token_ranks), plugin.config.kernel, device)
+        model = self.read(number)
+        enable(model.to(device), plugin)
+        layers = [model.get_submodule(f"{self.stack.layers}.{layer}") for layer in self._layers_of(number)]
+        return ModelPart(model, layers, number, self.pipeline, tokens, autocast_dtype)
+
+    def read(self, number: int) -> PreTrainedModel:
+        """Reads the weights of one part, on the host, into a model that is not enabled.
+
+        Raises:
+            ConfigError: the checkpoint lacks weights, or has them in other shapes.
+        """
+        model, seen = self._class_of_part(number).from_pretrained(
+            self.checkpoint,
+            attn_implementation=IMPLEMENTATION,
+            dtype=self.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below
         )
-        wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in seen[kind]]
+        wrong = [f"{name} is missing" for name in sorted(seen["missing_keys"])]
+        wrong += [f"{name} is {tuple(there)} and not {tuple(here)}" for name, there, here in seen["mismatched_keys"]]
         if wrong:
             raise ConfigError(
-                f"{self.checkpoint}: {wrong[0]} and {len(wrong) - 1} more weights of part {number} are missing, or "
-                "have another shape; give a checkpoint of this model with all of its weights"
+                f"{self.checkpoint}, part {number}: {wrong[0]}{and_more(len(wrong) - 1)}; give a checkpoint of "
+                f"{type(model).__name__} with all of its weights"
             )
-        enable(model.to(device), plugin)
-        modules = [model.get_submodule(f"{self.stack.layers}.{layer}") for layer in layers]
-        return ModelPart(model, modules, number, self.pipeline, plugin.config.tokens_per_rank, autocast_dtype)
+        return cast(PreTrainedModel, model)
+
+    def _layers_of(self, number: int) -> range:
+        return self.stack.layers_of(number, self.pipeline.layers_of_parts(self.stack.num_layers))
 
     def _check_grid(self, plugin: ParallelContext) -> None:
         """Checks that the ranks are as many stages as the pipeline has.
@@ -110,16 +123,17 @@ class DividedModel:
                 "data=..., stages=...)"
             )
 
-    def _class_of_part(self, layers: range, is_first: bool, is_last: bool) -> type[PreTrainedModel]:
+    def _class_of_part(self, number: int) -> type[PreTrainedModel]:
         """Returns the model's class, made to leave other parts out when it is initialised: `from_pretrained` does so
         without memory, and reads weights afterwards."""
-        whole, keep = type(self.outline), self.stack.keep
+        whole, stack, layers = type(self.outline), self.stack, self._layers_of(number)
+        ends = {"is_first": number == 0, "is_last": number == self.pipeline.num_parts - 1}
 
         def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             whole.__init__(self, *args, **kwargs)
-            keep(self, layers, is_first=is_first, is_last=is_last)
+            stack.keep(self, layers, **ends)
 
-        others = self.stack.modules_of_others(layers, is_first=is_first, is_last=is_last)
+        others = stack.modules_of_others(layers, **ends)
         return type(
             whole.__name__,
             (whole,),

@@ -6,6 +6,7 @@ schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch 
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -14,6 +15,14 @@ from transformers import PreTrainedModel
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import PlanError
 from distca_hf.runtime.live_plan import LivePlan, find_plan
+
+
+class Examples(TypedDict):
+    """Arguments of `PipelineStage` by their names: shapes and dtypes of what a part gets and returns, on the meta
+    device."""
+
+    input_args: torch.Tensor
+    output_args: torch.Tensor
 
 
 class ModelPart(nn.Module):
@@ -47,7 +56,7 @@ class ModelPart(nn.Module):
         self.model, self.number, self.rows = model, number, rows
         self.num_parts, self.chunk = pipeline.num_parts, number // pipeline.num_stages
         self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
-        self._hidden = (1, rows, model.config.get_text_config().hidden_size)
+        self._hidden, self._dtype = (1, rows, model.config.get_text_config().hidden_size), model.dtype
 
     def __call__(self, *given: torch.Tensor, plan: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
         """Runs the part on one micro-batch. The plan's number is read here, before FSDP2's hooks would move it to a
@@ -94,21 +103,21 @@ class ModelPart(nn.Module):
         columns = {"position_ids": position_ids, "attention_mask": attention_mask}
         with torch.autocast(given.device.type, self._autocast_dtype, enabled=self._autocast_dtype is not None):
             output: torch.Tensor = self.model(**tokens, **columns, distca_plan=plan, return_dict=True).logits
-        if not self.is_last and (output.shape != self._hidden or output.dtype != self.model.dtype):
+        if not self.is_last and (output.shape != self._hidden or output.dtype != self._dtype):
             raise PlanError(
                 f"{where}: hidden states are {tuple(output.shape)} in {output.dtype}, and the next stage receives "
-                f"{self._hidden} in {self.model.dtype}: keep the dtype that the model was loaded in"
+                f"{self._hidden} in {self._dtype}: keep the dtype that the model was loaded in"
             )
         # Schedules that divide backward detach outputs in place, which views do not allow.
         return output.clone() if output._is_view() else output
 
-    def examples(self) -> dict[str, torch.Tensor]:
+    def examples(self) -> Examples:
         """Returns `input_args` and `output_args` of `PipelineStage`: without them torch would run the model once to
         find shapes. No gradient would come back for outputs that need none."""
         tokens = torch.empty((1, self.rows), dtype=torch.int64, device="meta")
-        hidden = torch.empty(self._hidden, dtype=self.model.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
         vocabulary = self.model.config.get_text_config().vocab_size
-        logits = torch.empty((1, self.rows, vocabulary), dtype=self.model.dtype, device="meta", requires_grad=True)
+        logits = torch.empty((1, self.rows, vocabulary), dtype=self._dtype, device="meta", requires_grad=True)
         return {
             "input_args": tokens if self.is_first else hidden,
             "output_args": logits if self.is_last else hidden,
