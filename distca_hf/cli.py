@@ -169,6 +169,22 @@ Checkpointing = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        "--pipeline",
+        help="stages of a pipeline, of --ranks GPUs each; --micro-steps is then the number of its micro-batches. "
+        "Shows how busy GPUs are with it, and the same GPUs without a pipeline",
+    ),
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
+]
+WireSpeed = Annotated[
+    float | None,
+    typer.Option(metavar="GB/S", help="with --pipeline: GB/s that a GPU sends, and receives at the same time (50)"),
+]
 LengthsAreBatch = Annotated[
     bool,
     typer.Option(
@@ -185,6 +201,9 @@ def plan(
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
+    pipeline: Stages = None,
+    chunks: Chunks = None,
+    wire_speed: WireSpeed = None,
     model: ModelName = None,
     model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
     layout: LayoutKind = "placed",
@@ -206,6 +225,8 @@ def plan(
     nearly equal tokens. The first optimizer step is planned in full, with its bytes.
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
+
+    With and without a pipeline: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
     from distca_hf.analysis.command import run_plan
 
@@ -229,6 +250,9 @@ def plan(
             compare=compare,
             as_json=as_json,
             plot=plot,
+            pipeline=pipeline,
+            chunks=chunks,
+            wire_speed=wire_speed,
         )
 
 

@@ -104,6 +104,15 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class PassCosts:
+    """Costs of the layers of a model, without its head: of their forward pass, and of their backward pass with all
+    that is recomputed in it."""
+
+    forward: StepCost
+    backward: StepCost
+
+
+@dataclass(frozen=True)
 class StepFlops:
     """Operations of a model's forward and backward pass, all layers together.
 
@@ -149,3 +158,23 @@ class StepFlops:
             1 + recomputes_attention
         ) / rates.attention_forward + ATTENTION_BACKWARD / rates.attention_backward
         return StepCost(token_flops / rates.matrix, self.pair_forward * pair_seconds)
+
+    def pass_costs(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> PassCosts:
+        """Returns the seconds of a token and of a pair in the layers, forward and backward apart. Arguments: see
+        `cost`."""
+        head_backward = self.head_forward * self.token_backward / self.token_forward
+        backward_flops = self.token_backward - head_backward + recomputes_layers * self.layers_forward
+        backward_seconds = (
+            ATTENTION_BACKWARD / rates.attention_backward + recomputes_attention / rates.attention_forward
+        )
+        return PassCosts(
+            forward=StepCost(self.layers_forward / rates.matrix, self.pair_forward / rates.attention_forward),
+            backward=StepCost(backward_flops / rates.matrix, self.pair_forward * backward_seconds),
+        )
+
+
+# Costs of an 8B Llama whose layers are checkpointed, for a training whose model is not known: 218,103,808 weights in
+# each of 32 layers, with 32 heads of 128 dimensions.
+LLAMA_8B_COSTS = StepFlops.of(32 * 218_103_808, 32 * 218_103_808, 2 * (128 + 128) * 32 * 32).pass_costs(
+    recomputes_layers=True, recomputes_attention=False
+)

@@ -13,10 +13,13 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
+from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.integrations.models.heads import head_groups_of, num_layers_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.operations import pass_costs_of
 from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of
@@ -75,6 +78,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         model: torch.nn.Module | None = None,
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
+        pipeline: Pipeline | None = None,
     ) -> PlacedLoader:
         """Returns placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
@@ -91,15 +95,23 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
+            pipeline: stages that these batches pass through, where every stage has as many ranks as this group. Then
+                `micro_steps` is the number of micro-batches that a schedule runs in one optimizer step. Documents of a
+                step are divided by attention work so that stages hardly wait, and keep their step. Every epoch has
+                whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`: the whole one,
+                before it is divided.
 
         Raises:
-            ConfigError: several processes were launched, but no process group is initialised.
+            ConfigError: several processes were launched, but no process group is initialised; or the pipeline cannot
+                run so many micro-batches, or has more parts than the model has layers.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         target = self.device if device is None else numbered(device)
         head_groups = 1 if model is None else head_groups_of(model)
         whole_documents = model is not None and needs_whole_documents(model)
         needs_bytes = self.servers is not None or whole_documents
+        if pipeline is not None:
+            pipeline.check(micro_steps, None if model is None else num_layers_of(model))
         return PlacedLoader(
             dataset,
             self.config,
@@ -115,6 +127,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             token_bytes_of(model) if model is not None and needs_bytes else TokenBytes(),
             CAUSAL_LAYERS if model is None else layer_masks_of(model),
             whole_documents,
+            pipeline,
+            LLAMA_8B_COSTS if model is None or pipeline is None else pass_costs_of(model),
         )
 
     def attempts(

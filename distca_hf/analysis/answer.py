@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from distca_hf.analysis.epoch import EpochPlans, pack_in_order
+from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, pack_in_order
 from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, speed_over_plain
 from distca_hf.analysis.first_step import StepReport
+from distca_hf.analysis.pipelines import PipelineEstimates, Wires, estimate_pipeline
 from distca_hf.arrays import IntArray
 from distca_hf.config import OverlongPolicy
 from distca_hf.data.documents import fit_documents
@@ -159,8 +160,9 @@ class PlanAnswer:
         epoch: balance of all micro-batches of the epoch.
         imbalance_before: `[micro_batches]` float64 max/mean work of documents in order, for the picture.
         assumptions: how the model is trained.
-        estimates: None if the model's size is not known.
-        choices: other numbers of tokens per rank; none for documents that were given as a batch.
+        estimates: None if the model's size is not known, or for a pipeline, whose memory is not estimated.
+        choices: other numbers of tokens per rank; none for documents that were given as a batch, and for a pipeline.
+        pipeline: utilisation with and without a pipeline, if one was asked for and the model's size is known.
     """
 
     step: StepReport
@@ -169,9 +171,10 @@ class PlanAnswer:
     assumptions: Assumptions
     estimates: Estimates | None
     choices: Sequence[Choice]
+    pipeline: PipelineEstimates | None = None
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON object of the first step, with `whole_epoch`, `estimates` and `choices` added."""
+        """Returns the JSON object of the first step, with `whole_epoch`, `estimates`, `choices` and `pipeline`."""
         estimates = None
         if self.estimates is not None:
             memory = {
@@ -189,50 +192,70 @@ class PlanAnswer:
             "whole_epoch": asdict(self.epoch),
             "estimates": estimates,
             "choices": [asdict(choice) for choice in self.choices],
+            "pipeline": None if self.pipeline is None else asdict(self.pipeline),
         }
 
 
 def make_answer(
-    step: StepReport, plans: EpochPlans, packed_tokens: IntArray, given_tokens: IntArray, assumptions: Assumptions
+    step: StepReport,
+    plans: EpochPlans,
+    packed: PackedEpoch,
+    given_tokens: IntArray,
+    assumptions: Assumptions,
+    wires: Wires = Wires(),  # noqa: B008 (immutable)
 ) -> PlanAnswer:
     """Collects all results.
 
     Args:
         step: the first optimizer step.
         plans: plans of the epoch.
-        packed_tokens: `[documents]` lengths that were packed.
-        given_tokens: `[documents]` the same lengths before any were cut.
+        packed: the epoch.
+        given_tokens: `[documents]` its lengths before any were cut.
         assumptions: how the model is trained.
+        wires: speed of the network, for a pipeline.
     """
-    request, model = step.request, step.request.model
-    estimates = make_estimates(model, plans, assumptions, request.tokens_per_rank)
-    choices: Sequence[Choice] = ()
-    if step.origin is not None:
-        fsdp2 = estimates.memory["fsdp2"].total if estimates else None
-        known = Choice(
-            tokens_per_rank=request.tokens_per_rank,
-            longest_document_tokens=request.capacity_tokens,
-            too_long_documents=int((given_tokens > request.capacity_tokens).sum()),
-            memory_bytes=fsdp2,
-            fits=None if fsdp2 is None else fsdp2 <= assumptions.room_bytes,
-            over_plain=estimates.speed.over_plain if estimates else None,
-        )
-        memory = assumptions.memory(model, request.num_ranks, int(plans.received_bytes.max())).get("fsdp2")
-        choices = make_choices(
-            given_tokens,
-            request.num_ranks,
-            assumptions.cost(model),
-            None if memory is None else lambda tokens: memory(tokens).total,
-            assumptions.room_bytes,
-            step.origin.seed,
-            known,
-            request.overlong,
-        )
+    request = step.request
+    estimates, choices, pipeline = None, [], None
+    if request.pipeline is None:
+        estimates = make_estimates(request.model, plans, assumptions, request.tokens_per_rank)
+        choices = _choices(step, plans, given_tokens, assumptions, estimates)
+    elif (costs := assumptions.pass_costs(request.model)) is not None:
+        pipeline = estimate_pipeline(request, packed.document_tokens, packed.epoch, plans, costs, wires)
     return PlanAnswer(
         step=step,
-        epoch=EpochFigures.of(plans, packed_tokens),
+        epoch=EpochFigures.of(plans, packed.document_tokens),
         imbalance_before=plans.in_order.imbalance,
         assumptions=assumptions,
         estimates=estimates,
         choices=choices,
+        pipeline=pipeline,
+    )
+
+
+def _choices(
+    step: StepReport, plans: EpochPlans, given_tokens: IntArray, assumptions: Assumptions, estimates: Estimates | None
+) -> list[Choice]:
+    """Returns all choices; none for documents that were given as a batch."""
+    request, model = step.request, step.request.model
+    if step.origin is None:
+        return []
+    fsdp2 = estimates.memory["fsdp2"].total if estimates else None
+    known = Choice(
+        tokens_per_rank=request.tokens_per_rank,
+        longest_document_tokens=request.capacity_tokens,
+        too_long_documents=int((given_tokens > request.capacity_tokens).sum()),
+        memory_bytes=fsdp2,
+        fits=None if fsdp2 is None else fsdp2 <= assumptions.room_bytes,
+        over_plain=estimates.speed.over_plain if estimates else None,
+    )
+    memory = assumptions.memory(model, request.num_ranks, int(plans.received_bytes.max())).get("fsdp2")
+    return make_choices(
+        given_tokens,
+        request.num_ranks,
+        assumptions.cost(model),
+        None if memory is None else lambda tokens: memory(tokens).total,
+        assumptions.room_bytes,
+        step.origin.seed,
+        known,
+        request.overlong,
     )

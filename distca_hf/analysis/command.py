@@ -22,9 +22,11 @@ from distca_hf.analysis.find_model import find_model, read_model
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
+from distca_hf.analysis.pipelines import Wires
 from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.config import OverlongPolicy
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
 
@@ -68,6 +70,9 @@ def run_plan(
     compare: bool,
     as_json: bool,
     plot: Path | None,
+    pipeline: int | None = None,
+    chunks: int | None = None,
+    wire_speed: float | None = None,
 ) -> None:
     """Runs `distca plan`. Output is printed at the very end, so that an error leaves nothing behind.
 
@@ -81,7 +86,9 @@ def run_plan(
         raise ConfigError(f"--seed {seed} must be at least 0")
     shape = find_model(model or DEFAULT_MODEL) if model_config is None else read_model(model_config)
     policy = cast(OverlongPolicy, overlong)  # the request refuses any other
-    request = PlanRequest(ranks, tokens_per_rank, ranks_per_node, micro_steps, shape, layout, policy, bytes_limit)
+    stages, wires = _pipeline(pipeline, chunks, wire_speed)
+    world = ranks, tokens_per_rank, ranks_per_node, micro_steps
+    request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
     assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib)
     if plot is not None:
@@ -102,14 +109,32 @@ def run_plan(
         plans = plan_epoch(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
-        with progress.stage("other numbers of tokens per rank"):
-            answer = make_answer(step, plans, packed.document_tokens, documents.tokens, assumptions)
+        with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
+            answer = make_answer(step, plans, packed, documents.tokens, assumptions, wires)
     if plot is not None:
         draw_answer(answer, plot)
     if as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
         print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS))
+
+
+def _pipeline(stages: int | None, chunks: int | None, wire_speed: float | None) -> tuple[Pipeline | None, Wires]:
+    """Returns the pipeline that was asked for, and the wires.
+
+    Raises:
+        ConfigError: a number is out of range, or needs --pipeline.
+    """
+    if stages is None:
+        for option, value in (("--chunks", chunks), ("--wire-speed", wire_speed)):
+            if value is not None:
+                raise ConfigError(f"{option} {value:g} is of a pipeline: give --pipeline, too, or leave it out")
+        return None, Wires()
+    try:
+        pipeline = Pipeline(stages, 1 if chunks is None else chunks)
+    except ConfigError as error:
+        raise ConfigError(f"--pipeline {stages}{'' if chunks is None else f' --chunks {chunks}'}: {error}") from error
+    return pipeline, Wires() if wire_speed is None else Wires(wire_speed)
 
 
 class PlanProgress:

@@ -91,7 +91,8 @@ def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> Pa
         PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than a step.
     """
     document_tokens = _fit(document_tokens, request)
-    packer = EpochPacker(document_tokens, request.capacity_tokens, seed)
+    whole_steps = 1 if request.pipeline is None else request.micro_steps
+    packer = EpochPacker(document_tokens, request.capacity_tokens, seed, multiple=whole_steps)
     if packer.num_micro_batches < request.micro_steps:
         raise PackingError(
             f"{len(document_tokens)} documents with {int(document_tokens.sum())} tokens fill "

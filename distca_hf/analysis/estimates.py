@@ -20,7 +20,7 @@ from distca_hf.analysis.epoch import EpochPlans, InOrder
 from distca_hf.analysis.request import ModelShape, ModelSize
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
-from distca_hf.flops import H200, H200_LIGER, Rates, StepCost, StepFlops
+from distca_hf.flops import H200, H200_LIGER, PassCosts, Rates, StepCost, StepFlops
 
 
 Sharding = Literal["fsdp2", "zero3"]
@@ -272,6 +272,11 @@ class Assumptions:
         if model.size is None:
             return None
         return step_cost(model.size, model.heads, self.checkpointing, H200_LIGER if self.liger else H200)
+
+    def pass_costs(self, model: ModelShape) -> PassCosts | None:
+        """Returns the costs of the layers, forward and backward apart; None if the model's size is not known."""
+        recomputes = self.checkpointing != "none", self.checkpointing == "recomputed"
+        return model.pass_costs(*recomputes, H200_LIGER if self.liger else H200)
 
     def memory(
         self, model: ModelShape, num_ranks: int, received_bytes: int

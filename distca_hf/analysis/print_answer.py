@@ -14,6 +14,7 @@ from rich.text import Text
 from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
 from distca_hf.analysis.estimates import GIB, USABLE_SHARE, Estimates
 from distca_hf.analysis.first_step import Outcome, StepReport
+from distca_hf.analysis.pipelines import PipelineEstimates
 from distca_hf.arrays import IntArray, ceil_div
 
 
@@ -56,7 +57,7 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     baselines."""
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
-    blocks += estimates_tables(answer, console.width)
+    blocks += estimates_tables(answer, console.width) if answer.pipeline is None else [_pipeline(answer.pipeline)]
     blocks.append(_figures(answer.step))
     if answer.step.baselines:
         blocks.append(compare_table(answer.step, console.width))
@@ -72,6 +73,8 @@ def _world(answer: PlanAnswer) -> str:
     step, epoch = answer.step, answer.epoch
     request = step.request
     steps = f" x {request.micro_steps} micro-steps" if request.micro_steps > 1 else ""
+    if request.pipeline is not None:
+        steps += f", in each of {request.pipeline.num_stages} stages of a pipeline ({request.num_gpus:,} GPUs)"
     if step.origin is None:
         packed = "exactly these documents"
     else:
@@ -90,6 +93,13 @@ def in_short(answer: PlanAnswer) -> str:
     words = (
         f"In short: the busiest rank has {before:.2f} times the mean attention work, with distca {after:.2f} times."
     )
+    if answer.pipeline is not None:
+        busy = answer.pipeline
+        shaped = busy.shaped if busy.interleaved is None else busy.interleaved
+        return (
+            f"{words} GPUs compute {busy.plain:.0%} of the time in a pipeline of plain packs, {shaped:.0%} in one of "
+            f"shaped steps, and {busy.no_pipeline:.0%} without a pipeline. Estimated, as below."
+        ).replace("%", " %")
     if answer.estimates is None:
         return words
     faster, memory = answer.estimates.speed.over_plain, answer.estimates.memory["fsdp2"]
@@ -252,6 +262,30 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
         _memory(answer, answer.estimates),
         *_choices(answer.choices, columns >= CHOICES_COLUMNS),
     ]
+
+
+def _pipeline(busy: PipelineEstimates) -> RenderableType:
+    """Returns the table of utilisation, by how documents meet a pipeline."""
+    table = plain_table("busy", "held")
+    rows = [
+        ("plain packing, 1F1B", busy.plain, busy.held_micro_batches),
+        ("as packed, placed, 1F1B", busy.as_packed, busy.held_micro_batches),
+        ("shaped, 1F1B", busy.shaped, busy.held_micro_batches),
+        (f"shaped, {busy.chunks} chunks", busy.interleaved, busy.held_interleaved),
+        ("no pipeline, placed", busy.no_pipeline, None),
+    ]
+    for name, utilisation, held in rows:
+        if utilisation is not None:
+            table.add_row(name, f"{utilisation:.1%}".replace("%", " %"), "-" if held is None else f"{held:g}")
+    words = (
+        f"Busy: time in which GPUs compute, in {counted(busy.steps, 'optimizer step')}. Held: micro-batches whose "
+        f"activations a stage holds, in parts of its layers. No pipeline: FSDP2 over all {busy.gpus:,} GPUs, weights "
+        f"gathered over wires of {busy.wire_gbytes_per_second:g} GB/s (--wire-speed). Attention is "
+        f"{busy.attention_share:.0%} of the work; {busy.filled:.1%} of a pipeline's rows hold tokens. The heaviest "
+        f"micro-batch has {busy.heaviest:.2f} times the mean work as packed, {busy.least_heaviest:.2f} at least. "
+        "Memory is not estimated for pipelines."
+    ).replace("%", " %")
+    return block(f"{busy.num_stages} pipeline stages, estimated", table, words)
 
 
 def _speed(estimates: Estimates) -> RenderableType:

@@ -19,7 +19,9 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
 from distca_hf.cost import Heads, TokenBytes
 from distca_hf.data.epochs import Epoch
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.flops import H200, LLAMA_8B_COSTS, PassCosts, Rates, StepFlops
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
@@ -128,6 +130,23 @@ class ModelShape:
         """Bytes of one token in one layer."""
         return self.heads.token_bytes(self.number_bytes)
 
+    def pass_costs(
+        self, recomputes_layers: bool = True, recomputes_attention: bool = False, rates: Rates = H200
+    ) -> PassCosts | None:
+        """Returns the costs of the layers, all of them trained; None if the model's size is not known.
+
+        Args:
+            recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
+            rates: operations per second of the GPU.
+        """
+        if self.size is None:
+            return None
+        weights = self.size.layer_parameters
+        pair_forward = 2 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.size.layers
+        return StepFlops.of(weights, weights, pair_forward).pass_costs(
+            recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention, rates=rates
+        )
+
 
 def _public(
     name: str,
@@ -210,6 +229,7 @@ class PlanRequest:
         layout: "placed" (distca chooses the owner rank of every token) or "fixed" (documents in order, tasks move).
         overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
+        pipeline: stages, each of which has `num_ranks` ranks; None without a pipeline.
 
     Raises:
         ConfigError: a number is out of range, the layout or policy is unknown, or a variable of the environment has an
@@ -225,6 +245,7 @@ class PlanRequest:
     layout: str = "placed"
     overlong: OverlongPolicy = "error"
     bytes_limit: int | None = None
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         for option, value, most in (
@@ -240,7 +261,27 @@ class PlanRequest:
         for option, name, names in (("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, OVERLONG)):
             if name not in names:
                 raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
+        if self.pipeline is not None:
+            self._check_pipeline(self.pipeline)
         self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
+
+    def _check_pipeline(self, pipeline: Pipeline) -> None:
+        """Refuses a pipeline that cannot run, or packs that cannot be shaped for it."""
+        if self.layout == "fixed":
+            raise ConfigError(
+                f"--pipeline {pipeline.num_stages} divides whole documents among micro-batches, and --layout fixed "
+                "keeps packs as they are; leave one of the two out"
+            )
+        try:
+            pipeline.check(self.micro_steps, None if self.model.size is None else self.model.size.layers)
+        except ConfigError as error:
+            options = f"--pipeline {pipeline.num_stages} --chunks {pipeline.chunks} --micro-steps {self.micro_steps}"
+            raise ConfigError(f"{options}: {error}") from error
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks of all stages."""
+        return self.num_ranks * (1 if self.pipeline is None else self.pipeline.num_stages)
 
     @property
     def capacity_tokens(self) -> int:
@@ -258,7 +299,8 @@ class PlanRequest:
         config = DistCAConfig(
             tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node
         )
-        planner = PlacedPlanner(config, self.num_ranks, self.model.heads.groups)
+        costs = self.model.pass_costs() or LLAMA_8B_COSTS
+        planner = PlacedPlanner(config, self.num_ranks, self.model.heads.groups, pipeline=self.pipeline, costs=costs)
         planner.kernel_times  # noqa: B018  read before anything is timed
         return planner
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,14 @@ from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
-from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.media import check_no_media
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.planning.plan import PlanFacts, PlanTotals
 from distca_hf.planning.served import Servers
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
@@ -71,11 +73,14 @@ class PlacedLoader:
         token_bytes: bytes of one token in one layer; read where there are servers.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         whole_documents: whether the model's layers need whole documents; then attention tasks move.
+        pipeline: stages that batches pass; then steps are shaped for them, and whole, and rows `tokens_per_rank`.
+        costs: seconds of the model's layers; read where there is a pipeline.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
 
     Raises:
+        ConfigError: the pipeline cannot run so many micro-batches per step.
         PackingError: the dataset cannot be packed.
     """
 
@@ -97,6 +102,8 @@ class PlacedLoader:
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         whole_documents: bool = False,
+        pipeline: Pipeline | None = None,
+        costs: PassCosts = LLAMA_8B_COSTS,
     ) -> None:
         self.dataset = dataset
         self.writes_epochs = True
@@ -110,7 +117,9 @@ class PlacedLoader:
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
-        of_model = head_groups, servers, token_bytes, layer_masks, whole_documents
+        if pipeline is not None:
+            pipeline.check(micro_steps)
+        of_model = head_groups, servers, token_bytes, layer_masks, whole_documents, pipeline, costs
         planner = self._planner = PlacedPlanner(config, transport.world_size, *of_model)
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
@@ -120,7 +129,8 @@ class PlacedLoader:
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         lengths = self._source.document_tokens
-        self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits)
+        whole_steps = 1 if pipeline is None else micro_steps
+        self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits, whole_steps)
         self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()
         self._loaded: Cursor | None = None
@@ -172,7 +182,7 @@ class PlacedLoader:
 
     def state_dict(self) -> dict[str, object]:
         """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
-        return {**self._identity(), **self._sizes(), **asdict(self._position)}
+        return {**self._identity(), **self._sizes(), **asdict(self._position), "pipeline": self._stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
@@ -201,7 +211,7 @@ class PlacedLoader:
                 f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
                 "same sizes"
             )
-        self._check_same_ranks(sizes, is_midst=bool(micro_batch or taken))
+        self._check_midst(sizes, tuple(state.get("pipeline", ())), is_midst=bool(micro_batch or taken))
         # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
         if sizes != self._sizes():
             steps_from = micro_batch
@@ -218,23 +228,27 @@ class PlacedLoader:
         over = saved.micro_batch >= self._packed(saved).num_micro_batches
         self._loaded = self._position = Cursor(epoch + 1) if over else saved
 
-    def _check_same_ranks(self, sizes: Mapping[str, int], is_midst: bool) -> None:
-        """Checks that the midst of an epoch of whole documents is of ranks as they are now: which documents had room
-        in its micro-batches depends on them.
+    def _check_midst(self, sizes: Mapping[str, int], stages: tuple[int, ...], is_midst: bool) -> None:
+        """Checks that the midst of an epoch is of sizes as they are now, where its micro-batches depend on them. Those
+        of whole documents depend on the room of ranks, those of a pipeline also on the micro-batches of a step.
 
         Args:
-            sizes: with which the position was saved.
+            sizes, stages: with which the position was saved.
             is_midst: whether micro-batches of its epoch were taken.
 
         Raises:
             ConfigError: it is of others.
         """
-        now = self._sizes()
-        same = all(sizes[name] == now[name] for name in ("capacity_tokens", "num_ranks"))
-        if self._planner.whole_documents and is_midst and not same:
+        saved, now = {**sizes, "pipeline": stages}, {**self._sizes(), "pipeline": self._stages}
+        same_room = all(saved[name] == now[name] for name in ("capacity_tokens", "num_ranks"))
+        depends = {
+            "whole documents": self._planner.whole_documents and not same_room,
+            "a pipeline": bool(stages or self._stages) and saved != now,
+        }
+        for kind in (kind for kind, differs in depends.items() if differs and is_midst):
             raise ConfigError(
-                f"the position was saved in the midst of an epoch of whole documents, with {sizes}; this loader has "
-                f"{now}. Resume with the same ranks and tokens_per_rank, or from the end of an epoch"
+                f"the position was saved in the midst of an epoch of {kind}, with {saved}; this loader has {now}. "
+                "Resume with the same ranks and tokens_per_rank and in the same steps, or from the end of an epoch"
             )
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
@@ -242,13 +256,13 @@ class PlacedLoader:
         at = self._position
         return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
 
-    def _packed(self, cursor: Cursor) -> RegroupedEpoch:
+    def _packed(self, cursor: Cursor) -> SteppedEpoch:
         """Returns the epoch of a position, or the rest of it that was packed anew when micro-batches changed their
         size."""
         packed = self._packer.rest(cursor.epoch, cursor.taken)
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.steps_from)
 
-    def _data(self, begin: Cursor, packed: RegroupedEpoch) -> PlacedData:
+    def _data(self, begin: Cursor, packed: SteppedEpoch) -> PlacedData:
         """Returns a description of the data from here on."""
         return PlacedData(
             planner=self._planner,
@@ -348,6 +362,7 @@ class PlacedLoader:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "micro_steps": self._micro_steps,
+            "pipeline": self._stages,
             "number of documents": len(self._source),
             "lengths of documents": self._source.fingerprint,
             "contents of documents": self.contents,
@@ -364,6 +379,11 @@ class PlacedLoader:
             "num_ranks": self._transport.world_size,
             "micro_steps": self._micro_steps,
         }
+
+    @property
+    def _stages(self) -> tuple[int, ...]:
+        """Stages and chunks of the pipeline, as they are saved; nothing without one."""
+        return () if self._planner.pipeline is None else astuple(self._planner.pipeline)
 
     def _identity(self) -> dict[str, object]:
         return {

@@ -12,9 +12,12 @@ import numpy as np
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
-from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.data.shaping import ShapedEpoch
 from distca_hf.errors import ConfigError
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.place import place
@@ -36,6 +39,8 @@ class PlacedPlanner:
         token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.
+        pipeline: stages of a pipeline, each of which has as many ranks as these; None if there are none.
+        costs: seconds of the model's layers; read where there is a pipeline.
     """
 
     config: DistCAConfig
@@ -45,6 +50,8 @@ class PlacedPlanner:
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
     whole_documents: bool = False
+    pipeline: Pipeline | None = None
+    costs: PassCosts = LLAMA_8B_COSTS
 
     @property
     def longest_tokens(self) -> int:
@@ -97,10 +104,9 @@ class PlacedPlanner:
                 "kernel_times out for this model"
             )
 
-    def regroup(
-        self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0
-    ) -> RegroupedEpoch:
-        """Returns the epoch with its long documents together within every optimizer step.
+    def regroup(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> SteppedEpoch:
+        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or shaped for
+        the pipeline.
 
         Args:
             epoch: micro-batches as they were packed.
@@ -108,6 +114,11 @@ class PlacedPlanner:
             micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
             steps_from: a micro-batch that some optimizer step begins with.
         """
+        if self.pipeline is not None:
+            return ShapedEpoch(
+                *(epoch, document_tokens, micro_steps, self.pipeline, self.num_ranks, self.config.tokens_per_rank),
+                *(steps_from, self.costs, self.layer_masks, self.fits),
+            )
         topology = self.config.topology(self.num_ranks)
         return RegroupedEpoch(
             *(epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from),
@@ -137,9 +148,13 @@ class PlacedPlanner:
         return self.plan_layout(self.layout(document_tokens, placed))
 
     def layout(self, document_tokens: IntArray, placed: Layout | None = None) -> Layout:
-        """Places a micro-batch on the ranks that hold tokens, its rows padded. Arguments and errors: see `plan`."""
+        """Places a micro-batch on the ranks that hold tokens, its rows padded; in a pipeline to `tokens_per_rank`,
+        because stages exchange activations of one shape. Arguments and errors: see `plan`."""
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
-        return layout.padded(self.config.pad_to_multiple_of, self.config.tokens_per_rank)
+        tokens_per_rank = self.config.tokens_per_rank
+        return layout.padded(
+            self.config.pad_to_multiple_of if self.pipeline is None else tokens_per_rank, tokens_per_rank
+        )
 
     def plan_layout(self, layout: Layout) -> Plan:
         """Plans a placed layout of the trainers, its rows padded."""

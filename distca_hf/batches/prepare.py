@@ -16,7 +16,7 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
@@ -90,14 +90,14 @@ class Preparer:
     rank: int
     device: torch.device
 
-    def rest(self, begin: Cursor, epoch: RegroupedEpoch) -> Iterator[Prepared]:
+    def rest(self, begin: Cursor, epoch: SteppedEpoch) -> Iterator[Prepared]:
         """Yields micro-batches from `begin` to the end of its epoch."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):
             yield self.prepare(epoch, replace(begin, micro_batch=micro_batch))
 
-    def prepare(self, epoch: RegroupedEpoch, cursor: Cursor) -> Prepared:
+    def prepare(self, epoch: SteppedEpoch, cursor: Cursor) -> Prepared:
         """Places, plans and reads one micro-batch."""
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)

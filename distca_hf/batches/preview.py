@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.data.accumulation import RegroupedEpoch
+from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
@@ -73,13 +73,13 @@ class PlacedData:
         document_tokens: `[documents]` lengths of all documents.
         micro_batches: of the epoch, or of the rest of it.
         first: the next one of these.
-        micro_steps: micro-batches of an optimizer step within which documents are regrouped.
+        micro_steps: micro-batches of an optimizer step within which documents are divided anew.
         per_epoch: micro-batches of a whole epoch.
     """
 
     planner: PlacedPlanner
     document_tokens: IntArray
-    micro_batches: RegroupedEpoch
+    micro_batches: SteppedEpoch
     first: int
     micro_steps: int
     per_epoch: int

@@ -15,6 +15,7 @@ same mix, or documents keep their micro-steps.
 micro-step. So all ranks have packs of about equal work at the same time. No token and no task moves for it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,19 +45,71 @@ class MicroStep:
     layout: Layout | None = None
 
 
-class RegroupedEpoch:
-    """An epoch whose long documents train together, as far as optimizer steps allow.
+class SteppedEpoch(ABC):
+    """An epoch in optimizer steps, each of which divides its documents among its micro-batches in a way of its own.
 
-    Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer. A step
-    holds the same documents as before.
+    Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer.
 
     Args:
         epoch: micro-batches as they were packed.
         document_tokens: `[documents]` lengths of all documents.
         micro_steps: micro-batches of an optimizer step.
+        steps_from: a micro-batch that some optimizer step begins with.
+    """
+
+    def __init__(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> None:
+        self._epoch, self._document_tokens = epoch, document_tokens
+        self._micro_steps, self._steps_from = micro_steps, steps_from
+        self._step: tuple[int, list[MicroStep]] = (-1, [])
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self._epoch.num_micro_batches
+
+    def micro_batch(self, index: int) -> IntArray:
+        """Returns the documents of one micro-batch."""
+        return self._micro_step(index).documents
+
+    def layout(self, index: int) -> Layout | None:
+        """Returns the placement of one micro-batch by which its step was divided; None if no placement was tried."""
+        return self._micro_step(index).layout
+
+    @abstractmethod
+    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
+        """Divides the documents of one optimizer step.
+
+        Args:
+            document_tokens: `[documents]` lengths.
+            as_packed: documents of each micro-batch, as indices.
+
+        Returns:
+            As many micro-steps, whose documents are indices, too.
+        """
+
+    def _micro_step(self, index: int) -> MicroStep:
+        """Returns one micro-batch. Its optimizer step is divided at the first call."""
+        first = max(0, index - (index - self._steps_from) % self._micro_steps)
+        if self._step[0] != first:
+            self._step = (first, self._divided(first))
+        return self._step[1][index - first]
+
+    def _divided(self, first: int) -> list[MicroStep]:
+        """Returns the micro-batches of the step that begins with this one; documents are numbers of the epoch."""
+        last = first + self._micro_steps - (first - self._steps_from) % self._micro_steps
+        offsets = self._epoch.offsets[first : last + 1]
+        documents = self._epoch.documents[offsets[0] : offsets[-1]]
+        as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
+        divided = self._divide(self._document_tokens[documents], as_packed)
+        return [MicroStep(documents[one.documents], one.layout) for one in divided]
+
+
+class RegroupedEpoch(SteppedEpoch):
+    """An epoch whose long documents train together, as far as optimizer steps allow.
+
+    Args:
+        epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
         capacity_tokens: most tokens of a micro-batch.
         topology, head_groups, layer_masks: as for `placement.place`.
-        steps_from: a micro-batch that some optimizer step begins with.
         whole_tokens: tokens of a rank, where documents stay whole; else None.
     """
 
@@ -72,46 +125,20 @@ class RegroupedEpoch:
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         whole_tokens: int | None = None,
     ) -> None:
-        self._epoch, self._document_tokens = epoch, document_tokens
-        self._micro_steps, self._capacity_tokens = micro_steps, capacity_tokens
+        super().__init__(epoch, document_tokens, micro_steps, steps_from)
+        self._capacity_tokens = capacity_tokens
         self._topology, self._head_groups, self._layer_masks = topology, head_groups, layer_masks
-        self._steps_from, self._whole_tokens = steps_from, whole_tokens
-        self._regrouped: tuple[int, list[MicroStep]] = (-1, [])
+        self._whole_tokens = whole_tokens
 
-    @property
-    def num_micro_batches(self) -> int:
-        return self._epoch.num_micro_batches
-
-    def micro_batch(self, index: int) -> IntArray:
-        """Returns the documents of one micro-batch."""
-        return self._micro_step(index).documents
-
-    def layout(self, index: int) -> Layout | None:
-        """Returns the placement of one micro-batch by which its step was regrouped; None if no placement was tried."""
-        return self._micro_step(index).layout
-
-    def _micro_step(self, index: int) -> MicroStep:
-        """Returns one micro-batch. Its optimizer step is regrouped at the first call."""
-        first = max(0, index - (index - self._steps_from) % self._micro_steps)
-        if self._regrouped[0] != first:
-            self._regrouped = (first, self._regroup(first))
-        return self._regrouped[1][index - first]
-
-    def _regroup(self, first: int) -> list[MicroStep]:
-        last = first + self._micro_steps - (first - self._steps_from) % self._micro_steps
-        offsets = self._epoch.offsets[first : last + 1]
-        documents = self._epoch.documents[offsets[0] : offsets[-1]]
-        if len(offsets) == 2:
-            return [MicroStep(documents)]
-        as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
-        tokens = self._document_tokens[documents]
-        groups = group_documents(
-            *(tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups),
+    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
+        if len(as_packed) == 1:
+            return [MicroStep(as_packed[0])]
+        return group_documents(
+            *(document_tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups),
             as_they_came=as_packed,
             layer_masks=self._layer_masks,
             whole_tokens=self._whole_tokens,
         )
-        return [MicroStep(documents[group.documents], group.layout) for group in groups]
 
 
 def group_documents(

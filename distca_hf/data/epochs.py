@@ -117,9 +117,11 @@ class EpochPacker:
         shuffle: False keeps the dataset's order.
         fits: which documents have room, where ranks must hold whole ones; by default all of them. Others wait for the
             next micro-batch. The longest of them must fit.
+        multiple: number that divides the micro-batches of an epoch: those of an optimizer step, where all steps must
+            be whole.
 
     Raises:
-        PackingError: there is no document, or one is longer than a micro-batch.
+        PackingError: there is no document, one is longer than a micro-batch, or there are too few for whole steps.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class EpochPacker:
         seed: int = 0,
         shuffle: bool = True,
         fits: Fits | None = None,
+        multiple: int = 1,
     ) -> None:
         if len(document_tokens) == 0:
             raise PackingError("the dataset holds no document")
@@ -143,6 +146,7 @@ class EpochPacker:
         self._seed = seed
         self._shuffle = shuffle
         self._fits = fits
+        self._multiple = multiple
         self._first = self._pack_first()
 
     @property
@@ -207,7 +211,7 @@ class EpochPacker:
         )
 
     def _pack_first(self) -> Epoch:
-        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens, self._fits)
+        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens, self._fits, self._multiple)
 
     def _order(self, epoch: int) -> IntArray:
         if not self._shuffle:
@@ -219,10 +223,22 @@ class EpochPacker:
         return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch])
 
 
-def _pack_evenly(document_tokens: IntArray, order: IntArray, capacity_tokens: int, fits: Fits | None = None) -> Epoch:
-    """Packs as few micro-batches as possible, of nearly equal tokens."""
+def _pack_evenly(
+    document_tokens: IntArray, order: IntArray, capacity_tokens: int, fits: Fits | None = None, multiple: int = 1
+) -> Epoch:
+    """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens.
+
+    Raises:
+        PackingError: there are fewer documents than that.
+    """
     wanted = ceil_div(int(document_tokens[order].sum()), capacity_tokens)
     while True:
+        wanted = ceil_div(wanted, multiple) * multiple
+        if multiple > 1 and wanted > len(order):
+            raise PackingError(
+                f"whole optimizer steps of {multiple} micro-batches need {wanted} documents or more, and the dataset "
+                f"holds {len(order)}: a micro-batch would be empty. Give more documents, or fewer micro-batches a step"
+            )
         packed = _pack(document_tokens, order, capacity_tokens, wanted, fits)
         if packed.num_micro_batches <= wanted:
             return packed

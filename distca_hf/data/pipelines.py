@@ -1,13 +1,13 @@
 """Pipelines: the order of operations of 1F1B and interleaved 1F1B, and the seconds that a step takes.
 
-Layers of a model are divided into parts, and every stage of a pipeline holds one or several of them, its chunks. Part p
-is on stage p mod stages. A micro-batch runs forward through all parts, then backward through them.
+Layers of a model are divided into parts, and every stage of a pipeline holds one or several of them, its chunks. Part
+p is on stage p mod stages. A micro-batch runs forward through all parts, then backward through them.
 
     2 stages, 1 chunk    stage 0 | F0 F1    .  . B0 F2 B1 F3 B2 . B3      numbers are micro-batches; dots wait
     (1F1B)               stage 1 | .  F0 B0 F1 B1 ...
 
-Orders are those of `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`. Here are integers and
-seconds alone, without torch.
+Orders are those of `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`. Here are integers
+and seconds alone, without torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,8 +74,8 @@ class Pipeline:
             )
         if num_layers is not None and self.num_parts > num_layers:
             raise ConfigError(
-                f"{self.num_stages} stages of {self.chunks} chunk{'s' * (self.chunks > 1)} are {self.num_parts} parts, "
-                f"and the model has {num_layers} layers; give fewer stages or chunks"
+                f"{self.num_stages} stages of {self.chunks} chunk{'s' * (self.chunks > 1)} are {self.num_parts} parts "
+                f"of a model with {num_layers} layers; give fewer stages or chunks"
             )
 
     def stage_of(self, part: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distca_hf.comm.grid import Grid
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.planning.served import Servers
 from support.data import random_dataset
@@ -30,6 +31,7 @@ class Script:
     """
 
     rank = servers_lost = 0
+    grid = Grid.flat(range(1), 0)
     members = ()
     speeds = ServerSpeeds(Servers((1.0,)), False, torch.device("cpu"))
 

@@ -50,6 +50,11 @@ def head_groups_of(model: nn.Module) -> int:
     return head_groups(_config(model, NUMBER, "num_key_value_heads"))
 
 
+def num_layers_of(model: nn.Module) -> int | None:
+    """Returns the number of layers of a model's text part; None if its configuration does not say."""
+    return getattr(transformers_model(model).config.get_text_config(), "num_hidden_layers", None)
+
+
 def token_bytes_of(model: nn.Module) -> TokenBytes:
     """Returns bytes of a token in one layer, in 16-bit numbers; planning needs their proportion alone.
 

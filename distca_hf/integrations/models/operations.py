@@ -6,7 +6,7 @@ from math import prod
 from torch import nn
 from transformers import PreTrainedConfig
 
-from distca_hf.flops import StepFlops
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.parts import transformers_model, weights_beside_text
 
@@ -33,6 +33,15 @@ def step_flops(model: nn.Module) -> StepFlops | None:
     trained = sum(numbers for numbers, is_trained in counted if is_trained)
     head = getattr(transformers_model(model).get_output_embeddings(), "weight", None)
     return StepFlops.of(weights, trained, pair_forward, 0 if head is None else prod(_shape(head)))
+
+
+def pass_costs_of(model: nn.Module) -> PassCosts:
+    """Returns the costs of a model's layers under activation checkpointing, with attention's outputs saved; those of
+    an 8B Llama where its operations are not known."""
+    flops = step_flops(model)
+    if flops is None or not flops.pair_forward:
+        return LLAMA_8B_COSTS
+    return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:

@@ -130,10 +130,19 @@ def test_a_picture_says_what_it_shows(lengths: Path) -> None:
     packed = pack_epoch(tokens, request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     step = make_report(request, packed.first_step(1))
-    answer = make_answer(step, plans, packed.document_tokens, tokens, Assumptions())
+    answer = make_answer(step, plans, packed, tokens, Assumptions())
     figure = figure_of(answer)
     title = figure.get_suptitle()
     assert "Attention work" in title
     assert "qwen3-8b, 4 ranks x 8,192 tokens" in title
     assert f"{step.imbalance_before:.2f} times the mean" in title
     assert all(panel.get_title(loc="left") and panel.get_xlabel() and panel.get_ylabel() for panel in figure.axes)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_pipelines_in_a_narrow_terminal(columns: int, lengths: Path) -> None:
+    printed, progress = shown(columns, lengths, "--pipeline", "2", "--chunks", "4", "--micro-steps", "4")
+    assert max(len(CONTROL.sub("", line).rstrip("\r")) for line in printed.split("\n")) <= columns
+    assert "…" not in printed
+    assert "2 pipeline stages, estimated" in printed
+    assert "simulating the pipeline" in progress
