@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
+from distca_hf import Pipeline
 from distca_hf.integrations.stages import (
     DividedModel,
     ModelPart,
-    Pipeline,
     StepInputs,
     StepLoss,
     check_schedule,
@@ -109,8 +109,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = (args.stages, dist.get_world_size() // args.stages)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "data"))
-    tokens = args.tokens_per_rank
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, pad_to_multiple_of=tokens)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=args.tokens_per_rank)
     plugin.use_mesh(mesh, data="data", stages="stage")
 
     # 1. This stage's parts of the model.
@@ -138,7 +137,8 @@ def main() -> None:
 
     # 3. Optimizer steps.
     dataset = Dataset.load_from_disk(args.dataset) if args.dataset else random_documents(400)
-    loader = plugin.dataloader(dataset, seed=0, model=model.outline, micro_steps=args.micro_batches)
+    for_stages = {"pipeline": pipeline, "micro_steps": args.micro_batches}
+    loader = plugin.dataloader(dataset, seed=0, model=model.outline, **for_stages)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
     batches = endless(loader)

@@ -7,27 +7,33 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from distca_hf.errors import PlanMismatchError
+from distca_hf.errors import PackingError, PlanMismatchError
 from distca_hf.integrations.stages import save_parts
+from support.data import random_dataset
 from support.ranks import run_ranks
 from support.staged import (
+    DATA_RANKS,
     MICRO_BATCHES,
     NUM_LAYERS,
     SEED,
     STAGES,
     STEPS,
+    TOKENS_PER_RANK,
     StagedTraining,
     Trained,
     Way,
     new_mesh,
     save_initial_model,
     train_in_one_process,
+    training_dataset,
 )
 
 
+CAPACITY_TOKENS = DATA_RANKS * TOKENS_PER_RANK
 WAYS = {
     "1F1B": Way("1F1B"),
     "1F1B, checkpointing": Way("1F1B", recompute=True),
@@ -45,7 +51,7 @@ def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
     for name, way in WAYS.items():
         training = StagedTraining(checkpoint, way, mesh)
         if name == "1F1B":
-            results["other seeds"] = _words_of_other_seeds(training)
+            results["refused"] = _refused(training)
         results[name] = training.train()
         save_parts(training.parts, folder / "latest", training.plugin)
         if training.plugin.members.grid.number == 0:
@@ -57,11 +63,21 @@ def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
     return results
 
 
-def _words_of_other_seeds(training: StagedTraining) -> str:
-    """Words of the error that ranks get if stages shuffle the dataset with other seeds."""
-    with pytest.raises(PlanMismatchError) as caught:
-        next(training.batches(seed=SEED + training.plugin.members.grid.stage))
-    return str(caught.value)
+def _refused(training: StagedTraining) -> dict[str, str]:
+    """Words of the errors that ranks get for data that stages cannot train on."""
+    stage, documents = training.plugin.members.grid.stage, training_dataset()["input_ids"]
+    others = Dataset.from_dict({"input_ids": [[token - stage for token in document] for document in documents]})
+    wrong: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+        "another seed": (PlanMismatchError, {"seed": SEED + stage}),
+        "other tokens": (PlanMismatchError, {"dataset": others}),
+        "a long document": (PackingError, {"dataset": random_dataset(4, lengths=(CAPACITY_TOKENS + 1,))}),
+    }
+    words = {}
+    for name, (error, arguments) in wrong.items():
+        with pytest.raises(error) as caught:
+            next(training.batches(**arguments))
+        words[name] = str(caught.value)
+    return words
 
 
 class Runs:
@@ -128,7 +144,7 @@ def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
         with safe_open(folder / file, "pt") as opened:
             assert {index["weight_map"][name] for name in opened.keys()} == {file}
     for name, weight in model.named_parameters():
-        assert float((weight - expected[name]).abs().max()) <= 1e-4, name
+        assert float((weight - expected[name]).detach().abs().max()) <= 1e-4, name
         assert not torch.equal(weight, dict(_initial(runs).named_parameters())[name]), name
 
 
@@ -137,10 +153,13 @@ def _initial(runs: Runs) -> torch.nn.Module:
     return model
 
 
-def test_stages_with_other_seeds_take_no_batch(runs: Runs) -> None:
-    words = [results["other seeds"] for results in runs.by_rank]
+def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
+    first, last = runs.by_rank[0]["refused"], runs.by_rank[3]["refused"]
 
-    assert words[3].startswith(
-        "rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: seed is 3 on"
+    begins = "rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: "
+    assert last["another seed"].startswith(f"{begins}seed is 3 on")
+    assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1" in first["another seed"]
+    assert last["other tokens"].startswith(f"{begins}contents of documents is ")
+    assert (
+        f"has {CAPACITY_TOKENS + 1} tokens, all data ranks together hold {CAPACITY_TOKENS}" in last["a long document"]
     )
-    assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1, data 0)" in words[0]

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import distca_hf
+from distca_hf import Pipeline
 from distca_hf.integrations.stages import (
     DividedModel,
     ModelPart,
-    Pipeline,
     StepInputs,
     StepLoss,
     check_schedule,
@@ -95,7 +95,7 @@ class StagedTraining:
     """A training on this rank's stage."""
 
     def __init__(self, checkpoint: Path, way: Way, mesh: DeviceMesh) -> None:
-        self.mesh, self.plugin = mesh, new_plugin(mesh, pad_to_multiple_of=TOKENS_PER_RANK)
+        self.mesh, self.plugin = mesh, new_plugin(mesh)
         pipeline, kind = Pipeline(STAGES, way.chunks), get_schedule_class(way.schedule)
         self.model = DividedModel(checkpoint, pipeline)
         numbers = parts_of_stage(kind, pipeline, self.plugin.members.grid.stage)
@@ -132,8 +132,8 @@ class StagedTraining:
 
     def batches(self, **arguments: Any) -> Iterator[dict[str, Any]]:
         """Micro-batches of all epochs."""
-        given = {"dataset": training_dataset(), "seed": SEED, "model": self.model.outline} | arguments
-        loader = self.plugin.dataloader(**given, micro_steps=MICRO_BATCHES)
+        for_model = {"model": self.model.outline, "pipeline": self.model.pipeline, "micro_steps": MICRO_BATCHES}
+        loader = self.plugin.dataloader(**{"dataset": training_dataset(), "seed": SEED, **for_model, **arguments})
         while True:
             yield from loader
 
@@ -191,7 +191,7 @@ def training_dataset() -> Any:
 def train_in_one_process(checkpoint: Path) -> tuple[Trained, nn.Module]:
     """sdpa, one document after the other; the mean over all labels of a step. Returns the trained model, too."""
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=DATA_RANKS * TOKENS_PER_RANK)
-    loader = plugin.dataloader(training_dataset(), SEED, micro_steps=MICRO_BATCHES)
+    loader = plugin.dataloader(training_dataset(), SEED, micro_steps=MICRO_BATCHES, pipeline=Pipeline(STAGES))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     places = ((epoch, at) for epoch in range(STEPS) for at in range(len(loader)))

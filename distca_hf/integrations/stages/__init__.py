@@ -1,6 +1,5 @@
 """Stages: a model divided into the parts of a pipeline, for schedules of `torch.distributed.pipelining`."""
 
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.integrations.stages.checkpoint import save_parts
 from distca_hf.integrations.stages.divided_model import DividedModel
 from distca_hf.integrations.stages.part import ModelPart
@@ -11,7 +10,6 @@ from distca_hf.integrations.stages.step import StepInputs, StepLoss
 __all__ = [
     "DividedModel",
     "ModelPart",
-    "Pipeline",
     "StepInputs",
     "StepLoss",
     "check_schedule",

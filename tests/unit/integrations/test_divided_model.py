@@ -28,11 +28,11 @@ from transformers import (
 )
 
 import distca_hf
+from distca_hf import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.stages import (
     DividedModel,
     ModelPart,
-    Pipeline,
     StepInputs,
     check_schedule,
     parts_of_stage,
@@ -98,7 +98,10 @@ REFUSED = {
         "cannot be divided into stages",
     ),
     "router loss": (config_of("mixtral", output_router_logits=True), "output_router_logits=True adds a loss"),
-    "few layers": (tiny_config("llama", num_hidden_layers=3), "are 4 parts, and the model has 3 layers"),
+    "few layers": (
+        tiny_config("llama", num_hidden_layers=3),
+        "2 stages of 2 chunks are 4 parts of a model with 3 layers",
+    ),
 }
 
 
