@@ -252,16 +252,19 @@ class Heads:
         )
 
 
-def head_groups(config: Mapping[str, Any]) -> int:
+def head_groups(config: Mapping[str, Any], ranks: int = 1) -> int:
     """Returns the number of groups that plans divide heads into; 1 if the configuration has no number of heads.
 
     A group is one KV head, or several of them, with the query heads that share them.
+
+    Args:
+        ranks: tensor ranks that the heads of a layer are divided between; each has groups of its own.
     """
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers
         if name.endswith("key_value_heads") and isinstance(value, int):
             key_value = gcd(key_value, value)
-    return divide_heads(key_value or config.get("num_attention_heads") or 1)
+    return divide_heads((key_value or config.get("num_attention_heads") or ranks) // ranks)
 
 
 def divide_heads(key_value_heads: int) -> int:

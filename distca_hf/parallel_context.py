@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integrations name it, too
 
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.grid import Grid
@@ -199,7 +199,7 @@ class ParallelContext:
             self._transports.clear()
 
     def check_gradients(self, model: nn.Module) -> None:
-        """Checks in a forward pass that the model's wrappers average gradients over the ranks of the group.
+        """Checks in a forward pass that the model's wrappers average gradients over the ranks that share documents.
 
         A loss is scaled so that its mean over these ranks is the mean over their labels. Over more ranks it would be a
         mean of means. Gradients that a training loop averages by itself are not seen.
@@ -208,15 +208,22 @@ class ParallelContext:
             ConfigError: a wrapper averages over other ranks; names it and both groups.
         """
         members = self.members
-        if members.are_the_job:
+        if members.are_the_job and members.grid.is_flat:
             return
-        for wrapper, ranks in _averaging(model):
-            if sorted(ranks) != list(members.layer_ranks):
+        for wrapper, ranks, is_mesh in _averaging(model):
+            if _average_rightly(ranks, is_mesh, members):
+                continue
+            if members.grid.is_flat:
                 raise ConfigError(
                     f"{members.grid.name}: {wrapper} averages gradients over {_named(ranks)}, and the group of the "
-                    f"plugin is {_named(members.layer_ranks)}: losses count the labels of the group alone. Give both "
+                    f"plugin is {_named(members.group)}: losses count the labels of the group alone. Give both "
                     "the same group, or leave it out of the plugin to share documents between all ranks"
                 )
+            raise ConfigError(
+                f"{members.grid.name}: {wrapper} averages gradients over {_named(ranks)}, and "
+                f"{_named(members.row_ranks)} share documents: losses count their labels alone. Of "
+                f"{members.grid.in_words()} give DDP or FSDP the data dimensions of the mesh, all of them"
+            )
 
     def _check_servers(self) -> None:
         """Refuses settings that attention servers cannot follow.
@@ -283,8 +290,22 @@ def job_size() -> int:
     return len(Members.of().job)
 
 
-def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
-    """Yields wrappers of a model, and the ranks of the job that they average gradients over.
+def _average_rightly(ranks: Sequence[int], is_mesh: bool, members: Members) -> bool:
+    """Returns whether a wrapper averages gradients over the ranks that share documents.
+
+    Args:
+        ranks: of the wrapper; in a grid those of a parameter's mesh may hold parts of the same layers, too.
+    """
+    averaged, shared = set(ranks), set(members.row_ranks)
+    if members.grid.is_flat or not is_mesh:
+        return averaged == shared
+    is_divided_alone = averaged & shared == {members.grid.rank}
+    return averaged <= set(members.layer_ranks) and (is_divided_alone or shared <= averaged)
+
+
+def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int], bool]]:
+    """Yields wrappers of a model, the ranks of the job that they average gradients over, and whether these are the
+    mesh of a parameter.
 
     Only wrappers that are seen from inside the model, in a forward pass, are found.
     """
@@ -293,13 +314,13 @@ def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
 
     ddp = wrapper_that_runs()
     if ddp is not None:
-        yield "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group)
+        yield "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group), False
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group)
+            yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group), False
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            yield f"the device mesh of {name}", parameter.device_mesh.mesh.flatten().tolist()
+            yield f"the device mesh of {name}", parameter.device_mesh.mesh.flatten().tolist(), True
 
 
 def _named(ranks: Iterable[int]) -> str:

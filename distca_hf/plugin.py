@@ -16,6 +16,7 @@ from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.heads import head_groups_of, num_layers_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -102,10 +103,13 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
                 before it is divided.
 
         Raises:
-            ConfigError: several processes were launched, but no process group is initialised; or the pipeline cannot
+            ConfigError: several processes were launched, but no process group is initialised; the model is divided
+                between ranks in a way that cannot train, or otherwise than ranks were before; or the pipeline cannot
                 run so many micro-batches, or has more parts than the model has layers.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
+        if model is not None:
+            follow_mesh(model, self)
         target = self.device if device is None else numbered(device)
         head_groups = 1 if model is None else head_groups_of(model)
         whole_documents = model is not None and needs_whole_documents(model)

@@ -6,6 +6,7 @@ Without a recipe all arguments of `TrainingArguments` and `ScriptArguments` go o
 distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true`. To copy it, copy tokenise_texts.py as well.
 """
 
+import json
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.distributed import DistributedConfig
 
 import distca_hf
 
@@ -40,6 +42,13 @@ class ScriptArguments:
     )
     from_scratch: bool = field(default=False, metadata={"help": "begin with random weights"})
     dtype: str = field(default="float32", metadata={"help": "dtype of the weights; bf16=true computes in bf16 anyway"})
+    distributed_config: str = field(
+        default="",
+        metadata={
+            "help": "sizes of transformers.distributed.DistributedConfig as JSON, such as "
+            '{"fsdp_size": 8, "ep_size": 8}: how the weights are divided as they are loaded; launch without FSDP then'
+        },
+    )
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
@@ -56,6 +65,10 @@ def main() -> None:
 
     set_seed(args.seed)  # random weights must be the same on every rank
     load = {"attn_implementation": "distca", "dtype": getattr(torch, script.dtype)}
+    if script.distributed_config:
+        if script.from_scratch:
+            raise SystemExit("distributed_config divides weights as they are loaded; leave it or from_scratch out")
+        load["distributed_config"] = DistributedConfig(**json.loads(script.distributed_config))
     if script.from_scratch:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(script.model), **load)
     else:

@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, media_of, tokens_of
 from distca_hf.batches.taking import order_plan, shared_facts
-from distca_hf.comm.agreement import Agreement, Occasion, labels_of
+from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
@@ -22,7 +23,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.media import MEDIA
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, PlanMismatchError
 from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
@@ -34,6 +35,9 @@ from distca_hf.topology import Topology
 
 
 log = get_logger(__name__)
+
+# Name of the number by which tensor ranks compare their batches.
+CHECKSUM = "checksum of tokens, labels and lengths"
 
 
 class PackPlanner:
@@ -98,7 +102,8 @@ class PackPlanner:
         Raises:
             PackingError: the batch holds something else than whole documents, or no rank has any; or only some
                 ranks hold images, and would wait for the others.
-            PlanMismatchError, PeerLostError: other ranks are doing something else, or could not do their part.
+            PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
+                another batch although they share the data.
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
@@ -107,6 +112,8 @@ class PackPlanner:
             "learns nothing": int(number == 0 and _learns_nothing(batch)),
             "holds images": int(bool(media_of(batch))),
         }
+        if self._transport.grid.shape[2] > 1:
+            flags[CHECKSUM] = _checksum(lengths, tokens, batch)
         lengths_of_ranks = self._all_lengths(lengths, number, flags, towers_are_sharded)
         if lengths_of_ranks is None:
             return None
@@ -168,7 +175,7 @@ class PackPlanner:
         """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
         batch holds no label to learn: most likely all their batches are like it."""
         # 1. How many lengths each rank has: gathers are of equal size.
-        numbers = Agreement.start(
+        agreement = Agreement.start(
             self._transport,
             Occasion.PLAN,
             number,
@@ -178,7 +185,10 @@ class PackPlanner:
                 "padded": int(lengths is None),
                 **flags,
             },
-        ).wait(Scope.ROWS)
+        )
+        numbers = agreement.wait(Scope.ROWS)
+        if CHECKSUM in flags:
+            self._check_same_batch(agreement, number)
         if towers_are_sharded:
             self._check_images(numbers["holds images"], number)
         if any(numbers["learns nothing"]):
@@ -198,6 +208,23 @@ class PackPlanner:
         where = f"micro-batch {number}, document lengths"
         rows = self._transport.gather(padded, where).wait()
         return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
+
+    def _check_same_batch(self, agreement: Agreement, number: int) -> None:
+        """Checks that all tensor ranks of one data rank hold the same batch.
+
+        Raises:
+            PlanMismatchError: some do not; names the first ones.
+        """
+        grid, checksums = self._transport.grid, agreement.wait()[CHECKSUM]
+        for places in grid.same_tokens(grid.members(agreement.scope)):
+            seen = [f"{checksums[place]:08x}" for place in places]
+            if len(set(seen)) > 1:
+                shown = by_value(seen, [agreement.labels[place] for place in places])
+                raise PlanMismatchError(
+                    f"{grid.name}, micro-batch {number}: tensor ranks of one data rank hold different batches, "
+                    f"nothing was sent: the {CHECKSUM} is {shown}. Give them the same "
+                    f"rows, with a sampler that counts the {grid.shape[1]} data ranks and not all ranks"
+                )
 
     def _check_images(self, flags: Sequence[int], number: int) -> None:
         """Checks that all ranks hold images, or none."""
@@ -226,6 +253,14 @@ class PackPlanner:
                 number,
                 ranks,
             )
+
+
+def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:
+    """Returns a checksum of a batch; waits for the device."""
+    labels = batch.get("labels")
+    values = [tokens] if labels is None else [tokens, labels]
+    parts = [x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in values]
+    return crc32(b"".join([*parts, b"" if lengths is None else lengths.tobytes()]))
 
 
 def _learns_nothing(batch: Batch) -> bool:

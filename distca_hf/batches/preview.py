@@ -170,7 +170,8 @@ class RunReport:
         servers = len(plan.facts.speeds) - num_ranks
         beside = f"and {count(servers, 'attention server')} " if servers > 0 else ""
         nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
-        ranks = count(num_ranks, "rank")
+        grid = plan.transport.grid
+        ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"
         if not isinstance(plan, PlacedPlan):
             facts = plan.facts
             steps = f"; {count(self._steps_per_epoch, 'step')} per epoch" if self._steps_per_epoch else ""
@@ -186,7 +187,7 @@ class RunReport:
         else:
             steps = count(data.per_epoch, "micro-batch")
         return (
-            f"{ranks} x {self._config.tokens_per_rank:,} tokens {nodes}; {count(len(lengths), 'document')}, "
+            f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; {count(len(lengths), 'document')}, "
             f"{int(lengths.sum()):,} tokens, longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} "
             f"possible; {steps} per epoch"
         )

@@ -151,7 +151,7 @@ class Grid:
         stages, data, tensor = self.shape
         kinds = [(stages, "stages"), (data, "data"), (tensor, "tensor")]
         if self.is_flat:
-            return "1 rank" if data == 1 else f"{data} ranks"
+            return "1 rank" if data == 1 else f"{data:,} ranks"
         return f"{' x '.join(f'{size} {kind}' for size, kind in kinds if size > 1 or kind == 'data')} ranks"
 
     @cached_property

@@ -154,6 +154,7 @@ PROCESSES = {
     "cpu_2proc": (2, 1, DistributedType.MULTI_GPU),
     "cpu_3proc": (3, 1, DistributedType.MULTI_GPU),
     "gpu_1": (1, 1, DistributedType.NO),
+    "multi_8gpu": (8, 1, DistributedType.MULTI_GPU),
     "fsdp2_4gpu": (4, 1, DistributedType.FSDP),
     "fsdp2_8gpu": (8, 1, DistributedType.FSDP),
     "fsdp2_2node_16gpu": (16, 2, DistributedType.FSDP),

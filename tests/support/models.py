@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 
@@ -31,8 +32,11 @@ SIZES: dict[str, Any] = {
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
     """Configuration of a tiny "llama" or "qwen3", or of a "gemma3" or "gpt_oss" (with sinks) whose last layer is full
-    and the others have windows."""
+    and the others have windows; a "qwen3_moe" has eight experts, of which a token uses two."""
     sizes = SIZES | changes
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        return Qwen3MoeConfig(**{"head_dim": 16, "decoder_sparse_step": 1} | experts | sizes)
     if kind in ("gemma3", "gpt_oss"):
         layers = [*["sliding_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
         sizes = {"sliding_window": WINDOW_TOKENS, "head_dim": 16, "layer_types": layers} | sizes

@@ -1,4 +1,5 @@
-"""`python shard_on_cpu.py SCRIPT [ARGUMENTS]`: runs a script whose FSDP or DeepSpeed is real, on CPUs."""
+"""`python shard_on_cpu.py SCRIPT [ARGUMENTS]`: runs a script whose FSDP, DeepSpeed or tensor ranks are real, on CPUs.
+Instead of a script it takes `-m MODULE`, too."""
 
 import runpy
 import sys
@@ -15,4 +16,8 @@ if __name__ == "__main__":
 
     __compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile collectives of its own first
     del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -14,13 +14,13 @@ WORDS = ["the", "rank", "holds", "rows", "of", "one", "long", "document", "and",
 END = "<end>"
 
 
-def save_word_model(folder: Path) -> Path:
+def save_word_model(folder: Path, kind: str = "llama") -> Path:
     """A folder with a model of random weights and a tokenizer of a few words."""
     vocabulary = {word: number for number, word in enumerate([END, "<unknown>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
-    tiny_model(max_position_embeddings=4096).save_pretrained(folder)
+    tiny_model(kind, max_position_embeddings=4096).save_pretrained(folder)
     return folder
 
 

@@ -27,6 +27,7 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.models.check import check_model
+from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
@@ -339,8 +340,10 @@ def enable(
 
     Raises:
         UnsupportedAttentionError: the model would compute something else than its own attention; gives all reasons.
-        ConfigError: the model was not loaded for distca.
+        ConfigError: the model was not loaded for distca; or it is divided between ranks in a way that cannot train, or
+            otherwise than the plugin's loaders and models before it.
     """
+    follow_mesh(model, plugin)
     config = plugin.config
     longest = (
         longest_document_tokens

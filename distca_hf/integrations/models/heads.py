@@ -1,14 +1,18 @@
-"""Heads: how many a model's attention layers have, and how wide they are, read from its configuration.
+"""Heads: how many a model's attention layers have on this rank, and how wide they are, read from its configuration.
+
+Ranks that hold parts of the same layers (tensor parallelism) have equally many of the heads each.
 
 Most models have the same heads in all layers. Where they do not (Gemma 4: wide heads in full layers, narrow ones in
 layers with a window), Transformers refuses to give one number, and each layer says its own.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from distca_hf.cost import Heads, TokenBytes, head_groups
+from distca_hf.cost import Heads, TokenBytes, divide_heads, head_groups
+from distca_hf.integrations.models.distributed import heads_divided_by
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
 
 
@@ -19,7 +23,17 @@ OTHERS = ("num_key_value_heads", "hidden_size", "head_dim")
 
 
 def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns the heads of every attention layer of the text part, by the layer's name.
+    """Returns the heads that this rank has of every attention layer of the text part, by the layer's name.
+
+    Raises:
+        AttributeError, KeyError, RuntimeError, ValueError: as `whole_heads_of_layers`.
+    """
+    ranks = heads_divided_by(model)
+    return {name: _of_rank(heads, ranks) for name, heads in whole_heads_of_layers(model).items()}
+
+
+def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
+    """Returns the heads that all tensor ranks together have of every attention layer of the text part, by its name.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: neither the config nor the layers say how many heads there
@@ -34,20 +48,22 @@ def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
 
 
 def heads_of(model: nn.Module) -> Heads:
-    """Returns the heads of a layer; of the one with most numbers in keys and values, where layers differ.
+    """Returns the heads that this rank has of a layer; of the one with most numbers in keys and values, where layers
+    differ.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: as `heads_of_layers`.
     """
     layers = heads_of_layers(model)
     if not layers:
-        return _heads_of_config(model)
+        return _of_rank(_heads_of_config(model), heads_divided_by(model))
     return max(layers.values(), key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
 
 
 def head_groups_of(model: nn.Module) -> int:
-    """Returns the number of groups of heads: KV heads, or several of them together; 1 if the config does not say."""
-    return head_groups(_config(model, NUMBER, "num_key_value_heads"))
+    """Returns the number of groups of this rank's heads: KV heads, or several of them together; 1 if the config does
+    not say."""
+    return head_groups(_config(model, NUMBER, "num_key_value_heads"), heads_divided_by(model))
 
 
 def num_layers_of(model: nn.Module) -> int | None:
@@ -62,6 +78,14 @@ def token_bytes_of(model: nn.Module) -> TokenBytes:
         AttributeError, KeyError, RuntimeError, ValueError: as `heads_of`.
     """
     return heads_of(model).token_bytes()
+
+
+def _of_rank(heads: Heads, ranks: int) -> Heads:
+    """Returns the heads that each of some tensor ranks has, of those that all have together."""
+    if ranks == 1:
+        return heads
+    key_value = heads.key_value // ranks
+    return replace(heads, query=heads.query // ranks, key_value=key_value, groups=divide_heads(key_value))
 
 
 def _heads_of_config(model: nn.Module) -> Heads:

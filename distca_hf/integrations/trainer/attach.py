@@ -18,6 +18,7 @@ from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.layer_masks import layer_masks_of
@@ -73,6 +74,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
         raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
+    follow_mesh(trainer.model, context)
     attachment = Attachment(trainer)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
@@ -125,7 +127,8 @@ def _keep_batches(
 ) -> None:
     """Leaves batches to the Trainer."""
     if context.config.sort_packs:
-        attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer))
+        num_ranks = len(context.members.row_ranks)
+        attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer, num_ranks))
     check_evaluation(trainer)
     _enable(attachment, context, whole_documents=whole_documents)
     callback = DistCACallback(context)
@@ -339,11 +342,15 @@ def _dataset(trainer: Trainer) -> datasets.Dataset:
     return dataset
 
 
-def _sorted_packs(trainer: Trainer) -> SortedPackSampler:
-    """Returns a sampler that lets equally heavy packs of an optimizer step run at the same time."""
+def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:
+    """Returns a sampler that lets equally heavy packs of an optimizer step run at the same time.
+
+    Args:
+        num_ranks: data ranks, which run other packs.
+    """
     args = trainer.args
     source = DocumentSource(trainer.train_dataset, sys.maxsize)
     pairs = causal_pairs_of(np.zeros_like(source.document_tokens), source.document_tokens)
     work = np.bincount(source.rows, weights=pairs, minlength=len(trainer.train_dataset))
     seed = args.seed if args.data_seed is None else args.data_seed
-    return SortedPackSampler(work, args.world_size, args.train_batch_size, args.gradient_accumulation_steps, seed)
+    return SortedPackSampler(work, num_ranks, args.train_batch_size, args.gradient_accumulation_steps, seed)

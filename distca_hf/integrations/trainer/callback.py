@@ -127,7 +127,7 @@ class DistCACallback(TrainerCallback):
         if source is None and transport.world_size == 1:
             log.info("%s: one rank and packs of its own: there is nothing to balance", __version__)
         if self._leave is not None:
-            self._leave.on_train_begin(args, state, control)
+            self._leave.on_train_begin(args, state, control, self._model)
 
     def _check_model(self) -> ForwardWatch:
         """Returns the watch of the model.

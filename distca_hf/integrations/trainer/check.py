@@ -26,6 +26,8 @@ from transformers import (
 from distca_hf.config import DistCAConfig
 from distca_hf.data.media import media_columns, media_refusal
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed import tensor_ranks
+from distca_hf.integrations.models.distributed_check import refused_distribution
 from distca_hf.integrations.models.parts import (
     calls_super,
     passes_keywords_on,
@@ -125,9 +127,13 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
         got = trainer.accelerator.distributed_type
         if asked and args.world_size > 1 and got != kind:
             yield f"{kind} was asked for, but Accelerate runs {got}, as it does on CPUs"
-    for name, size in (("cp", trainer.get_cp_size()), ("sp", trainer.get_sp_size()), ("tp", trainer.get_tp_size())):
-        if size > 1:
-            yield f"{name}_size={size}: set it to 1; distca_hf spreads documents over all ranks already"
+    refused = list(refused_distribution(trainer.model))
+    yield from refused
+    sizes = {"cp": trainer.get_cp_size(), "sp": trainer.get_sp_size(), "tp": trainer.get_tp_size()}
+    for name, size in sizes.items():
+        known = tensor_ranks(trainer.model) if name == "tp" else 1
+        if size not in (1, known) and not any(reason.startswith(f"{name}_size=") for reason in refused):
+            yield f"{name}_size={size}, and the model is divided between {known}: set it to {known}"
 
 
 def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:

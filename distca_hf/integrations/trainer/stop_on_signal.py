@@ -10,10 +10,12 @@ from collections.abc import Callable
 from types import FrameType
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distca_hf.comm.grid import Grid
 from distca_hf.comm.transport import Traffic, Transport
+from distca_hf.integrations.models.distributed import cannot_resume
 from distca_hf.telemetry import get_logger
 
 
@@ -46,13 +48,25 @@ class LeaveOnSignal(TrainerCallback):
         self._grid = Grid.flat(range(1), 0)
         self._signal = 0
         self._steps_unshown = 0
+        self._saves_weights_alone = False
         self._earlier: dict[int, Handler] = {}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
     ) -> None:
         transport = self._transport_of(args.device)
         self._traffic, self._grid = transport.traffic, transport.grid
+        self._saves_weights_alone = not args.save_only_model and cannot_resume(model)
+        if self._saves_weights_alone:
+            log.info(
+                "save_on_signal saves weights alone: Transformers cannot resume a model that was divided as it was "
+                "loaded (DistributedConfig), so neither optimizer nor position can be restored"
+            )
         self._traffic.leave_signal = self._signal = 0
         self._traffic.leaving.clear()
         self._install()
@@ -78,6 +92,7 @@ class LeaveOnSignal(TrainerCallback):
                 ranks,
                 again,
             )
+            args.save_only_model |= self._saves_weights_alone
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 

@@ -91,10 +91,9 @@ def _with(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
 def _ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes Llama a custom model that asks for another mask."""
 
-    def create(
-        config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any, **others: Any
-    ) -> Any:
-        return OTHER_MASKS[name](config, inputs_embeds, attention_mask, past_key_values)
+    def create(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, **others: Any) -> Any:
+        cache = others["cache"] if "cache" in others else others["past_key_values"]  # until Transformers 5.23
+        return OTHER_MASKS[name](config, inputs_embeds, attention_mask, cache)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
 

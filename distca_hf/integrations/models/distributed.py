@@ -1,0 +1,161 @@
+"""A model that Transformers divided between ranks when it was loaded (`DistributedConfig`): its mesh, and its plan.
+
+Transformers keeps both in attributes that are private and younger than most of its releases. They are read here, and
+nowhere else:
+
+| Transformers | mesh |
+|---|---|
+| 5.17 | `_device_mesh`, of one dimension; without a name under tensor parallelism |
+| 5.18 | `_device_mesh`, the dimensions with more than one rank |
+| 5.19 | `_mesh_manager`: `pp`, `fsdp`, `tp`; since 5.23 `dp_replicate`, too |
+
+Experts have a mesh of their own over the same ranks. It decides where tokens are computed and not which rank holds
+them, so nothing here asks for it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.parallel_context import DeviceMesh
+
+
+# Names that Transformers gives to the dimensions of its mesh.
+STAGES, DATA, TENSOR = ("pp",), ("dp_replicate", "fsdp"), ("tp",)
+# Number of a layer in the name of a module; plans have a star there.
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# Styles of a plan after which every tensor rank has its own part of the outputs, and after which it has all of them.
+DIVIDED, GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep", "replicate")
+# Linear layers that queries, keys and values come from. Those of the first kind give one head after the other.
+BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "q_gate_proj", "query_key_value")
+IN_A_ROW = ("qkv_proj", "c_attn", "Wqkv")
+
+
+class ModelMesh(NamedTuple):
+    """Ranks that a model is divided between, and what each dimension of their mesh stands for.
+
+    Attributes:
+        mesh: all ranks of the job.
+        stages: names of dimensions whose ranks run different layers.
+        data: names of dimensions whose ranks hold different tokens.
+        tensor: names of dimensions whose ranks hold parts of the same layers, and the same tokens.
+    """
+
+    mesh: DeviceMesh
+    stages: tuple[str, ...]
+    data: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+    def size(self, dimensions: Sequence[str]) -> int:
+        """Returns the number of ranks along some dimensions."""
+        names = _names(self.mesh)
+        return prod(self.mesh.size(names.index(name)) for name in dimensions)
+
+
+def model_mesh(model: nn.Module) -> ModelMesh | None:
+    """Returns the mesh that Transformers divided a model over; None if it did not.
+
+    Raises:
+        ConfigError: it did, and says not over which ranks; or over a dimension of another name.
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    inner = transformers_model(model)
+    manager = getattr(inner, "_mesh_manager", None)
+    mesh: DeviceMesh | None = getattr(manager, "_dense_mesh", getattr(inner, "_device_mesh", None))
+    where = f"{type(inner).__name__} of Transformers {transformers.__version__}"
+    if mesh is None:
+        if getattr(inner, "is_distributed_loading_by_transformers", False):
+            raise ConfigError(
+                f"{where} was divided between ranks when it was loaded, and has no mesh that distca_hf knows: which "
+                "ranks hold the same tokens is unknown. Use a Transformers that distca_hf was tested with, or load "
+                "the model without distributed_config"
+            )
+        return None
+    names = _names(mesh)
+    unknown = [name for name in names if name not in (*STAGES, *DATA, *TENSOR) and mesh.size(names.index(name)) > 1]
+    if unknown:
+        raise ConfigError(
+            f"{where} is divided over the dimension {unknown[0]!r} of {mesh.size(names.index(unknown[0]))} ranks, and "
+            f"distca_hf knows {', '.join((*STAGES, *DATA, *TENSOR))}: leave it out of distributed_config"
+        )
+    present = [tuple(name for name in kind if name in names) for kind in (STAGES, DATA, TENSOR)]
+    return ModelMesh(mesh, *present)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Returns names of a mesh's dimensions. Transformers 5.17 gives it none under tensor parallelism."""
+    return mesh.mesh_dim_names or TENSOR
+
+
+def tensor_ranks(model: nn.Module) -> int:
+    """Returns how many ranks hold parts of the same layers: `tp_size`, or 1."""
+    mesh = model_mesh(model)
+    return 1 if mesh is None else mesh.size(mesh.tensor)
+
+
+def heads_divided_by(model: nn.Module) -> int:
+    """Returns the number of ranks that the heads of attention are divided between: 1 where every tensor rank attends
+    with all heads, as with plans that gather queries, keys and values."""
+    ranks = tensor_ranks(model)
+    styles = _projections(transformers_model(model)) if ranks > 1 else ()
+    return ranks if any(style in DIVIDED for _, _, style in styles) else 1
+
+
+def can_train_tensor_parallel(model: nn.Module) -> bool:
+    """Returns whether this Transformers trains with tensor parallelism: not before 5.19, which brought its mesh."""
+    return hasattr(transformers_model(model), "_mesh_manager")
+
+
+def cannot_resume(model: nn.Module | None) -> bool:
+    """Returns whether Transformers saves a model's weights and cannot resume its training, because it divided the
+    model as it was loaded."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def wants_sequence_parallel(model: nn.Module) -> bool:
+    """Returns whether `DistributedConfig` asks for sequence parallelism, which Transformers has not implemented."""
+    config = getattr(transformers_model(model).config, "distributed_config", None)
+    return bool(getattr(config, "enable_sequence_parallel", False))
+
+
+def undividable_attention(model: nn.Module) -> Iterator[str]:
+    """Yields where the tensor plan divides attention otherwise than by heads.
+
+    Heads come to a rank whole if all linear layers that queries, keys and values come from are divided by column, or
+    none of them is. The plan is that of the model after the overrides of `DistributedConfig`.
+    """
+    inner = transformers_model(model)
+    if tensor_ranks(inner) == 1:
+        return
+    first: dict[bool, str] = {}
+    for layer, projection, style in _projections(inner):
+        name = f"{layer}.{projection}"
+        if style is not None and style not in (*DIVIDED, *GATHERED):
+            yield f"{name} has the style {style!r}, which is not known to keep heads whole; give it 'colwise'"
+            return
+        if style in DIVIDED and projection in IN_A_ROW:
+            yield (
+                f"{name} gives queries, keys and values in a row, and the style {style!r} cuts across them; give it "
+                "'colwise_gather_output'"
+            )
+            return
+        first.setdefault(style in DIVIDED, f"{name} ({style or 'no style'})")
+    if len(first) == 2:
+        yield f"{first[True]} is divided by heads, and {first[False]} is not; give all of them 'colwise', or none"
+
+
+def _projections(model: PreTrainedModel) -> Iterator[tuple[str, str, str | None]]:
+    """Yields the linear layers that queries, keys and values come from: attention layer, name in it, style."""
+    plan = model.tp_plan or {}
+    for layer, module in attention_layers(model).items():
+        for projection, _ in module.named_children():
+            if projection in (*BY_HEADS, *IN_A_ROW):
+                name = f"{layer}.{projection}"
+                yield layer, projection, plan.get(name, plan.get(LAYER_NUMBER.sub("*", name)))

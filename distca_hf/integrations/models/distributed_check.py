@@ -1,0 +1,139 @@
+"""Distribution check: ways of dividing a model between ranks that would train wrongly, or cannot train.
+
+`distributed` reads how Transformers divided a model. What Accelerate divides is known to its state. Everything that is
+not known to be right is refused before the first step, because a rank would otherwise attend to parts of heads, or
+wait for rows that nobody sends.
+"""
+
+from collections.abc import Iterator
+
+import transformers
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed import (
+    ModelMesh,
+    can_train_tensor_parallel,
+    heads_divided_by,
+    model_mesh,
+    undividable_attention,
+    wants_sequence_parallel,
+)
+from distca_hf.integrations.models.heads import whole_heads_of_layers
+from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.parallel_context import ParallelContext
+
+
+# Lowest Transformers that trains with tensor or expert parallelism.
+LOWEST_TENSOR = "5.19"
+
+
+def check_distribution(model: nn.Module) -> ModelMesh | None:
+    """Returns the mesh that a model is divided over, as `distributed.model_mesh`, after all checks.
+
+    Raises:
+        ConfigError: the model, or its data, is divided in a way that cannot train with distca; gives all reasons.
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    reasons = list(refused_distribution(model))
+    if reasons:
+        name = type(transformers_model(model)).__name__
+        raise ConfigError(f"{name} cannot be trained as it is divided between ranks: {'; '.join(reasons)}")
+    return model_mesh(model)
+
+
+def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
+    """Lets a context follow the mesh that a model is divided over, after all checks. A model that Transformers did not
+    divide says nothing about ranks.
+
+    Raises:
+        ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks in another way.
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    found = check_distribution(model)
+    if found is not None:
+        context.use_mesh(found.mesh, data=found.data, tensor=found.tensor, stages=found.stages)
+
+
+def refused_distribution(model: nn.Module) -> Iterator[str]:
+    """Yields all reasons against the way in which a model, or its data, is divided between ranks.
+
+    Raises:
+        ConfigError, UnsupportedAttentionError: as `distributed.model_mesh`.
+    """
+    mesh = model_mesh(model)
+    tensor = 1 if mesh is None else mesh.size(mesh.tensor)
+    if mesh is not None and mesh.size(mesh.stages) > 1:
+        yield (
+            f"pp_size={mesh.size(mesh.stages)}: Transformers runs the stages of a pipeline for inference alone, "
+            "without a backward pass; set it to 1, or train a pipeline as `distca examples pipeline` shows"
+        )
+    if wants_sequence_parallel(model):
+        yield "enable_sequence_parallel=True has no effect in Transformers, or one that is not known; leave it out"
+    yield from _accelerate(mesh, tensor)
+    if tensor > 1 and not can_train_tensor_parallel(model):
+        yield (
+            f"tp_size={tensor} with Transformers {transformers.__version__}, which trains with tensor or expert "
+            f"parallelism from {LOWEST_TENSOR} on: update it (pip install --upgrade transformers), or set tp_size=1"
+        )
+    elif tensor > 1:
+        yield from undividable_attention(model)
+        yield from _undivided_heads(model, tensor)
+
+
+def _undivided_heads(model: nn.Module, tensor: int) -> Iterator[str]:
+    """Yields the first layer whose heads the tensor ranks cannot divide. Transformers would fail in the first forward
+    pass, at a reshape."""
+    if heads_divided_by(model) == 1:
+        return
+    for layer, heads in whole_heads_of_layers(model).items():
+        for number, kind in ((heads.key_value, "KV"), (heads.query, "query")):
+            if number % tensor:
+                sizes = ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+                yield f"{layer} has {number} {kind} heads, which tp_size={tensor} does not divide; set it to {sizes}"
+                return
+
+
+def _accelerate(mesh: ModelMesh | None, tensor: int) -> Iterator[str]:
+    """Yields what Accelerate divides by itself."""
+    if not AcceleratorState._shared_state:  # nobody has made an Accelerator
+        return
+    state = AcceleratorState()
+    config = state.parallelism_config
+    sizes = {name: getattr(config, f"{name}_size", None) or 1 for name in ("cp", "sp", "tp")}
+    for name in ("cp", "sp"):
+        if sizes[name] > 1:
+            yield f"{name}_size={sizes[name]}: set it to 1; distca_hf spreads documents over all data ranks already"
+    deepspeed = state.deepspeed_plugin
+    if deepspeed is not None:
+        autotp = deepspeed.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 1)
+        if autotp > 1:
+            yield (
+                f"autotp_size={autotp} in DeepSpeed's tensor_parallel: distca_hf does not know how AutoTP divides "
+                f"attention; set it to 1, or load the model with {_instead(autotp)} and without DeepSpeed"
+            )
+        elif mesh is not None:
+            yield (
+                f"the model was divided when it was loaded (DistributedConfig, {mesh.mesh.size()} ranks), and "
+                "DeepSpeed would divide it again; launch without DeepSpeed, or load it without distributed_config"
+            )
+    if sizes["tp"] not in (1, tensor):
+        yield (
+            f"tp_size={sizes['tp']} in Accelerate's ParallelismConfig, and Transformers divided the model between "
+            f"{tensor} tensor ranks: Accelerate's own tensor parallelism does not work with Transformers "
+            f"{transformers.__version__}, and tp_plan='auto' alone divides over all ranks. Load the model with "
+            f"{_instead(sizes['tp'])}, and leave ParallelismConfig and tp_plan out"
+        )
+    elif mesh is not None and state.distributed_type == DistributedType.FSDP:
+        yield (
+            f"the model was divided when it was loaded (DistributedConfig, {mesh.mesh.size()} ranks), and Accelerate "
+            "would shard it again (FSDP); launch without an FSDP configuration, because fsdp_size does the same, or "
+            "load it without distributed_config"
+        )
+
+
+def _instead(tensor: int) -> str:
+    """Returns how Transformers is asked for so many tensor ranks."""
+    return f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={tensor}, fsdp_size=...))"

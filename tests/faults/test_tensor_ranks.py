@@ -1,0 +1,275 @@
+"""Faults among tensor ranks: one that differs from the rank that holds the same tokens, ends, or gets a signal.
+
+Four ranks, two data ranks of two tensor ranks each. The rank that does harm is of another tensor part than rank 0.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+import distca_hf
+from distca_hf.errors import ConfigError, PlanMismatchError
+from support.commands import HANG_SECONDS
+from support.data import random_dataset, random_documents
+from support.models import tiny_model
+from support.ranks import run_ranks, start_ranks
+from support.training import let_accelerate_shard_on_cpu, quiet_arguments
+
+
+CPU = torch.device("cpu")
+HARM = 3
+NAME = "rank 3 (data 1, tensor 1)"
+LEFT = 128 + signal.SIGTERM
+
+
+def load(folder: Path) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="distca", distributed_config=DistributedConfig(tp_size=2, fsdp_size=2)
+    )
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("initial")
+    tiny_model(num_hidden_layers=1).save_pretrained(folder)
+    return folder
+
+
+# --- one rank differs
+
+
+def _pack(data_rank: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    lengths = (60, 20) if data_rank == 0 else (20, 20)
+    documents = random_documents(2, seed=2 * data_rank + seed, lengths=lengths)
+    ids = torch.tensor([token for document in documents for token in document])[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+
+
+def _words(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def _differ(initial: Path) -> dict[str, str]:
+    """What this rank is told where the last one differs; each time with a plugin of its own."""
+    is_other = dist.get_rank() == HARM
+    words, model = {}, load(initial).train()
+    placed = {
+        "dataset": {"dataset": random_dataset(20, seed=int(is_other))},
+        "seed": {"seed": int(is_other)},
+        "setting": {},
+    }
+    for name, changes in placed.items():
+        settings = {"plans_in_flight": 8, "kv_residency": "keep" if name == "setting" and is_other else "refetch"}
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=200, **settings)  # type: ignore[arg-type]
+        loader = plugin.dataloader(**({"dataset": random_dataset(20), "model": model} | changes))
+        words[name] = _words(PlanMismatchError, lambda loader=loader: next(iter(loader)))
+        plugin.close()
+    plugin = distca_hf.DistCAPlugin()
+    distca_hf.enable(model, plugin)
+    data_rank = plugin.members.grid.data_rank
+    batch = _pack(data_rank, seed=int(is_other))
+    words["packs"] = _words(PlanMismatchError, lambda: model(**batch))
+    distca_hf.enable(model, plugin)
+    tokens = dict(_pack(data_rank))
+    if is_other:  # of equal lengths, one token is another one
+        tokens["input_ids"] = tokens["input_ids"].clone()
+        tokens["input_ids"][0, 3] += 1
+    words["tokens"] = _words(PlanMismatchError, lambda: model(**tokens))
+    loss = model(**_pack(data_rank)).loss
+    words["alike"] = str(bool(loss.isfinite()))
+    return words
+
+
+def test_tensor_rank_that_differs_is_named(initial: Path, tmp_path: Path) -> None:
+    by_rank = run_ranks(4, _differ, tmp_path, initial)
+
+    for words in by_rank:
+        assert f"on {NAME}" in words["dataset"]
+        assert "contents of documents" in words["dataset"] or "lengths of documents" in words["dataset"]
+        others = "ranks 0 (data 0, tensor 0), 1 (data 0, tensor 1) and 2 (data 1, tensor 0)"
+        assert f"seed is 0 on {others}, 1 on {NAME}" in words["seed"]
+        assert f"kv_residency is refetch on {others}, keep on {NAME}" in words["setting"]
+        for name in ("packs", "tokens"):
+            assert "tensor ranks of one data rank hold different batches, nothing was sent" in words[name]
+            assert "on rank 2 (data 1, tensor 0), " in words[name]
+            assert f"on {NAME}" in words[name]
+        assert words["alike"] == "True"
+
+
+def _disagree(initial: Path) -> dict[str, str]:
+    """A loader, a model and a mesh that divide ranks in other ways."""
+    model, mesh = load(initial), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    dataset = random_dataset(20)
+
+    def loader_before_the_model() -> None:
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
+        plugin.dataloader(dataset)
+        distca_hf.enable(model, plugin)
+
+    def another_mesh() -> None:
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
+        plugin.use_mesh(mesh, data="b", tensor="a")
+        plugin.dataloader(dataset, model=model)
+
+    def group() -> None:
+        distca_hf.enable(model, distca_hf.DistCAPlugin(tokens_per_rank=200, group=mesh["a"]))
+
+    same = distca_hf.DistCAPlugin(tokens_per_rank=200)
+    same.use_mesh(mesh, data="a", tensor="b")
+    distca_hf.enable(model, same)
+    calls = (loader_before_the_model, another_mesh, group)
+    return {call.__name__: _words(ConfigError, call) for call in calls}
+
+
+def test_loader_and_model_with_different_grids_are_refused(initial: Path, tmp_path: Path) -> None:
+    for words in run_ranks(4, _disagree, tmp_path, initial):
+        refusal = words["loader_before_the_model"]
+        assert "works on 4 ranks already" in refusal
+        assert "is now given 2 data x 2 tensor ranks. Give plugin.dataloader the model" in refusal
+        assert "works on 2 data x 2 tensor ranks already" in words["another_mesh"]
+        assert "the plugin has a group, ranks" in words["group"]
+
+
+# --- gradients
+
+
+def _average(_: Path) -> dict[str, str]:
+    """Wrappers of a model that the user has divided: DDP over all data ranks is right, over all ranks it is not."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage"))
+
+    def run(wrap: Callable[[nn.Module], nn.Module]) -> str:
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
+        plugin.use_mesh(mesh, data="dp", stages="stage")
+        model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+        batch, wrapped = _pack(plugin.members.grid.data_rank), wrap(model)
+        try:
+            wrapped(**batch).loss.backward()
+        except ConfigError as error:
+            return str(error)
+        finally:
+            plugin.close()
+        return ""
+
+    def shard(model: Any, over: Any) -> nn.Module:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=over)
+        return fully_shard(model, mesh=over)
+
+    ddp = nn.parallel.DistributedDataParallel
+    return {
+        "ddp over data": run(lambda model: ddp(model, process_group=mesh["dp"].get_group())),
+        "ddp over all": run(ddp),
+        "fsdp over data": run(lambda model: shard(model, mesh["dp"])),
+        "fsdp over all": run(lambda model: shard(model, init_device_mesh("cpu", (4,)))),
+    }
+
+
+def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
+    for words in run_ranks(4, _average, tmp_path, tmp_path):
+        assert words["ddp over data"] == words["fsdp over data"] == ""
+        for name, wrapper in (("ddp over all", "DistributedDataParallel"), ("fsdp over all", "the device mesh of ")):
+            assert wrapper in words[name]
+            assert "averages gradients over ranks 0, 1, 2, 3 of the job, and ranks" in words[name]
+            assert "share documents" in words[name]
+
+
+# --- one rank ends
+
+
+def _end(initial: Path) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
+    model = load(initial).train()
+    loader = plugin.dataloader(random_dataset(40), model=model)
+    distca_hf.enable(model, plugin)
+    for step, batch in enumerate(loader):
+        if step == 1 and dist.get_rank() == HARM:
+            raise ArithmeticError("first cause")
+        model(**batch).loss.backward()
+
+
+def test_tensor_rank_that_ends_is_named_by_all_others(initial: Path, tmp_path: Path) -> None:
+    outcomes = start_ranks(4, _end, tmp_path, initial)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1] * 4
+    for outcome in outcomes[:HARM]:
+        assert f"{NAME} left: ArithmeticError: first cause" in outcome.output
+
+
+# --- one rank gets a signal
+
+
+class Wait(TrainerCallback):
+    """Writes steps down, and goes on after the second one when the signal was sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        (self._folder / f"steps-{dist.get_rank()}").write_text(str(state.global_step))
+        while state.global_step == 2 and not (self._folder / "sent").exists():
+            time.sleep(0.01)
+
+
+def _train_until_signal(batches: str, initial: Path, folder: Path) -> None:
+    let_accelerate_shard_on_cpu()
+    args = TrainingArguments(**quiet_arguments(folder / "out", max_steps=30, seed=3, per_device_train_batch_size=2))
+    is_placed, dataset = batches == "placed", random_dataset(120, lengths=(9, 17, 60))
+    trainer = Trainer(
+        model=load(initial),
+        args=args,
+        train_dataset=dataset,
+        data_collator=None if is_placed else DataCollatorWithFlattening(),
+    )
+    distca_hf.DistCAPlugin(tokens_per_rank=150).attach(trainer)
+    trainer.callback_handler.callbacks.insert(0, Wait(folder))
+    try:
+        trainer.train()
+    except SystemExit as leaving:
+        os._exit(int(str(leaving.code)))
+
+
+@pytest.mark.parametrize("batches", ["placed", "packs"])
+def test_all_ranks_leave_after_the_same_step(batches: str, initial: Path, tmp_path: Path) -> None:
+    """SIGTERM on a rank of another tensor part; Transformers cannot resume such a model, so weights are saved."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def send(processes: list[Any]) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
+        while not (folder / f"steps-{HARM}").is_file() or (folder / f"steps-{HARM}").read_text() != "2":
+            assert time.monotonic() < deadline, "no training to interrupt"
+            time.sleep(0.01)
+        os.kill(processes[HARM].pid, signal.SIGTERM)
+        time.sleep(0.05)
+        (folder / "sent").touch()
+
+    outcomes = start_ranks(4, _train_until_signal, tmp_path, batches, initial, folder, meanwhile=send)
+
+    assert [outcome.exit_code for outcome in outcomes] == [LEFT] * 4, outcomes[0].output
+    steps = {(folder / f"steps-{rank}").read_text() for rank in range(4)}
+    assert len(steps) == 1
+    assert f"SIGTERM on {NAME}; saving a checkpoint and leaving" in outcomes[0].output
+    assert outcomes[0].output.count("save_on_signal saves weights alone") == 1
+    checkpoint = folder / "out" / f"checkpoint-{steps.pop()}"
+    assert (
+        AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters()
+        == tiny_model(num_hidden_layers=1).num_parameters()
+    )
+    assert not (checkpoint / "optimizer.pt").exists()
