@@ -94,12 +94,14 @@ def new_plugin(mesh: DeviceMesh, **settings: Any) -> distca_hf.DistCAPlugin:
 class StagedTraining:
     """A training on this rank's stage."""
 
-    def __init__(self, checkpoint: Path, way: Way, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, checkpoint: Path, way: Way, mesh: DeviceMesh, autocast_dtype: torch.dtype | None = None
+    ) -> None:
         self.mesh, self.plugin = mesh, new_plugin(mesh)
         pipeline, kind = Pipeline(STAGES, way.chunks), get_schedule_class(way.schedule)
         self.model = DividedModel(checkpoint, pipeline)
         numbers = parts_of_stage(kind, pipeline, self.plugin.members.grid.stage)
-        self.parts = [self.model.load(number, self.plugin).train() for number in numbers]
+        self.parts = [self.model.load(number, self.plugin, autocast_dtype).train() for number in numbers]
         if way.recompute:
             for part in self.parts:
                 part.model.gradient_checkpointing_enable({"use_reentrant": False})

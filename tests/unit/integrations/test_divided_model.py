@@ -29,7 +29,9 @@ from transformers import (
 
 import distca_hf
 from distca_hf import Pipeline
-from distca_hf.errors import ConfigError
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import ConfigError, PlanError
 from distca_hf.integrations.stages import (
     DividedModel,
     ModelPart,
@@ -38,7 +40,9 @@ from distca_hf.integrations.stages import (
     parts_of_stage,
     save_parts,
 )
+from distca_hf.layout import Layout
 from support.models import SIZES, tiny_config
+from support.parity import live_plan
 
 
 LAYERS = 5
@@ -176,6 +180,31 @@ def part_of(folder: Path, recompute: bool = False) -> ModelPart:
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return ModelPart(model, (), 1, pipeline, 16)
+
+
+def test_several_micro_batches_at_once_are_refused(tmp_path: Path) -> None:
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+
+    with pytest.raises(PlanError, match=r"part 1: torch gave 2 micro-batches at once: schedule.step got more than"):
+        part_of(tmp_path)(tokens, plan=torch.tensor([[1], [2]]), position_ids=tokens, attention_mask=tokens)
+
+
+def test_number_of_a_plan_on_another_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"came on meta, and reading it would wait for the GPU; wrap parts in Distr"):
+        part_of(tmp_path)(plan=torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+
+
+def test_rows_that_stages_do_not_exchange_are_refused(tmp_path: Path) -> None:
+    part, plan = (
+        part_of(tmp_path),
+        live_plan(Layout.from_segments([8], [[(0, 0, 8)]]), LocalTransport(), DistCAConfig()),
+    )
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+
+    with pytest.raises(
+        PlanError, match=r"rank 0, micro-batch 0, part 1: .* \(1, 8\) rows, and stages exchange \(1, 16\)"
+    ):
+        part(torch.zeros(1, 8, 64), plan=torch.tensor([[plan.handle]]), position_ids=tokens, attention_mask=tokens)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble, ScheduleDualPipeV])
