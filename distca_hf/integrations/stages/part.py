@@ -117,7 +117,8 @@ class ModelPart(nn.Module):
         tokens = torch.empty((1, self.rows), dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
         vocabulary = self.model.config.get_text_config().vocab_size
-        logits = torch.empty((1, self.rows, vocabulary), dtype=self._dtype, device="meta", requires_grad=True)
+        computed = self._autocast_dtype or self._dtype
+        logits = torch.empty((1, self.rows, vocabulary), dtype=computed, device="meta", requires_grad=True)
         return {
             "input_args": tokens if self.is_first else hidden,
             "output_args": logits if self.is_last else hidden,
