@@ -60,7 +60,7 @@ def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
             for path in (folder / "latest").iterdir():
                 (kept / path.name).write_bytes(path.read_bytes())
         training.plugin.close()
-    results["bfloat16"] = StagedTraining(checkpoint, WAYS["1F1B"], mesh, torch.bfloat16).train().losses
+    results["bfloat16"] = StagedTraining(checkpoint, WAYS["1F1B"], mesh, torch.bfloat16).train(steps=1).losses
     return results
 
 
@@ -156,10 +156,10 @@ def _initial(runs: Runs) -> torch.nn.Module:
 
 def test_weights_in_float32_train_in_bfloat16(runs: Runs) -> None:
     """Stages send hidden states in float32 then."""
-    losses = runs.by_rank[3]["bfloat16"]
+    (loss,) = runs.by_rank[3]["bfloat16"]
 
-    assert losses != runs.of("1F1B")[3].losses
-    assert max(abs(loss - exact) for loss, exact in zip(losses, runs.expected.losses, strict=True)) < 5e-3
+    assert loss != runs.of("1F1B")[3].losses[0]
+    assert abs(loss - runs.expected.losses[0]) < 5e-3
 
 
 def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:

@@ -166,11 +166,11 @@ class StagedTraining:
         named = [(name, weight.grad) for part in self.parts for name, weight in part.model.named_parameters()]
         return {name: _whole(grad).clone() for name, grad in named if grad is not None}
 
-    def train(self) -> Trained:
-        """All steps."""
+    def train(self, steps: int = STEPS) -> Trained:
+        """All steps, or the first of them."""
         batches, traffic = self.batches(), self.plugin.transport(torch.device("cpu")).traffic
         trained = Trained([], [], [], [], sum(len(part.layers) for part in self.parts))
-        for _ in range(STEPS):
+        for _ in range(steps):
             before, step = traffic.exchanges, StepInputs.of(list(islice(batches, MICRO_BATCHES)))
             loss = self.step(step)
             trained.sharing.append(sum(any(plan.facts.key_rows_sent) for plan in step.plans))
