@@ -96,7 +96,7 @@ def clip(parameters: list[nn.Parameter], most: float, stages: dist.ProcessGroup)
 
 
 def endless(loader: distca_hf.PlacedLoader) -> Iterator[dict[str, Any]]:
-    """Yields micro-batches of one epoch after the other: a step may end in the next one."""
+    """Yields micro-batches of one epoch after the other; with a pipeline every epoch has whole steps."""
     while True:
         yield from loader
 
@@ -154,7 +154,7 @@ def main() -> None:
         optimizer.zero_grad()
         if losses:  # on the last stage
             total = torch.stack(losses).sum().detach()
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mesh.get_group("data"))
+            dist.all_reduce(total, group=mesh.get_group("data"))
             if mesh.get_local_rank("data") == 0:
                 balance = ", ".join(f"{plan.facts.imbalance:.3f}" for plan in step.plans)
                 mean = float(total) / mesh["data"].size()
