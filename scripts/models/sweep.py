@@ -224,6 +224,11 @@ def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoad
 
 def step_alone(model: PreTrainedModel) -> Step:
     """Runs the step on whole documents, each alone."""
+    return Step(loss_alone(model), gradients_of(model))
+
+
+def loss_alone(model: PreTrainedModel) -> float:
+    """Returns the loss of the step on whole documents, each alone, and computes its gradients."""
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     total = 0.0
@@ -233,7 +238,7 @@ def step_alone(model: PreTrainedModel) -> Step:
             loss = model(input_ids=ids, labels=targets, num_items_in_batch=labels, use_cache=False).loss
             loss.backward()
             total += loss.item()
-    return Step(total, gradients_of(model))
+    return total
 
 
 def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind = TEXT) -> Step:

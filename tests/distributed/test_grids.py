@@ -14,6 +14,8 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ConfigError, PlanMismatchError
+from support.data import random_dataset
+from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
 
 
@@ -133,3 +135,37 @@ def test_meshes_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         assert "and the job has 4" in words["part"]
         assert "must be a device mesh whose dimensions have names" in words["nameless"]
         assert f"rank {rank}: the plugin has a group, ranks 0, 1, 2, 3 of the job" in words["with a group"]
+
+
+def _train_flat(_: Path) -> tuple[int, list[tuple[int, int]], list[str]]:
+    """Groups that are opened, and gathers (ranks, integers) and exchanges of a placed micro-batch and of a pack."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    gathers: list[tuple[int, int]] = []
+    gather = dist.all_gather
+
+    def noted(theirs: list[torch.Tensor], mine: torch.Tensor, **others: Any) -> Any:
+        gathers.append((len(theirs), mine.numel()))
+        return gather(theirs, mine, **others)
+
+    dist.all_gather = noted
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=128)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+    transport = plugin.transport(CPU)
+    model(**next(iter(plugin.dataloader(random_dataset(lengths=(200,)))))).loss.backward()
+    tokens = 120 if dist.get_rank() == 0 else 20
+    ids = torch.arange(3, 3 + tokens)[None]
+    model(input_ids=ids, labels=ids, position_ids=torch.arange(tokens)[None]).loss.backward()
+    return len(dist.distributed_c10d._world.pg_map) - before, gathers, list(transport.traffic.recent)
+
+
+def test_flat_job_has_two_groups_and_the_words_of_one_scope(tmp_path: Path) -> None:
+    """What a job without other parallelism opens, says and sends; scopes cost it nothing."""
+    for groups, gathers, exchanges in run_ranks(2, _train_flat, tmp_path, tmp_path):
+        assert groups == 2  # rows, and words of all scopes
+        placed, pack = [12, 12, 12], [12, 1, 12, 12]  # of take, or of plan and lengths; of attend, differentiate
+        assert gathers == [(2, integers) for integers in [*placed, *pack]]
+        places = [place.removeprefix("micro-batch 0, layer 0, ") for place in exchanges]
+        of_placed = ["forward, keys", "backward, key gradients"]
+        of_pack = [f"forward, {rows}" for rows in ("keys", "queries", "results")]
+        of_pack += [f"backward, {rows}" for rows in ("queries", "key gradients", "results")]
+        assert places == of_placed + of_pack

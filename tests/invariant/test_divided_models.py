@@ -126,7 +126,7 @@ def train_in_plain_loop(run: Run, model: Any, plugin: Any, folder: Path) -> Curv
 
     loader = plugin.dataloader(training_dataset(), SEED, model=model)
     distca_hf.enable(model, plugin)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses, norms = [], []
     for batch in islice(loader, STEPS):
         loss = model.train()(**batch).loss

@@ -143,6 +143,7 @@ def make_plugin(run: Run, ranks: int = DATA) -> Any:
         evaluate=run.evaluate or "local",
         sort_packs=run.batches == "sorted",
         checkpointed_attention=checkpointed_attention(run.checkpointing),
+        debug=distca_hf.Debug(check_exchanges=run.batches == "sorted", check_weights_every_steps=2),
     )
 
 

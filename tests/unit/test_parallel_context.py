@@ -214,6 +214,57 @@ def test_missing_ranks_are_named_by_both_numbers_where_they_differ() -> None:
     assert list(RollCall(store, 0, range(2), 0.0).missing_in_words()) == ["rank 1 left: ValueError: bad row"]
 
 
+# --- grids
+
+
+def _grid(rank: int = 0) -> Grid:
+    """Of 8 ranks, four data ranks of two tensor ranks each."""
+    return Grid(tuple(range(8)), (1, 4, 2), rank)
+
+
+def test_roles_and_scopes_of_a_grid() -> None:
+    members = Members(range(8), _grid(5))
+
+    assert (members.group, members.layer_ranks, members.row_ranks) == (tuple(range(8)), tuple(range(8)), (1, 3, 5, 7))
+    assert (members.token_ranks, members.compute_ranks, members.are_the_job) == (range(4), range(4), True)
+    assert members.ranks_per_node(4) == 2
+
+
+def test_a_grid_decides_how_many_ranks_share_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for setting, used in ((0, 2), (1, 1)):
+        context = ParallelContext(DistCAConfig(ranks_per_node=setting))
+        context.use_grid(_grid())
+        assert context.config.ranks_per_node == used
+
+
+def test_the_same_grid_may_be_given_again_and_no_other_one() -> None:
+    context = ParallelContext(DistCAConfig())
+    context.use_grid(_grid())
+    context.use_grid(_grid())
+
+    with pytest.raises(ConfigError, match=r"works on 4 data x 2 tensor ranks already .* is now given 8 ranks"):
+        context.use_grid(Grid.flat(range(8), 0))
+
+
+def test_a_loader_from_before_keeps_its_grid() -> None:
+    context = ParallelContext(DistCAConfig())
+    context.transport(CPU)
+
+    with pytest.raises(ConfigError, match="works on 1 rank already"):
+        context.use_grid(_grid())
+
+
+def test_servers_beside_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
+    context = ParallelContext(DistCAConfig(attention_servers="1"))
+
+    with pytest.raises(
+        ConfigError, match="differ in data alone, and these are 4 data x 2 tensor ranks; leave the serv"
+    ):
+        context.use_grid(_grid())
+
+
 # --- attention servers
 
 

@@ -113,6 +113,20 @@ def can_train_tensor_parallel(model: nn.Module) -> bool:
     return hasattr(transformers_model(model), "_mesh_manager")
 
 
+def wrong_expert_gradients(model: nn.Module) -> int | None:
+    """Returns the `ep_size` with which this Transformers gives experts the wrong gradients; None if they are right.
+
+    Before 5.23 it divides gradients of experts by the data ranks through FSDP. Over one rank, where each expert is
+    whole, they are divided twice.
+    """
+    inner = transformers_model(model)
+    mesh, config = model_mesh(inner), getattr(inner.config, "distributed_config", None)
+    ep_size: int = getattr(config, "ep_size", None) or 1
+    if mesh is None or config is None or ep_size == 1 or "dp_replicate" in _names(mesh.mesh):
+        return None
+    return ep_size if config.efsdp_size == 1 < config.fsdp_size else None
+
+
 def cannot_resume(model: nn.Module | None) -> bool:
     """Returns whether Transformers saves a model's weights and cannot resume its training, because it divided the
     model as it was loaded."""

@@ -20,6 +20,7 @@ from distca_hf.integrations.models.distributed import (
     model_mesh,
     undividable_attention,
     wants_sequence_parallel,
+    wrong_expert_gradients,
 )
 from distca_hf.integrations.models.heads import whole_heads_of_layers
 from distca_hf.integrations.models.parts import transformers_model
@@ -28,6 +29,8 @@ from distca_hf.parallel_context import ParallelContext
 
 # Lowest Transformers that trains with tensor or expert parallelism.
 LOWEST_TENSOR = "5.19"
+# Lowest that gives experts the right gradients where no two ranks hold parts of the same expert.
+LOWEST_WHOLE_EXPERTS = "5.23"
 
 
 def check_distribution(model: nn.Module) -> ModelMesh | None:
@@ -81,6 +84,13 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
     elif tensor > 1:
         yield from undividable_attention(model)
         yield from _undivided_heads(model, tensor)
+    wrong = wrong_expert_gradients(model)
+    if wrong is not None:
+        yield (
+            f"ep_size={wrong} with Transformers {transformers.__version__}: before {LOWEST_WHOLE_EXPERTS} it gives "
+            "experts that are whole on a rank a part of their gradients; update it (pip install --upgrade "
+            "transformers), or set a smaller ep_size"
+        )
 
 
 def _undivided_heads(model: nn.Module, tensor: int) -> Iterator[str]:

@@ -142,7 +142,7 @@ def test_tensor_ranks_are_neighbours(load: Load) -> None:
 @pytest.mark.skipif(VERSION < (5, 20), reason="Transformers sends tokens to experts since 5.20")
 @pytest.mark.parametrize(("sizes", "tensor"), [({"fsdp_size": 4}, 1), ({"fsdp_size": 2, "tp_size": 2}, 2)])
 def test_experts_change_neither_mesh_nor_heads(load: Load, sizes: dict[str, int], tensor: int) -> None:
-    model = load("qwen3_moe", ep_size=4, **sizes)
+    model = load("qwen3_moe", ep_size=2, **sizes)
     mesh = check_distribution(model)
 
     assert mesh is not None
@@ -269,6 +269,20 @@ def test_tensor_parallelism_before_it_trains(load: Load) -> None:
 
     assert not can_train_tensor_parallel(model)
     assert f"tp_size=4 with Transformers {transformers.__version__}, which trains with" in reasons(model)
+
+
+@pytest.mark.skipif(VERSION < (5, 20), reason="Transformers sends tokens to experts since 5.20")
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 4}, {"fsdp_size": 2, "tp_size": 2}])
+def test_gradients_of_whole_experts_before_they_are_right(load: Load, sizes: dict[str, int]) -> None:
+    """5.20 to 5.22 halve them on two data ranks, with sdpa, too."""
+    model = load("qwen3_moe", ep_size=4, **sizes)
+
+    if VERSION < (5, 23):
+        assert f"ep_size=4 with Transformers {transformers.__version__}: before 5.23 it gives experts" in reasons(
+            model
+        )
+    else:
+        assert list(refused_distribution(model)) == []
 
 
 def test_stages_are_for_inference_alone(load: Load) -> None:

@@ -1,0 +1,278 @@
+"""Which models Transformers divides between tensor or expert ranks, and how exactly they train with distca then, as a
+section of a Markdown page.
+
+    python scripts/models/divided.py [--only MODEL_TYPE ...] [--out PAGE.md]
+
+Plans for tensor and expert ranks are read from the classes that AutoModelForCausalLM knows. A tiny model of each class
+with a plan (as in `sweep.py`) is saved, and loaded with `DistributedConfig` on two tensor ranks of two data ranks, and
+on two expert ranks. It trains one step on placed documents; loss and gradients must be those of the same documents
+each alone with sdpa. One that differs makes the script exit with 1.
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import PreTrainedConfig
+from transformers.distributed import DistributedConfig
+
+import distca_hf
+from distca_hf.errors import DistCAError
+from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.distributed import heads_divided_by
+from shared.page_sections import write_section
+from shared.tiny_configs import LONGEST_TOKENS
+from sweep import (
+    CAPACITY_TOKENS,
+    LARGEST_DIFFERENCE,
+    MOST_PARAMETERS,
+    PAGE,
+    RANDOM_IN_TRAINING,
+    ROUGH,
+    ROUGH_DIFFERENCE,
+    TEXT,
+    WRONG,
+    Step,
+    be_quiet,
+    build,
+    documents_dataset,
+    loss_alone,
+    num_parameters,
+)
+
+
+TENSOR = {"tp_size": 2, "fsdp_size": 2}
+EXPERTS = {"ep_size": 2, "fsdp_size": 2}
+REASON_CHARACTERS = 110
+# A class is given up after it. Ranks of a model that fails on some of them wait for each other.
+HANG_SECONDS = 120.0
+
+INTRODUCTION = f"""## Tensor and expert plans
+
+Classes that Transformers can divide as it loads them ([using](using.md#models-that-transformers-divides)), and that
+run on distca. Made by `python scripts/models/divided.py` with Transformers {transformers.__version__}, torch
+{torch.__version__} and distca_hf {distca_hf.__version__}. A number says that a tiny model trained for a step with the
+loss and the gradients of every document alone with sdpa, up to this relative difference: on two tensor ranks of two
+data ranks (`tp_size=2, fsdp_size=2`), and on two ranks that divide experts (`ep_size=2, fsdp_size=2`). With a plan
+*by heads* a rank has its part of the heads, and sends as much less. With *whole heads* every tensor rank computes all
+of attention. Reasons are those of distca or of Transformers itself; *no plan* means that Transformers has none.
+"""
+TABLE_HEAD = (
+    "| class | model type | tensor plan | two tensor ranks | two expert ranks |",
+    "|---|---|---|---|---|",
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One class, divided in one way.
+
+    Attributes:
+        detail: the largest relative difference, or the reason why there is none.
+        heads_divided: whether a rank had a part of the heads; None if it did not come so far.
+    """
+
+    detail: str
+    heads_divided: bool | None = None
+    is_wrong: bool = False
+
+
+NO_PLAN = Trial("no plan")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found about a class."""
+
+    model_class: str
+    model_type: str
+    tensor: Trial
+    experts: Trial
+
+    def row(self) -> str:
+        """Returns the row of the table."""
+        attention = {True: "by heads", False: "whole heads", None: "-"}[self.tensor.heads_divided]
+        cells = self.model_class, self.model_type, attention, self.tensor.detail, self.experts.detail
+        return f"| {' | '.join(cells)} |"
+
+
+def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
+    """Tries the plans of a class; None if it has none, or does not run on distca."""
+    try:
+        if num_parameters(config_class, TEXT) > MOST_PARAMETERS:
+            return None
+        model = build(config_class, IMPLEMENTATION)
+        check_model(model, LONGEST_TOKENS)
+    except Exception:
+        return None  # `sweep.py` says why
+    if not model.tp_plan and not model.ep_plan:
+        return None
+    return Outcome(
+        type(model).__name__,
+        config_class.model_type,
+        on_ranks(config_class, TENSOR) if model.tp_plan else NO_PLAN,
+        on_ranks(config_class, EXPERTS) if model.ep_plan else NO_PLAN,
+    )
+
+
+def on_ranks(config_class: type[PreTrainedConfig], sizes: dict[str, int]) -> Trial:
+    """Runs a step of a class on ranks of its own; the result is that of rank 0, or the first error."""
+    context = multiprocessing.get_context("fork")  # everything is imported; this process itself computes nothing
+    num_ranks = sizes["fsdp_size"] * sizes.get("tp_size", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+        processes = [
+            context.Process(target=_rank, args=(rank, num_ranks, config_class, sizes, Path(folder), ends[rank][1]))
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _first_said([receiver for receiver, _ in ends])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _first_said(receivers: Sequence[Connection]) -> Trial:
+    """Returns what rank 0 found, or the error of the first rank that has one."""
+    waiting = list(receivers)
+    while waiting:
+        ready = multiprocessing.connection.wait(waiting, HANG_SECONDS)
+        if not ready:
+            return Trial(f"no answer within {HANG_SECONDS:.0f} s")
+        for receiver in ready:
+            waiting.remove(receiver)  # type: ignore[arg-type]
+            try:
+                said: Trial | None = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                return Trial("a rank ended without a word")
+            if said is not None:
+                return said
+    return Trial("no rank said anything")
+
+
+def _rank(
+    rank: int,
+    num_ranks: int,
+    config_class: type[PreTrainedConfig],
+    sizes: dict[str, int],
+    folder: Path,
+    answer: Connection,
+) -> None:
+    """Body of one rank: sends a Trial if it is rank 0 or has failed, else None."""
+    be_quiet()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, sys.stderr.fileno())
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    try:
+        answer.send(_step_on_rank(config_class, sizes, folder / "model"))
+    except DistCAError as error:
+        answer.send(Trial(_short(str(error).partition(": ")[2] or str(error))))
+    except Exception as error:
+        answer.send(Trial(_short(f"Transformers: {type(error).__name__}: {error}")))
+    signal.pause()  # a rank that leaves would be an error of the others; all are killed when one has answered
+
+
+def _step_on_rank(config_class: type[PreTrainedConfig], sizes: dict[str, int], folder: Path) -> Trial | None:
+    """Runs the step; rank 0 compares it."""
+    if dist.get_rank() == 0:
+        build(config_class, "eager").save_pretrained(folder)
+    dist.barrier()
+    model = _load(config_class, folder, IMPLEMENTATION, distributed_config=DistributedConfig(**sizes))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // sizes["fsdp_size"], pad_to_multiple_of=32)
+    distca_hf.enable(model, plugin, LONGEST_TOKENS)
+    (batch,) = plugin.dataloader(documents_dataset(), device="cpu", model=model)
+    loss = model(**batch).loss
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    found = Step(float(mean) / dist.get_world_size(), _whole_gradients(model))
+    plain = _load(config_class, folder, _plain(config_class, folder), distributed_config=DistributedConfig(**sizes))
+    without = Step(loss_alone(plain), _whole_gradients(plain))  # every data rank runs all documents
+    if dist.get_rank() > 0:
+        return None
+    alone = _load(config_class, folder, _plain(config_class, folder))
+    expected = Step(loss_alone(alone), _whole_gradients(alone))
+    allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
+    difference, upstream = found.difference(expected), without.difference(expected)
+    by_heads = heads_divided_by(model) > 1
+    if difference <= allowed:
+        return Trial(f"{difference:.1e}", by_heads)
+    if not upstream <= allowed:
+        return Trial(f"Transformers: {upstream:.1e} without distca, {difference:.1e} with it", by_heads)
+    return Trial(f"{WRONG} {difference:.1e}", by_heads, is_wrong=True)
+
+
+def _plain(config_class: type[PreTrainedConfig], folder: Path) -> str:
+    """Returns the implementation to compare with: sdpa, or eager for a class that does not know sdpa."""
+    try:
+        _load(config_class, folder, "sdpa")
+    except ValueError:
+        return "eager"
+    return "sdpa"
+
+
+def _load(config_class: type[PreTrainedConfig], folder: Path, implementation: str, **arguments: Any) -> Any:
+    model = TEXT.auto_class.from_pretrained(
+        folder, attn_implementation=implementation, dtype=torch.float32, **arguments
+    )
+    return model.train(config_class.model_type not in RANDOM_IN_TRAINING)
+
+
+def _whole_gradients(model: torch.nn.Module) -> torch.Tensor:
+    """Returns gradients of all parameters, one after the other, gathered from all ranks; zeros where there is none."""
+    whole = []
+    for _, parameter in sorted(model.named_parameters()):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        whole.append((gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).flatten())
+    return torch.cat(whole)
+
+
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
+
+
+def section(outcomes: Sequence[Outcome]) -> str:
+    """Returns the outcomes in Markdown."""
+    ordered = sorted(outcomes, key=lambda outcome: (outcome.model_class.lower(), outcome.model_type))
+    return "\n".join([INTRODUCTION, *TABLE_HEAD, *(outcome.row() for outcome in ordered)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
+    parser.add_argument("--out", type=Path, help="the page whose section is replaced, by default docs/models.md")
+    options = parser.parse_args()
+    be_quiet()
+    outcomes = []
+    for config_class in TEXT.config_classes(options.only):
+        outcome = examine(config_class)
+        if outcome is not None:
+            print(outcome.row(), flush=True)
+            outcomes.append(outcome)
+    out = options.out or (None if options.only else PAGE)
+    if out is not None:
+        write_section(out, section(outcomes))
+    if any(trial.is_wrong for outcome in outcomes for trial in (outcome.tensor, outcome.experts)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
