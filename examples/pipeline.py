@@ -101,6 +101,16 @@ def endless(loader: distca_hf.PlacedLoader) -> Iterator[dict[str, Any]]:
         yield from loader
 
 
+def print_step(number: int, step: StepInputs, losses: list[torch.Tensor], norm: float, mesh: DeviceMesh) -> None:
+    """Prints a step's loss, the mean over data ranks, with the balance of each micro-batch. The last stage calls it."""
+    total = torch.stack(losses).sum().detach()
+    dist.all_reduce(total, group=mesh.get_group("data"))
+    if mesh.get_local_rank("data") == 0:
+        balance = ", ".join(f"{plan.facts.imbalance:.3f}" for plan in step.plans)
+        mean = float(total) / mesh["data"].size()
+        print(f"step {number}: loss {mean:.5f}, gradient norm {norm:.3f}, max/mean work {balance}", flush=True)
+
+
 def main() -> None:
     args = arguments()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
@@ -153,12 +163,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if losses:  # on the last stage
-            total = torch.stack(losses).sum().detach()
-            dist.all_reduce(total, group=mesh.get_group("data"))
-            if mesh.get_local_rank("data") == 0:
-                balance = ", ".join(f"{plan.facts.imbalance:.3f}" for plan in step.plans)
-                mean = float(total) / mesh["data"].size()
-                print(f"step {number}: loss {mean:.5f}, gradient norm {norm:.3f}, max/mean work {balance}", flush=True)
+            print_step(number, step, losses, norm, mesh)
 
     # 4. An ordinary checkpoint.
     save_parts(parts, args.output, plugin)

@@ -1,4 +1,4 @@
-"""Grid: a training's ranks by pipeline stage, data and part of a tensor, and the ranks that do something together.
+"""Grid: the ranks of a training by stage, data rank and tensor rank, and the scopes of ranks that act together.
 
               tensor 0  1               tensor 0  1      Here documents are shared by ranks 0 and 2, 1 and 3, 4 and 6,
     stage 0  data 0  0  1     stage 1  data 0  4  5      5 and 7. Ranks 0 to 3 run the same layers, and so do 4 to 7.
@@ -19,7 +19,7 @@ from distca_hf.errors import ConfigError
 
 
 class Scope(enum.IntEnum):
-    """Ranks that do something together, the smallest scope first."""
+    """Scopes: sets of ranks that do something together, the smallest first."""
 
     ROWS = 0  # share documents: rows are exchanged among them, and a loss counts each label of theirs once
     STAGE = 1  # run the same layers: they agree on every pass, and hold the same weights
@@ -76,7 +76,8 @@ class Grid:
 
         Raises:
             ConfigError: the mesh is not all ranks of the job, each once; a dimension is missing, named twice or not
-                named; none is for data; or ranks of some tensor part are in another order than those of the first.
+                named; none is for data; or data ranks of some tensor rank are in another order than those
+                of the first.
         """
         kinds = {"stages": _names(stages), "data": _names(data), "tensor": _names(tensor)}
         order = [name for of_kind in kinds.values() for name in of_kind]
@@ -136,7 +137,7 @@ class Grid:
         elif scope is Scope.STAGE:
             sets = list(grid)
         else:
-            sets = [grid[stage, :, part] for stage in range(self.shape[0]) for part in range(self.shape[2])]
+            sets = [grid[stage, :, tensor] for stage in range(self.shape[0]) for tensor in range(self.shape[2])]
         return [tuple(sorted(ranks.flatten().tolist())) for ranks in sets]
 
     def same_tokens(self, ranks: Sequence[int]) -> list[list[int]]:
@@ -185,9 +186,9 @@ class Grid:
             per_node = per_node or int(counts[0])
             if (counts[:-1] != per_node).any() or counts[0] != per_node or counts[-1] > per_node:
                 shown = ", ".join(f"{count} on node {node}" for node, count in zip(nodes, counts, strict=True))
-                who = "ranks of the group" if self.is_flat else f"data ranks, such as {_some(ranks)},"
+                these = "ranks of the group" if self.is_flat else f"data ranks, such as {_some(ranks)},"
                 raise ConfigError(
-                    f"{who} are unequally many per node ({shown}; {launched_per_node} of the job on each): "
+                    f"{these} are unequally many per node ({shown}; {launched_per_node} of the job on each): "
                     "give a group with as many on every node, or set ranks_per_node"
                 )
         return per_node
@@ -213,7 +214,7 @@ class Grid:
         return self._numbers.get(rank, rank)  # attention servers are numbered behind all others
 
     def _coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Returns stage, data rank and tensor part of a rank."""
+        """Returns stage, data rank and tensor rank of a rank."""
         place, (_, data, tensor) = self._place_of[rank], self.shape
         return place // (data * tensor), place // tensor % data, place % tensor
 

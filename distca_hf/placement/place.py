@@ -27,7 +27,7 @@ from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbo
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
 from distca_hf.placement.even_windows import EvenWindows
 from distca_hf.placement.heuristics import ALIKE, Deal, deal_with_best, heuristics_to_try
-from distca_hf.placement.layer_kinds import LayerKinds
+from distca_hf.placement.layers_by_mask import LayersByMask
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.predicted import PredictedTime
@@ -100,7 +100,7 @@ def place(
         ConfigError: there are no layers, or fewer than 1 of a mask.
     """
     lengths = check_document_tokens(document_tokens)
-    kinds = LayerKinds.of(layer_masks, int(lengths.max(initial=0)))
+    kinds = LayersByMask.of(layer_masks, int(lengths.max(initial=0)))
     documents = _Documents(
         lengths,
         np.argsort(lengths, kind="stable"),
@@ -167,12 +167,12 @@ class _Windows:
         left_out: time of the pairs that windows leave out of long documents, as a fraction of the work.
     """
 
-    kinds: LayerKinds
+    kinds: LayersByMask
     time: float
     left_out: float
 
     @classmethod
-    def of(cls, kinds: LayerKinds, document_tokens: IntArray, work: int) -> "_Windows":
+    def of(cls, kinds: LayersByMask, document_tokens: IntArray, work: int) -> "_Windows":
         """Sums the windows of whole documents, which have this work."""
         long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
         left_out = sum(map(kinds.left_out_before, long.tolist()))
@@ -242,7 +242,7 @@ class _Documents:
         rank_load = self.pool.work_left / len(self.shares)
         return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
 
-    def placed(self, kinds: LayerKinds | None = None) -> Layout:
+    def placed(self, kinds: LayersByMask | None = None) -> Layout:
         """Places the documents: for the widest mask alone or, with kinds of layers, so that windows are even, too."""
         rule = self.rule
         # 1. Documents to nodes.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
-from distca_hf.placement.layer_kinds import LayerKinds, pair_time
+from distca_hf.placement.layers_by_mask import LayersByMask, pair_time
 from distca_hf.placement.stripes import QUERY_AND_OUTPUT_PARTS
 
 
@@ -43,7 +43,7 @@ class PredictedTime:
         return self.attention + self.keys
 
     @classmethod
-    def of(cls, layout: Layout, kinds: LayerKinds, rank_shares: Sequence[float]) -> "PredictedTime":
+    def of(cls, layout: Layout, kinds: LayersByMask, rank_shares: Sequence[float]) -> "PredictedTime":
         """Predicts the time of a layout.
 
         Args:

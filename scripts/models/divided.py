@@ -95,7 +95,7 @@ NO_PLAN = Trial("no plan")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found about a class."""
+    """Results of one class, with either plan."""
 
     model_class: str
     model_type: str
@@ -174,7 +174,7 @@ def _rank(
     folder: Path,
     answer: Connection,
 ) -> None:
-    """Body of one rank: sends a Trial if it is rank 0 or has failed, else None."""
+    """Runs one rank: sends a Trial if it is rank 0 or has failed, else None."""
     be_quiet()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

@@ -1,6 +1,6 @@
 """Faults among tensor ranks: one that differs from the rank that holds the same tokens, ends, or gets a signal.
 
-Four ranks, two data ranks of two tensor ranks each. The rank that does harm is of another tensor part than rank 0.
+Four ranks, two data ranks of two tensor ranks each. The rank that does harm has not the tensor rank of rank 0.
 """
 
 import os
@@ -247,7 +247,7 @@ def _train_until_signal(batches: str, initial: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(("batches", "data_ranks"), [("placed", 2), ("packs", 2), ("packs", 1)])
 def test_all_ranks_leave_after_the_same_step(batches: str, data_ranks: int, initial: Path, tmp_path: Path) -> None:
-    """SIGTERM on a rank of another tensor part; Transformers cannot resume such a model, so weights are saved."""
+    """SIGTERM on one tensor rank alone; Transformers cannot resume such a model, so weights are saved."""
     folder, harmed = tmp_path / "run", 2 * data_ranks - 1
     folder.mkdir()
 

@@ -33,7 +33,7 @@ STAGES, DATA, TENSOR = ("pp",), ("dp_replicate", "fsdp"), ("tp",)
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Styles of a plan after which every tensor rank has its own part of the outputs, and after which it has all of them.
 DIVIDED, GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep", "replicate")
-# Linear layers that queries, keys and values come from. Those of the first kind give one head after the other.
+# Linear layers that queries, keys and values come from. The first ones give one head after the other.
 BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "q_gate_proj", "query_key_value")
 IN_A_ROW = ("qkv_proj", "c_attn", "Wqkv")
 
@@ -63,7 +63,7 @@ def model_mesh(model: nn.Module) -> ModelMesh | None:
     """Returns the mesh that Transformers divided a model over; None if it did not.
 
     Raises:
-        ConfigError: it did, and says not over which ranks; or over a dimension of another name.
+        ConfigError: it did, but over ranks that are not known, or over a dimension of another name.
         UnsupportedAttentionError: it is no Transformers model.
     """
     inner = transformers_model(model)

@@ -1,8 +1,8 @@
 """Distribution check: ways of dividing a model between ranks that would train wrongly, or cannot train.
 
-`distributed` reads how Transformers divided a model. What Accelerate divides is known to its state. Everything that is
+`distributed` reads how Transformers divided a model. The state of Accelerate says what Accelerate divides. A way that is
 not known to be right is refused before the first step, because a rank would otherwise attend to parts of heads, or
-wait for rows that nobody sends.
+wait for rows that are never sent.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def _undivided_heads(model: nn.Module, tensor: int) -> Iterator[str]:
 
 def _accelerate(mesh: ModelMesh | None, tensor: int) -> Iterator[str]:
     """Yields what Accelerate divides by itself."""
-    if not AcceleratorState._shared_state:  # nobody has made an Accelerator
+    if not AcceleratorState._shared_state:  # no Accelerator was made
         return
     state = AcceleratorState()
     config = state.parallelism_config

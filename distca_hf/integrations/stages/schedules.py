@@ -12,12 +12,12 @@ from distca_hf.integrations.checkpointing import checkpointed_modules, recompute
 
 # Classes of torch whose backward comes in two parts, for inputs and for weights.
 DIVIDED_BACKWARD = frozenset({"ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"})
-# Those whose second chunk goes back through the stages.
+# Classes whose second chunk goes back through the stages.
 V_SHAPED = frozenset({"ScheduleZBVZeroBubble", "ScheduleDualPipeV"})
 # Wrappers that average gradients in hooks of backward. With a divided one torch 2.13 calls none of DDP's, and leaves
 # out gradients of parts between the first and the last with FSDP2.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FSDPModule)
-# The class of those that run one part on each stage.
+# Base class of the ones that run one part on each stage.
 ONE_PART = "PipelineScheduleSingle"
 
 

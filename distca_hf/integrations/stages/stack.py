@@ -1,9 +1,9 @@
 """Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules behind them.
 
 Transformers writes this down for each class whose layers pass hidden states on and nothing else
-(`base_model_pp_plan`). What the class does besides is looked at in its forward pass, without weights: where all
-modules of the stack pass their input on, hidden states must come out as the very tensor that went in. A model that
-scales or adds something on the way would do it in each stage again.
+(`base_model_pp_plan`). Its forward pass is then tried without weights. Where all modules of the stack pass their
+input on, hidden states must come out as the very tensor that went in. A model that scales or adds something on the way
+would do it in each stage again.
 """
 
 from collections.abc import Sequence

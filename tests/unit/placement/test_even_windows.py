@@ -13,7 +13,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.placement.accordion import Goal
 from distca_hf.placement.even_windows import EvenWindows
-from distca_hf.placement.layer_kinds import LayerKinds, pair_time
+from distca_hf.placement.layers_by_mask import LayersByMask, pair_time
 from distca_hf.placement.piece_pool import PiecePool, work_of
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import PredictedTime
@@ -34,7 +34,7 @@ def one_giant_and_others(seed: int, num_ranks: int) -> list[int]:
 
 def dealt_evenly(lengths: list[int], shares: int, may_miss: float) -> list[tuple[int, int, float]]:
     """Returns tokens, work and pairs left out of each share."""
-    kinds = LayerKinds.of(LAYERS, max(lengths))
+    kinds = LayersByMask.of(LAYERS, max(lengths))
     pool = PiecePool.of_documents(np.sort(lengths), kinds.cost)
     work, tokens = pool.work_left, sum(lengths)
     goals = [
@@ -74,7 +74,7 @@ def test_where_no_part_works_lines_are_equal_parts_of_both() -> None:
 )
 def test_work_in_windows_is_work_of_the_widest_mask_without_the_pairs_left_out(layers: LayerMasks) -> None:
     lengths = np.array([1, 63, 64, 65, 300, 5000, 70_000])
-    kinds = LayerKinds.of(layers, 70_000)
+    kinds = LayersByMask.of(layers, 70_000)
     starts = np.zeros_like(lengths)
     widest = sum(count * pair_time(mask) * kinds.widest.pairs_of(starts, lengths) for mask, count in kinds.windows)
     left_out = np.array([kinds.left_out_before(length) for length in lengths.tolist()])
@@ -84,9 +84,11 @@ def test_work_in_windows_is_work_of_the_widest_mask_without_the_pairs_left_out(l
 
 
 def test_windows_as_long_as_every_document_are_full_attention() -> None:
-    assert LayerKinds.of(LAYERS, 1024) == LayerKinds(Mask(), 6, ())
-    assert LayerKinds.of(LAYERS, 1025) == LayerKinds(Mask(), 1, ((WINDOW, 5),))
-    assert LayerKinds.of(((WINDOW, 2), (Mask(64), 1), (WINDOW, 1)), 9000) == LayerKinds(WINDOW, 3, ((Mask(64), 1),))
+    assert LayersByMask.of(LAYERS, 1024) == LayersByMask(Mask(), 6, ())
+    assert LayersByMask.of(LAYERS, 1025) == LayersByMask(Mask(), 1, ((WINDOW, 5),))
+    assert LayersByMask.of(((WINDOW, 2), (Mask(64), 1), (WINDOW, 1)), 9000) == LayersByMask(
+        WINDOW, 3, ((Mask(64), 1),)
+    )
 
 
 @pytest.mark.parametrize("layer_masks", [(), ((Mask(), 0),)])
@@ -155,7 +157,7 @@ def test_models_of_windows_alone_have_no_stripes_and_even_windows() -> None:
 
 
 def test_predicted_time_of_even_ranks_without_keys_is_that_of_their_work() -> None:
-    kinds = LayerKinds.of(LAYERS, 2048)
+    kinds = LayersByMask.of(LAYERS, 2048)
     time = PredictedTime.of(Layout.from_packs([[2048], [2048]]), kinds, [1.0, 1.0])
 
     assert time.keys == 0

@@ -1,4 +1,4 @@
-"""Kinds of layers: masks of a model that differ for one micro-batch, and the pairs that windows leave out."""
+"""Layers by mask: the kinds of layers of a model that differ for one micro-batch, and the pairs that windows leave out."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +17,8 @@ WINDOW_QUERY_PAIRS = 512
 
 
 @dataclass(frozen=True)
-class LayerKinds:
-    """The kinds of layers that differ for one micro-batch.
+class LayersByMask:
+    """The layers of a model by mask, where masks differ for one micro-batch.
 
     Attributes:
         widest: the mask with most pairs, full attention in nearly all models. Its work is made even exactly.
@@ -31,7 +31,7 @@ class LayerKinds:
     windows: LayerMasks
 
     @classmethod
-    def of(cls, layer_masks: LayerMasks, longest_document_tokens: int) -> "LayerKinds":
+    def of(cls, layer_masks: LayerMasks, longest_document_tokens: int) -> "LayersByMask":
         """Sorts the layers of a model by mask. A window as long as every document is full attention.
 
         Raises:
