@@ -1,4 +1,4 @@
-"""Layers by mask: the kinds of layers of a model that differ for one micro-batch, and the pairs that windows leave out."""
+"""Layers by mask: the masks of a model that differ for one micro-batch, and the pairs that windows leave out."""
 
 from collections import Counter
 from collections.abc import Callable
