@@ -96,7 +96,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
-            pipeline: stages that these batches pass through, where every stage has as many ranks as this group. Then
+            pipeline: stages that these batches pass through, each with as many data ranks as this one. Then
                 `micro_steps` is the number of micro-batches that a schedule runs in one optimizer step. Documents of a
                 step are divided by attention work so that stages hardly wait, and keep their step. Every epoch has
                 whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`: the whole one,
@@ -105,7 +105,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         Raises:
             ConfigError: several processes were launched, but no process group is initialised; the model is divided
                 between ranks in a way that cannot train, or otherwise than ranks were before; or the pipeline cannot
-                run so many micro-batches, or has more parts than the model has layers.
+                run so many micro-batches, has more parts than the model has layers, or other stages than the mesh.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         if model is not None:
@@ -115,6 +115,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         whole_documents = model is not None and needs_whole_documents(model)
         needs_bytes = self.servers is not None or whole_documents
         if pipeline is not None:
+            self._check_stages(pipeline)
             pipeline.check(micro_steps, None if model is None else num_layers_of(model))
         return PlacedLoader(
             dataset,
@@ -134,6 +135,19 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             pipeline,
             LLAMA_8B_COSTS if model is None or pipeline is None else pass_costs_of(model),
         )
+
+    def _check_stages(self, pipeline: Pipeline) -> None:
+        """Refuses a pipeline of other stages than the mesh of the ranks has.
+
+        Raises:
+            ConfigError: names both numbers.
+        """
+        grid = self.members.grid
+        if 1 < grid.shape[0] != pipeline.num_stages:
+            raise ConfigError(
+                f"{grid.name}: the mesh has {grid.in_words()}, and pipeline={pipeline} has {pipeline.num_stages} "
+                "stages; give both the same number"
+            )
 
     def attempts(
         self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]

@@ -141,7 +141,7 @@ def estimate_pipeline(
         as_packed=simulated.busy / seconds["as_packed"],
         shaped=simulated.busy / seconds["shaped"],
         interleaved=simulated.busy / seconds["interleaved"] if pipeline.chunks > 1 else None,
-        no_pipeline=utilisation_without_pipeline(request, without, costs, wires),
+        no_pipeline=WithoutPipeline(request, without).utilisation(request.model, costs, wires),
         held_micro_batches=simulated.in_1f1b.held_micro_batches,
         held_interleaved=simulated.schedule.held_micro_batches if pipeline.chunks > 1 else None,
     )
@@ -197,31 +197,38 @@ class _Simulated:
         self.seconds[way] += float(simulate(schedule, pairs, *sizes, self._costs, self._hop_seconds, layers))
 
 
-def utilisation_without_pipeline(
-    request: PlanRequest, steps: Sequence[IntArray], costs: PassCosts, wires: Wires
-) -> float:
-    """Returns the utilisation of the same GPUs, all of them data-parallel under FSDP2.
+class WithoutPipeline:
+    """The same GPUs, all of them data-parallel under FSDP2, and the same documents, placed.
 
     Args:
         request: ranks of a stage, model and pipeline.
         steps: lengths of the documents of each optimizer step.
-        costs: seconds of the layers of the model.
-        wires: speed of the network.
     """
-    gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
-    micro_steps = ceil_div(request.micro_steps, stages)
-    planner = PlacedPlanner(request.planner.config, gpus, request.model.heads.groups)
-    batches = [_in_micro_steps(lengths, micro_steps) for lengths in steps]
-    uneven = float(np.mean([_balance(planner, step) for step in batches[:MOST_PLACED_STEPS]]))
-    gather_seconds = wires.seconds(weights_to_gather(request.model))
-    busy = seconds = 0.0
-    for batch in (batch for step in batches for batch in step):
-        tokens, pairs = int(batch.sum()) / gpus, int(work_of_documents(batch).sum()) / gpus
-        busy += _work_seconds(costs, tokens, pairs)
-        for one, gathers in ((costs.forward, FORWARD_GATHERS), (costs.backward, BACKWARD_GATHERS)):
-            computing = tokens * one.token_seconds + pairs * uneven * one.pair_seconds
-            seconds += max(computing, gathers * gather_seconds)
-    return busy / seconds
+
+    def __init__(self, request: PlanRequest, steps: Sequence[IntArray]) -> None:
+        self._gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
+        planner = PlacedPlanner(request.planner.config, self._gpus, request.model.heads.groups)
+        batches = [_in_micro_steps(lengths, ceil_div(request.micro_steps, stages)) for lengths in steps]
+        self._batches = [batch for step in batches for batch in step]
+        self._uneven = float(np.mean([_balance(planner, step) for step in batches[:MOST_PLACED_STEPS]]))
+
+    def utilisation(self, model: ModelShape, costs: PassCosts, wires: Wires) -> float:
+        """Returns the part of the time in which GPUs compute.
+
+        Args:
+            model: whose weights are gathered.
+            costs: seconds of its layers.
+            wires: speed of the network.
+        """
+        gather_seconds = wires.seconds(weights_to_gather(model))
+        busy = seconds = 0.0
+        for batch in self._batches:
+            tokens, pairs = int(batch.sum()) / self._gpus, int(work_of_documents(batch).sum()) / self._gpus
+            busy += _work_seconds(costs, tokens, pairs)
+            for one, gathers in ((costs.forward, FORWARD_GATHERS), (costs.backward, BACKWARD_GATHERS)):
+                computing = tokens * one.token_seconds + pairs * self._uneven * one.pair_seconds
+                seconds += max(computing, gathers * gather_seconds)
+        return busy / seconds
 
 
 def _in_micro_steps(lengths: IntArray, micro_steps: int) -> list[IntArray]:

@@ -15,9 +15,9 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.pipelines import (
     PipelineEstimates,
     Wires,
+    WithoutPipeline,
     estimate_pipeline,
     least_heaviest,
-    utilisation_without_pipeline,
 )
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.cli import app
@@ -122,7 +122,8 @@ def test_wires_limit_gathers_without_a_pipeline(tokens: int, wire_speed: float) 
     gather = 2 * weights / (1e9 * wire_speed)
     expected = (forward + backward) / (max(forward, gather) + max(backward, 2 * gather))
 
-    assert utilisation_without_pipeline(request, [step], costs, Wires(wire_speed)) == pytest.approx(expected, rel=1e-3)
+    utilisation = WithoutPipeline(request, [step]).utilisation(LLAMA, costs, Wires(wire_speed))
+    assert utilisation == pytest.approx(expected, rel=1e-3)
 
 
 def run(lengths: str | Path, *options: str, status: int = 0, ranks: int = 8, tokens: int = 16384) -> Any:

@@ -15,6 +15,7 @@ import distca_hf
 from distca_hf import ConfigError, PackingError, Pipeline
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.comm.grid import Grid
 from distca_hf.config import DistCAConfig
 from distca_hf.data.epochs import EpochPacker
 from support.data import random_dataset
@@ -160,6 +161,14 @@ def test_a_model_says_its_layers_and_costs() -> None:
 def test_steps_that_a_pipeline_cannot_run(pipeline: Pipeline, micro_steps: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         loader_of(pipeline, micro_steps)
+
+
+def test_another_number_of_stages_than_the_mesh_has() -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)
+    plugin.use_grid(Grid(ranks=(0, 1), shape=(2, 1, 1), rank=0))
+
+    with pytest.raises(ConfigError, match=r"the mesh has 2 stages x 1 data ranks.*has 4 stages; give both the same"):
+        plugin.dataloader(DATASET, device="cpu", micro_steps=4, pipeline=Pipeline(4))
 
 
 def test_a_document_longer_than_a_micro_batch_of_a_stage() -> None:

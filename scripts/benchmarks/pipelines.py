@@ -1,0 +1,185 @@
+"""Pipelines on the shipped lengths, simulated: utilisation with and without one, in Markdown tables.
+
+    python scripts/benchmarks/pipelines.py [goals] [equal] [wires] [time] [--steps 6]
+
+goals    utilisation in every way of `distca plan --pipeline`, at several rates of matrix products
+equal    micro-batches of equal work, and shaped ones, against what the schedule allows, by what no division of whole
+         documents can go below
+wires    utilisation without a pipeline, by tokens per rank and speed of the wires
+time     of dividing and shaping a step of 64 ranks x 16 micro-batches, on one core: the shortest and the longest of
+         several, in seconds of the processor
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from distca_hf.analysis.epoch import PackedEpoch, pack_epoch, plan_epoch
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.pipelines import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
+from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.arrays import IntArray
+from distca_hf.data.pipelines import Pipeline, Schedule
+from distca_hf.data.shaping import shape_step, simulate, work_of_documents
+from distca_hf.data.work_shares import divide
+from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates
+from lib.planning.planners import K, print_row, table
+
+
+TABLES = ("goals", "equal", "wires", "time")
+MIXES = ("pretrain", "prolong")
+# Matrix products alone, without norms and activations; whole layers, fitted to measured steps; these with Liger.
+RATES = {"785": Rates(785e12, 650e12, 609e12), "518": H200, "622, Liger": H200_LIGER}
+# Upper ends of the classes of `least_heaviest`.
+BOUNDS = (1.1, 1.7, 2.6, 4.0, np.inf)
+WIRE_SPEEDS = (12.5, 25.0, 50.0, 100.0)
+ROUNDS = 5
+
+
+def epoch_of(mix: str, request: PlanRequest) -> PackedEpoch:
+    return pack_epoch(read_lengths(Path(mix)).tokens, request, seed=0)
+
+
+def steps_of(packed: PackedEpoch, micro_batches: int, most: int) -> Iterator[list[IntArray]]:
+    """Yields lengths of the micro-batches, as packed, of steps that are spread over an epoch."""
+    steps = packed.epoch.num_micro_batches // micro_batches
+    for step in np.unique(np.linspace(0, steps - 1, min(most, steps)).astype(int)).tolist():
+        numbers = range(step * micro_batches, (step + 1) * micro_batches)
+        yield [packed.document_tokens[packed.epoch.micro_batch(number)] for number in numbers]
+
+
+def costs_of(model: str, rates: Rates) -> PassCosts:
+    costs = preset(model).pass_costs(rates=rates)
+    assert costs is not None
+    return costs
+
+
+def print_goals() -> None:
+    table(
+        "llama3-8b on 4 stages x 8 data ranks x 128K tokens, 8 micro-batches, 50 GB/s: GPUs compute, % of the time",
+        *("lengths", "TFLOP/s of matrices", "plain 1F1B", "as packed 1F1B", "shaped 1F1B"),
+        *("2 chunks", "4 chunks", "no pipeline", "attention", "heaviest ÷ mean", "at least", "rows filled"),
+    )
+    for mix in MIXES:
+        request = {
+            chunks: PlanRequest(8, 128 * K, 8, 8, preset("llama3-8b"), pipeline=Pipeline(4, chunks))
+            for chunks in (2, 4)
+        }
+        packed = epoch_of(mix, request[4])
+        plans = plan_epoch(request[4], packed.document_tokens, packed.epoch)
+        for name, rates in RATES.items():
+            found = {
+                chunks: estimate_pipeline(
+                    *(one, packed.document_tokens, packed.epoch, plans, costs_of("llama3-8b", rates), Wires())
+                )
+                for chunks, one in request.items()
+            }
+            busy, interleaved = found[4], [found[chunks].interleaved or 0.0 for chunks in (2, 4)]
+            shares = busy.plain, busy.as_packed, busy.shaped, *interleaved, busy.no_pipeline, busy.attention_share
+            print_row(
+                *(mix, name, *(f"{100 * share:.1f}" for share in shares)),
+                *(f"{busy.heaviest:.2f}", f"{busy.least_heaviest:.2f}", f"{100 * busy.filled:.1f}"),
+            )
+
+
+def print_equal(most_steps: int) -> None:
+    """Compares with equal work in every micro-batch, which whole documents may not allow."""
+    ratios: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for mix, ranks, tokens, micro_batches in product(MIXES, (8, 16, 32, 64), (32 * K, 64 * K, 128 * K), (4, 8, 16)):
+        request = PlanRequest(ranks, tokens, 8, micro_batches, preset("llama3-8b"), overlong="split")
+        packed = epoch_of(mix, request)
+        schedules = {
+            name: Schedule(Pipeline(4, chunks), micro_batches)
+            for name, chunks in (("1F1B", 1), ("2 chunks", 2), ("4 chunks", 4))
+        }
+        for batches in steps_of(packed, micro_batches, most_steps):
+            lengths = np.concatenate(batches)
+            work = work_of_documents(lengths)
+            as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
+            even = divide(lengths, work, [1.0] * micro_batches, ranks * tokens) or as_packed
+            bound = least_heaviest(lengths, micro_batches)
+            of_class = next(most for most in BOUNDS if bound <= most)
+            for name, schedule in schedules.items():
+                sizes = ranks, tokens, LLAMA_8B_COSTS
+                shaped = shape_step(lengths, work, as_packed, schedule, *sizes)
+                ideal = float(simulate(schedule, np.full(micro_batches, work.sum() / micro_batches), *sizes))
+                for way, groups in (("as packed", as_packed), ("equal", even), ("shaped", shaped)):
+                    loads = np.array([int(work[group].sum()) for group in groups])
+                    ratios[name, way][of_class].append(ideal / float(simulate(schedule, loads, *sizes)))
+    table(
+        "÷ what the schedule allows with equal work, by the least work of the heaviest micro-batch ÷ mean: "
+        "smallest, median, largest",
+        *("schedule, 4 stages", "micro-batches", *(f"≤ {most:g}" for most in BOUNDS)),
+    )
+    for (name, way), classes in ratios.items():
+        cells = [classes[most] for most in BOUNDS]
+        print_row(
+            *(name, way),
+            *(f"{min(one):.3f} {statistics.median(one):.3f} {max(one):.3f}" if one else "-" for one in cells),
+        )
+    print_row("steps", "", *(len(ratios["1F1B", "shaped"][most]) for most in BOUNDS))
+
+
+def print_wires(most_steps: int) -> None:
+    table(
+        "No pipeline: 32 GPUs, utilisation by the speed of the wires, GB/s per GPU",
+        *("model", "lengths", "TFLOP/s of matrices", "tokens per rank", *(f"{speed:g}" for speed in WIRE_SPEEDS)),
+    )
+    without: dict[tuple[str, int], WithoutPipeline] = {}
+    for mix, tokens in product(MIXES, (8 * K, 16 * K, 32 * K, 64 * K)):
+        request = PlanRequest(8, tokens, 8, 8, preset("llama3-8b"), overlong="split", pipeline=Pipeline(4))
+        steps = [np.concatenate(batches) for batches in steps_of(epoch_of(mix, request), 8, most_steps)]
+        without[mix, tokens] = WithoutPipeline(request, steps)
+    for (name, rates), model, (mix, tokens) in product(list(RATES.items())[:2], ("llama3-8b", "llama3-70b"), without):
+        costs = costs_of(model, rates)
+        found = [without[mix, tokens].utilisation(preset(model), costs, Wires(speed)) for speed in WIRE_SPEEDS]
+        print_row(model, mix, name, f"{tokens // K}K", *(f"{utilisation:.2f}" for utilisation in found))
+
+
+def print_times() -> None:
+    table(
+        "Dividing and shaping one step of 64 ranks x 128K tokens x 16 micro-batches",
+        *("lengths", "documents", "stages", "chunks", "shortest s", "longest s"),
+    )
+    for mix in MIXES:
+        request = PlanRequest(64, 128 * K, 8, 16, preset("llama3-8b"))
+        (batches,) = steps_of(epoch_of(mix, request), 16, 1)
+        lengths = np.concatenate(batches)
+        as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
+        for stages, chunks in ((4, 1), (4, 4), (8, 4)):
+            seconds = []
+            for _ in range(ROUNDS):
+                began = time.process_time()
+                schedule = Schedule(Pipeline(stages, chunks), 16)
+                shape_step(lengths, work_of_documents(lengths), as_packed, schedule, 64, 128 * K, LLAMA_8B_COSTS)
+                seconds.append(time.process_time() - began)
+            print_row(mix, f"{len(lengths):,}", stages, chunks, f"{min(seconds):.2f}", f"{max(seconds):.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of every row of equal and wires")
+    options = parser.parse_args()
+    unknown = sorted(set(options.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    chosen = options.tables or TABLES
+    if "goals" in chosen:
+        print_goals()
+    if "equal" in chosen:
+        print_equal(options.steps)
+    if "wires" in chosen:
+        print_wires(options.steps)
+    if "time" in chosen:
+        print_times()
+
+
+if __name__ == "__main__":
+    main()
