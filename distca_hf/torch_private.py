@@ -104,6 +104,15 @@ def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(function)
 
 
+def ddp_awaits_every_gradient() -> bool:
+    """Returns whether this runs inside of a forward pass of DDP whose backward waits, on all ranks, for a gradient of
+    every weight. There is no public name for the DDP module around a pass; without the private one the answer is no.
+    """
+    active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
+    module = None if active is None else active()
+    return module is not None and module.require_backward_grad_sync and not module.find_unused_parameters
+
+
 def unknown_size() -> int | torch.SymInt:
     """Returns a new size of at least 0, for fake implementations of operators whose outputs depend on data.
 

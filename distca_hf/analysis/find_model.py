@@ -6,6 +6,7 @@ Weights are counted in a model without memory (torch's meta device).
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from distca_hf.errors import ConfigError
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIG_FILE = "config.json"
 # Forward operations of one token and weight: a multiplication and an addition.
@@ -77,7 +78,7 @@ def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
     others = {key: getattr(config, key) for key in config.attribute_map}  # GPT-2 writes n_head
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     dtype = str(values.get("dtype") or "bfloat16").removeprefix("torch.")
-    return replace(shape_of_config({**values, "dtype": dtype}, name, where), size=_count(whole, name))
+    return _counted(shape_of_config({**values, "dtype": dtype}, name, where), whole, name)
 
 
 def read_model(path: Path) -> ModelShape:
@@ -98,7 +99,7 @@ def read_model(path: Path) -> ModelShape:
         known = AutoConfig.for_model(**config)
     except Exception as error:  # configurations check themselves, each in its own way
         raise ConfigError(f"model config {path} is not one of {config['model_type']}: {error}") from error
-    return replace(shape, size=_count(known, str(path)))
+    return _counted(shape, known, str(path))
 
 
 def _type_of(name: str) -> str | None:
@@ -112,9 +113,10 @@ def _type_of(name: str) -> str | None:
     return classes.get(name)
 
 
-def _count(whole: "PretrainedConfig", name: str) -> ModelSize | None:
-    """Counts the weights of a causal language model; None if it is unknown how many of them a token passes. Of a
-    multimodal model the text part is counted, with its towers where Transformers has no model of the text alone.
+def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelShape:
+    """Returns a shape with numbers of weights, if it is known how many of them a token passes, and with words for
+    layers that are not full attention. Of a multimodal model the text part is counted, with its towers where
+    Transformers has no model of the text alone.
 
     Raises:
         ConfigError: Transformers has no such model with this configuration, or cannot build it.
@@ -135,10 +137,10 @@ def _count(whole: "PretrainedConfig", name: str) -> ModelSize | None:
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # a model's code may raise anything
         raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
-    flops = step_flops(model)
+    shape, flops = replace(shape, other_layers=_other_layers(model)), step_flops(model)
     if flops is None:
-        return None
-    return ModelSize(
+        return shape
+    size = ModelSize(
         layers=config.num_hidden_layers,
         hidden_size=head.shape[1],
         vocabulary=head.shape[0],
@@ -146,6 +148,19 @@ def _count(whole: "PretrainedConfig", name: str) -> ModelSize | None:
         layer_parameters=round(flops.layers_forward / FLOPS_OF_WEIGHT),
         embedding_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
     )
+    return replace(shape, size=size)
+
+
+def _other_layers(model: "PreTrainedModel") -> str:
+    """Returns words for layers that are not full attention; empty if all are."""
+    from distca_hf.integrations.models.layer_masks import layer_windows
+    from distca_hf.integrations.models.mixers import mixers_of
+
+    windows = Counter(window for _, window in layer_windows(model) if window is not None)
+    words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
+    if mixers := {name.rpartition(".")[0] for name in mixers_of(model)}:
+        words.append(f"{len(mixers)} that carry a state, so that documents stay whole in training")
+    return ", ".join(words)
 
 
 # Bytes of a weight by the names that configurations have for dtypes.

@@ -103,6 +103,7 @@ class StepReport:
         }
         return {
             "model": self.request.model.name,
+            "other_layers": self.request.model.other_layers,
             "layout": self.request.layout,
             "source": self.source,
             **origin,

@@ -55,7 +55,13 @@ COMPARE_COLUMNS = 76
 def print_answer(answer: PlanAnswer, console: Console) -> None:
     """Prints documents, the answer in two sentences, the epoch, estimates, choices, and the first step with
     baselines."""
+    model = answer.step.request.model
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
+    if model.other_layers:
+        blocks.append(
+            f"{model.name} has other layers than full attention: {model.other_layers}. All count as full ones here, "
+            "so work, bytes and speed-up are larger than in training."
+        )
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
     blocks += estimates_tables(answer, console.width) if answer.pipeline is None else [_pipeline(answer.pipeline)]
     blocks.append(_figures(answer.step))

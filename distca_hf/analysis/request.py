@@ -118,12 +118,14 @@ class ModelShape:
         heads: heads of one layer.
         number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
+        other_layers: words for layers that are not full attention, but count as such; empty if there are none.
     """
 
     name: str
     heads: Heads
     number_bytes: int = 2
     size: ModelSize | None = None
+    other_layers: str = ""
 
     @property
     def token_bytes(self) -> TokenBytes:

@@ -21,6 +21,8 @@ from distca_hf.runtime.local_attention import Documents
 
 # Rows of positions that begin with those of text: three of images follow.
 POSITIONS_WITH_TEXT = 4
+# Names of the argument that holds keys and states of earlier tokens: Transformers from 5.24 on, and before.
+CACHES = ("cache", "past_key_values", "cache_params")
 # Keywords of a model's forward pass: tensors, and flags or caches of any type.
 Batch = Mapping[str, Any]
 
@@ -98,7 +100,7 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
         row, token = (int(index) + step for index, step in zip(restarts.nonzero()[0], (0, 1), strict=True))
         raise PackingError(
             f"row {row}, token {token}: a document begins (position {int(positions[row, token])}) behind tokens whose "
-            "keys are in the cache; give packed documents without past_key_values, or go on with one document per row"
+            "keys are in the cache; give packed documents without a cache, or go on with one document per row"
         )
 
 
@@ -148,7 +150,7 @@ def check_beginnings(positions: torch.Tensor) -> None:
         raise PackingError(
             f"position_ids begin a document at position {int(positions.max())} instead of 0: part of it is missing. A "
             "batch of plugin.dataloader must be passed on with its distca_plan; in other batches begin documents at "
-            "0, or give the keys of earlier tokens (past_key_values)"
+            "0, or give the keys of earlier tokens (cache)"
         )
 
 
@@ -170,7 +172,7 @@ def check_mask_numbers(batch: Batch) -> None:
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.numel() == 0:
         return
-    if batch.get("past_key_values") is not None or (largest := mask.max().item()) <= 1:
+    if cache_of(batch) is not None or (largest := mask.max().item()) <= 1:
         return
     # mask       1 1 1 2 2 0        Numbers must change exactly where positions restart. Padding counts for neither.
     # positions  0 1 2 0 1 0
@@ -188,6 +190,11 @@ def check_mask_numbers(batch: Batch) -> None:
         "them: documents would see each other. Give position_ids that begin at 0 in every document, as "
         "DataCollatorWithFlattening does"
     )
+
+
+def cache_of(batch: Batch) -> Any:
+    """Returns the cache that a batch goes on from, or fills; None if there is none."""
+    return next((batch[name] for name in CACHES if batch.get(name) is not None), None)
 
 
 def tokens_of(batch: Batch) -> torch.Tensor:

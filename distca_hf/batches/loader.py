@@ -136,7 +136,7 @@ class PlacedLoader:
         self._loaded: Cursor | None = None
         self._position = Cursor()
         self._warned_of_labels = self._is_left_early = False
-        self._unused = UnusedBatches(self._prefetch)
+        self._unused = UnusedBatches(max(self._prefetch, micro_steps))
 
     def __len__(self) -> int:
         """Returns the micro-batches of an epoch; the same for every epoch."""

@@ -89,12 +89,12 @@ class PackPlanner:
 
         return go_back
 
-    def plan(self, batch: Batch, trains: bool = True, towers_are_sharded: bool = False) -> LivePlan | None:
+    def plan(self, batch: Batch, trains: bool = True, images_wait: bool = False) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
 
         Args:
             trains: whether it is trained on, and counted.
-            towers_are_sharded: whether a rank that looks at an image waits for weights of all others.
+            images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
 
         Returns:
             The plan; None where some rank's batch is padded: then every rank attends to its own batch.
@@ -114,7 +114,7 @@ class PackPlanner:
         }
         if self._transport.grid.shape[2] > 1:
             flags[CHECKSUM] = _checksum(lengths, tokens, batch)
-        lengths_of_ranks = self._all_lengths(lengths, number, flags, towers_are_sharded)
+        lengths_of_ranks = self._all_lengths(lengths, number, flags, images_wait)
         if lengths_of_ranks is None:
             return None
         layout = Layout.from_packs(lengths_of_ranks)
@@ -170,7 +170,7 @@ class PackPlanner:
             raise
 
     def _all_lengths(
-        self, lengths: IntArray | None, number: int, flags: dict[str, int], towers_are_sharded: bool
+        self, lengths: IntArray | None, number: int, flags: dict[str, int], images_wait: bool
     ) -> list[IntArray] | None:
         """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
         batch holds no label to learn: most likely all their batches are like it."""
@@ -189,7 +189,7 @@ class PackPlanner:
         numbers = agreement.wait(Scope.ROWS)
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
-        if towers_are_sharded:
+        if images_wait:
             self._check_images(numbers["holds images"], number)
         if any(numbers["learns nothing"]):
             log.warning(
@@ -232,9 +232,10 @@ class PackPlanner:
             holding, without = self._labels(flags), self._labels([1 - flag for flag in flags])
             raise PackingError(
                 f"{self._transport.grid.name}, micro-batch {number}: rank {holding} holds images, videos or "
-                f"sound, and rank {without} none. The model's towers are sharded: ranks with images would wait for "
-                "the others for ever. Give every rank an image in every micro-batch (a blank one, say), or leave the "
-                "towers out of sharding (ignored parameters of FSDP)"
+                f"sound, and rank {without} none. Ranks with images would wait for the others for ever: for weights "
+                "of towers that are sharded, or for gradients of towers that train. Give every rank an image in every "
+                "micro-batch (a blank one, say); or freeze the towers, leave them out of sharding (ignored parameters "
+                "of FSDP), and with DDP set find_unused_parameters=True"
             )
 
     def _labels(self, flags: Sequence[int]) -> str:

@@ -154,7 +154,7 @@ class RunReport:
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
         """
         self.written = True
-        if plan.transport.grid.number != 0 or not log.isEnabledFor(logging.INFO):
+        if plan.transport.grid.number != 0 or plan.chunk != 0 or not log.isEnabledFor(logging.INFO):
             return
         log.info("%s: %s", __version__, self._first_line(plan), extra=OF_THIS_RANK)
         if isinstance(plan, PlacedPlan):

@@ -37,6 +37,17 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
 
 
+# Words of `torch.distributed.pipelining` in the error that it raises from that of a stage, with its arguments.
+SIGN_OF_A_STAGE = "failed to run forward"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Returns the error of a pipeline stage, of which torch's own says nothing; any other error itself."""
+    while SIGN_OF_A_STAGE in str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def tells_of_a_lost_peer(error: BaseException) -> bool:
     """Returns whether an error came about because another rank had ended before."""
     if isinstance(error, DistCAError):
@@ -157,14 +168,15 @@ class Announcement:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leaves a message, unless the roll call is over, and passes the error on."""
         if not self.is_silent:
-            self._leave(kind, error)
+            self._leave(error)
         self.earlier(kind, error, trace)
 
-    def _leave(self, kind: type[BaseException], error: BaseException) -> None:
-        if tells_of_a_lost_peer(error) and not isinstance(error, DistCAError):
+    def _leave(self, error: BaseException) -> None:
+        cause = cause_of(error)
+        if tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
             for words in self._call.missing_in_words():
                 error.add_note(f"distca_hf: {words}")
-        self._call.leave(f"{kind.__name__}: {error}")
+        self._call.leave(f"{type(cause).__name__}: {cause}")
 
 
 def show_errors_once() -> None:
@@ -188,19 +200,20 @@ class ShownOnce:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Shows the error, or points to the rank that does."""
-        words, rank = f"{kind.__name__}: {error}", this_rank()
+        cause = cause_of(error)
+        words, rank = f"{type(cause).__name__}: {cause}", this_rank()
         if isinstance(error, Exception):  # not Ctrl-C
-            leave_for_launcher(words, follows=tells_of_a_lost_peer(error))
-        if not isinstance(error, DistCAError):
+            leave_for_launcher(words, follows=tells_of_a_lost_peer(cause))
+        if not isinstance(cause, DistCAError):
             self._earlier(kind, error, trace)
             return
         shown_by = first_rank_with(words, rank)
         if shown_by != rank:
-            self._point(f"ends with the same {kind.__name__} as rank {shown_by}, which shows it")
+            self._point(f"ends with the same {type(cause).__name__} as rank {shown_by}, which shows it")
             return
         self._point(words)  # before a traceback of many lines
         # One that lost another rank names it; where this rank waited says nothing.
-        if not isinstance(error, PeerLostError):
+        if not isinstance(cause, PeerLostError):
             self._earlier(kind, error, trace)
 
     def _point(self, words: str) -> None:

@@ -319,7 +319,7 @@ class DocumentSource:
             return
         first = int(too_long[0])
         if overlong == "error":
-            holders, setting = ("all ranks together hold", "ranks x tokens_per_rank")
+            holders, setting = ("all data ranks together hold", "ranks x tokens_per_rank")
             if self._stay_whole:
                 holders, setting = ("documents of this model stay whole, and a rank holds", "tokens_per_rank")
             raise PackingError(

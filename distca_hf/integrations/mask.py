@@ -20,7 +20,8 @@ MaskFunction = Callable[..., torch.Tensor]
 # Names of Transformers' mask functions that are causal: the plain one, and one that leaves out more (windows, packed
 # documents). A function that lets more be seen (blocks, images) is an `or_mask`.
 CAUSAL_MASKS = frozenset({"causal_mask_function", "and_mask"})
-# Transformers' wrapper around a function that takes an argument by its former name, too (since 5.24 the cache of masks).
+
+# Transformers renames arguments by functions of this module, which stand between a function and its caller.
 DEPRECATION = "transformers.utils.deprecation"
 
 
@@ -260,10 +261,12 @@ def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
     if torch.compiler.is_compiling():
         return None, None
-    caller = sys._getframe(2)
-    model = caller.f_back
+    asking = sys._getframe(2)
+    if asking.f_globals.get("__name__") != "transformers.masking_utils":
+        return None, None
+    model = asking.f_back
     while model is not None and model.f_globals.get("__name__") == DEPRECATION:
         model = model.f_back
-    if caller.f_globals.get("__name__") != "transformers.masking_utils" or model is None:
-        return None, None
-    return caller.f_locals.get("position_ids"), model.f_locals.get("attention_mask")
+    return (
+        (None, None) if model is None else (asking.f_locals.get("position_ids"), model.f_locals.get("attention_mask"))
+    )

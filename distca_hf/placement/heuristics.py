@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 from distca_hf.cost import Work
 from distca_hf.placement.accordion import OFF, Goal, deal, largest
@@ -203,17 +204,18 @@ def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Seq
     return HEURISTICS_OF_FEW_DOCUMENTS if few else HEURISTICS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
 
 
-def heuristics_of_a_line(off: float) -> Sequence[Heuristic]:
-    """Selects the heuristics for one of two lines, where ranks may miss their work by `off`. The documents of a line
-    are alike in length: the other heuristics would save 1 to 3 % of the keys, and take twice the time."""
-    return (Heuristic(None, most_off=max(off, OFF)),)
+class Deal(Protocol):
+    """A way to deal a pool to ranks."""
+
+    def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
+        """Deals a whole pool out; ranks may miss their work by `off` before long documents are cut for it."""
 
 
 def deal_with_best(
     make_pool: Callable[[], PiecePool],
     goals: Sequence[Goal],
     off: float,
-    heuristics: Sequence[Heuristic | GroupedHeuristic],
+    heuristics: Sequence[Deal],
 ) -> list[list[Piece]]:
     """Returns the deal of the heuristic that moves the fewest keys; `make_pool` is called once for each."""
     dealt = [heuristic.deal(make_pool(), goals, off) for heuristic in heuristics]

@@ -60,7 +60,7 @@ def hand_out_longest_first(
     work."""
     shares, left = _hand_out_long(pool, goals, short_tokens)
     excess = [0.0] * len(goals)
-    for share, short in _finish(pool, dict(enumerate(left)), off * FINISH, alike).items():
+    for share, short in deal_by_need(pool, dict(enumerate(left)), off * FINISH, alike).items():
         shares[share] += short
         excess[share] = (work_of(short) - left[share].work) / max(1.0, left[share].load)
     return shares, excess
@@ -181,8 +181,15 @@ class _Lighter:
         return work + self._work[shares] >= pool.light_work(tokens + self._tokens[shares])
 
 
-def _finish(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
-    """Deals a whole pool out to shares with different needs, parted at the largest step between these."""
+def deal_by_need(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
+    """Deals a whole pool out to shares with different needs, parted at the largest step between these.
+
+    Args:
+        pool: pieces to deal; it is empty afterwards.
+        goals: goals of the shares, by their number.
+        off: maximum miss of a share's work, as a fraction of it, for which pieces are not cut.
+        alike: see `deal_longest_first`.
+    """
     shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
     costs = [_mean_cost(goals[share]) for share in shares]
     if len(shares) < 3 or costs[-1] - costs[0] <= alike * costs[-1]:
@@ -192,7 +199,7 @@ def _finish(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -
     parting = 1 + steps.index(max(steps))
     light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
     pieces = fill(pool, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
-    return _finish(PiecePool(pieces, pool.work), light, off, alike) | _finish(pool, dense, off, alike)
+    return deal_by_need(PiecePool(pieces, pool.work), light, off, alike) | deal_by_need(pool, dense, off, alike)
 
 
 def _mean_cost(goal: Goal) -> float:

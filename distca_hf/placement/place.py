@@ -7,13 +7,13 @@ Nodes are filled exactly, like ranks: hardly a document crosses from one node to
 travel inside nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can
 both be equal, `longest_first` for why few documents are cut, `stripes` for long parts.
 
-Models with sliding windows may have their documents in two `lines`, each of which goes this way. Of one line and two,
-the way with the shorter predicted time is taken.
+Models with sliding windows may have their documents placed so that these are even, too (`even_windows`). Of both ways
+the one with the shorter predicted time is taken.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
 from operator import not_
@@ -25,14 +25,9 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, DocumentCost, LayerMasks,
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
-from distca_hf.placement.heuristics import (
-    GroupedHeuristic,
-    Heuristic,
-    deal_with_best,
-    heuristics_of_a_line,
-    heuristics_to_try,
-)
-from distca_hf.placement.lines import LayerKinds, tokens_of_lines
+from distca_hf.placement.even_windows import EvenWindows
+from distca_hf.placement.heuristics import ALIKE, Deal, deal_with_best, heuristics_to_try
+from distca_hf.placement.layer_kinds import LayerKinds
 from distca_hf.placement.longest_first import deal_longest_first
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.predicted import PredictedTime
@@ -57,11 +52,17 @@ SHORT_FOR_NODES = 4096
 # Maximum spread of the nodes' needs for short documents, in mean cost per token, as a fraction of the largest. It is
 # below that of ranks, since the miss of a node weighs more than the miss of one rank.
 ALIKE_NODES = 0.5
-# Maximum miss of a rank's work in the long one of two lines, as a fraction of the short line's work, which makes up
-# for it. The more it may miss, the fewer long documents are cut.
-MADE_UP_FOR = 0.07
-# Time that ranks lose by uneven layers, as a fraction of all attention, up to which one line will do: as much as full
-# attention is off.
+# Length of a document, in windows, from which its pairs left out count where windows are to be even.
+LONG_WINDOWS = 1.6
+# Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
+# for it.
+NODES_UNEVEN = 0.05
+# The same for a rank, its node's excess included.
+RANKS_UNEVEN = 0.12
+# Excess of a rank over its node's mean that is always allowed.
+LEAST_UNEVEN = 0.02
+# Time that ranks lose by uneven layers, as a fraction of all attention, up to which windows are even by chance: as
+# much as full attention is off.
 LITTLE_UNEVEN = 5e-3
 
 
@@ -88,7 +89,7 @@ def place(
         head_groups: groups that the heads of stripes can be divided in; 1 makes no stripes.
         rank_shares: work of each rank in proportion, near 1; by default equal. For ranks, or tasks, of unequal speed.
         layer_masks: each mask with the number of layers that have it. The widest one's work is made equal, work in
-            windows about equal (see `lines`).
+            windows about equal (see `even_windows`).
 
     Returns:
         A layout without padding, each rank's segments in the order its tasks are computed, and its stripes.
@@ -109,19 +110,18 @@ def place(
         _checked_shares(rank_shares, num_ranks),
         has_shares=rank_shares is not None,
     )
-    # 1. One line of all documents. It will do where there are no windows, or if they are even by chance.
-    one_line = documents.in_one_line()
+    # 1. For full attention alone. It will do where there are no windows, or if they are even by chance.
+    for_widest = documents.placed()
     if not kinds.windows:
-        return one_line
-    one_time = PredictedTime.of(one_line, kinds, documents.shares)
-    limit_tokens = kinds.limit_tokens(documents.sorted_tokens, one_time.windows_uneven)
-    if limit_tokens is None or one_time.attention <= (1 + LITTLE_UNEVEN) * one_time.even:
-        return one_line
+        return for_widest
+    time_for_widest = PredictedTime.of(for_widest, kinds, documents.shares)
+    if time_for_widest.attention <= (1 + LITTLE_UNEVEN) * time_for_widest.even:
+        return for_widest
 
-    # 2. Two lines, where they take less time.
-    two_lines = documents.in_two_lines(limit_tokens)
-    two_time = PredictedTime.of(two_lines, kinds, documents.shares)
-    return one_line if one_time.total <= two_time.total else two_lines
+    # 2. With even windows, where that takes less time.
+    for_all = documents.placed(kinds)
+    time_for_all = PredictedTime.of(for_all, kinds, documents.shares)
+    return for_widest if time_for_widest.total <= time_for_all.total else for_all
 
 
 def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> Layout:
@@ -157,34 +157,47 @@ def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mas
     return fill_in_order(document_tokens, num_ranks).rank_work_of(mask)
 
 
-@dataclass(frozen=True, eq=False)
-class _Line:
-    """Documents that are dealt together.
+@dataclass(frozen=True)
+class _Windows:
+    """Windows of a micro-batch, whose layers are to be even.
 
     Attributes:
-        pool: the documents.
-        rank_tokens: tokens of them for each rank, which differ by one at most.
-        shares: work of each rank in proportion.
-        has_shares: whether these may differ.
-        part: work of the line as a part of all work. Misses count as fractions of a rank's whole work.
-        off: miss of a node's or rank's work that a later line makes up for.
+        kinds: kinds of layers of the model.
+        time: time of window layers, as a fraction of the work.
+        left_out: time of the pairs that windows leave out of long documents, as a fraction of the work.
     """
 
-    pool: PiecePool
-    rank_tokens: list[int]
-    shares: list[float]
-    has_shares: bool
-    part: float = 1.0
-    off: float = 0.0
+    kinds: LayerKinds
+    time: float
+    left_out: float
 
+    @classmethod
+    def of(cls, kinds: LayerKinds, document_tokens: IntArray, work: int) -> "_Windows":
+        """Sums the windows of whole documents, which have this work."""
+        long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
+        left_out = sum(map(kinds.left_out_before, long.tolist()))
+        return cls(kinds, kinds.window_time(document_tokens) / max(1, work), left_out / max(1, work))
 
-@dataclass(eq=False)
-class _Dealt:
-    """A line that was dealt: segments and work of each rank, and the stripes among them."""
+    def of_nodes(self) -> EvenWindows:
+        """Returns the deal to nodes."""
+        return self._deal(NODES_UNEVEN * self.time, ALIKE_NODES)
 
-    segments: list[list[Segment]] = field(default_factory=list)
-    work: list[float] = field(default_factory=list)
-    stripes: list[Stripe] = field(default_factory=list)
+    def of_ranks(self, pieces: list[Piece]) -> EvenWindows:
+        """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
+        more."""
+        deal = self._deal(0.0, ALIKE)
+        more = deal.left_out(pieces) / max(1, work_of(pieces)) - self.left_out
+        return replace(deal, may_miss=max(RANKS_UNEVEN * self.time + more, LEAST_UNEVEN * self.time))
+
+    def _deal(self, may_miss: float, alike: float) -> EvenWindows:
+        window_tokens = self.kinds.longest_window
+        return EvenWindows(
+            self.kinds.left_out_before,
+            long_tokens=int(LONG_WINDOWS * window_tokens),
+            least_tokens=window_tokens // 2,
+            may_miss=may_miss,
+            alike=alike,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,84 +233,65 @@ class _Documents:
 
     @cached_property
     def pool(self) -> PiecePool:
-        """All documents; lines take from copies of it."""
+        """All documents; each way to place them takes from a copy of it."""
         return PiecePool.of_documents(self.sorted_tokens, self.cost)
 
     @cached_property
     def rule(self) -> StripeRule:
-        """Rule for stripes, the same for all lines."""
+        """Rule for stripes, the same for all ways."""
         rank_load = self.pool.work_left / len(self.shares)
         return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
 
-    def in_one_line(self) -> Layout:
-        """Places all documents together."""
-        line = _Line(self.pool.copy(), self.rank_tokens, self.shares, self.has_shares)
-        return self._layout([self._dealt(line)])
-
-    def in_two_lines(self, limit_tokens: int) -> Layout:
-        """Places documents up to a length, and longer ones, so that ranks have an equal part of both."""
-        # 1. Long documents.
-        num_short = int(np.searchsorted(self.sorted_tokens, limit_tokens, side="right"))
-        short_tokens, long_tokens = tokens_of_lines(self.rank_tokens, int(self.sorted_tokens[:num_short].sum()))
-        pieces, work = self.pool.copy().take_all(), self.pool.work
-        long_pool = PiecePool([piece for piece in pieces if piece[1] >= num_short], work)
-        part = long_pool.work_left / self.pool.work_left
-        off = MADE_UP_FOR * (1 - part)
-        long = self._dealt(_Line(long_pool, long_tokens, self.shares, self.has_shares, part, off))
-
-        # 2. Short ones. Their work makes up for what ranks miss of the long ones.
-        goals = _goals(self.rank_tokens, self.shares, self.pool.work_left)
-        missing = [max(0.0, goal.work - held) for goal, held in zip(goals, long.work, strict=True)]
-        short_pool = PiecePool([piece for piece in pieces if piece[1] < num_short], work)
-        short = self._dealt(_Line(short_pool, short_tokens, missing, True, 1 - part))
-        return self._layout([short, long])
-
-    def _dealt(self, line: _Line) -> _Dealt:
-        """Deals a line out."""
+    def placed(self, kinds: LayerKinds | None = None) -> Layout:
+        """Places the documents: for the widest mask alone or, with kinds of layers, so that windows are even, too."""
         rule = self.rule
         # 1. Documents to nodes.
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
-        tokens_of = [line.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
-        shares_of = [line.shares[ranks.start : ranks.stop] for ranks in nodes]
-        goals = _goals(map(sum, tokens_of), map(sum, shares_of), line.pool.work_left, line.part)
-        off = max(line.off, FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF)
-        held_by_node = deal_longest_first(line.pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
-        if line.has_shares and largest_miss(held_by_node, goals) > MOST_OFF:
+        tokens_of = [self.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
+        shares_of = [self.shares[ranks.start : ranks.stop] for ranks in nodes]
+        pool = self.pool.copy()
+        goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
+        off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
+        windows = _Windows.of(kinds, self.lengths, pool.work_left) if kinds else None
+        if windows is None:
+            held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
+        else:
+            held_by_node = windows.of_nodes().deal(pool, goals, off)
+        if (self.has_shares or windows) and largest_miss(held_by_node, goals) > MOST_OFF:
             again = PiecePool(joined(list(chain.from_iterable(held_by_node))), rule.work)
             lightest_first = deal_lightest_first(again, goals)
             held_by_node = min(held_by_node, lightest_first, key=lambda held: largest_miss(held, goals))
 
         # 2. Documents of each node to stripes and ranks.
-        off = max(line.off, RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF)
-        dealt = _Dealt()
+        off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
+        segments: list[list[Segment]] = []
+        stripes: list[Stripe] = []
         for ranks, held, tokens, shares in zip(nodes, held_by_node, tokens_of, shares_of, strict=True):
             pieces = joined(held)
             if len(ranks) == 1:
-                dealt.segments.append([piece[1:4] for piece in pieces])
-                dealt.work.append(work_of(pieces))
+                segments.append([piece[1:4] for piece in pieces])
                 continue
             is_striped = rule.striped(pieces, len(ranks))
             striped = list(compress(pieces, is_striped))
             rest = list(compress(pieces, map(not_, is_striped)))
-            rank_goals = _goals(tokens, shares, work_of(pieces), line.part)
-            tried = heuristics_to_try(len(rest), len(ranks), len(self.shares))
-            heuristics = tried if line.part == 1 else heuristics_of_a_line(line.off)
-            segments, work = _deal_to_ranks(striped, rest, rank_goals, rule.work, off, heuristics)
-            dealt.segments += segments
-            dealt.work += work
-            dealt.stripes += stripes_of(striped, ranks)
-        return dealt
+            rank_goals = _goals(tokens, shares, work_of(pieces))
+            ways: Sequence[Deal]
+            if windows is None:
+                ways = heuristics_to_try(len(rest), len(ranks), len(self.shares))
+            else:
+                ways = (windows.of_ranks(pieces),)
+            segments += _deal_to_ranks(striped, rest, rank_goals, rule.work, off, ways)
+            stripes += stripes_of(striped, ranks)
+        return self._layout(segments, stripes)
 
-    def _layout(self, lines: Sequence[_Dealt]) -> Layout:
-        """Makes the layout of all lines, with documents numbered as the caller numbers them.
+    def _layout(self, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
+        """Makes a layout, with documents numbered as the caller numbers them.
 
         A rank's segments that begin their document come first, then by document: the order in which tasks run.
         """
-        segments = [of_rank for line in lines for of_rank in line.segments]
-        stripes = [stripe for line in lines for stripe in line.stripes]
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
-        rank = np.repeat(np.arange(len(segments)) % num_ranks, [len(of_rank) for of_rank in segments])
+        rank = np.repeat(np.arange(num_ranks), [len(of_rank) for of_rank in segments])
         document, start, stop, rank = join_neighbours(self.order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
         in_order = np.argsort(2 * rank + (start > 0), kind="stable")
         tokens_before = offsets(stop - start)
@@ -321,9 +315,9 @@ def _deal_to_ranks(
     goals: list[Goal],
     work: Work,
     off: float,
-    heuristics: Sequence[Heuristic | GroupedHeuristic],
-) -> tuple[list[list[Segment]], list[float]]:
-    """Deals the pieces of a node: segments and work of each of its ranks.
+    heuristics: Sequence[Deal],
+) -> list[list[Segment]]:
+    """Deals the pieces of a node: segments of each of its ranks.
 
     Args:
         striped: pieces that are spread over all ranks, their work divided equally.
@@ -347,15 +341,15 @@ def _deal_to_ranks(
     dealt = deal_with_best(lambda: PiecePool(rest, work), goals_of_rest, off, heuristics)
     for held, more in zip(on_ranks, dealt, strict=True):
         held += [(document, start, stop) for _, document, start, stop, _ in more]
-    return on_ranks, [striped_work + work_of(more) for more in dealt]
+    return on_ranks
 
 
-def _goals(tokens: Iterable[int], shares: Iterable[float], work: int, part: float = 1.0) -> list[Goal]:
-    """Divides work in proportion to shares, and makes it goals. It is a part of all work of the shares."""
+def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
+    """Divides work in proportion to shares, and makes it goals."""
     parts = list(shares)
     whole = sum(parts) or 1.0
     works = [work * share / whole for share in parts]
-    return [Goal(each, of_share, of_share / part) for each, of_share in zip(tokens, works, strict=True)]
+    return [Goal(each, of_share, of_share) for each, of_share in zip(tokens, works, strict=True)]
 
 
 def _checked_topology(topology: Topology | None, num_ranks: int) -> Topology:

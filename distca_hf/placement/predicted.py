@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
-from distca_hf.placement.lines import LayerKinds, pair_time
+from distca_hf.placement.layer_kinds import LayerKinds, pair_time
 from distca_hf.placement.stripes import QUERY_AND_OUTPUT_PARTS
 
 

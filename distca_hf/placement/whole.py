@@ -1,6 +1,6 @@
 """Whole: placement of documents that must not be cut, for models whose layers carry a state from token to token.
 
-    longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work
+    longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work, up to the mean
     short ones last    | d0 ........... | d1 .... s1 | d2 .... s0 |      to the rank with fewest tokens
 
 Tokens of ranks come out equal to within a short document. Attention work does not, and tasks move afterwards
@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from distca_hf.arrays import BoolArray, IntArray, offsets
+from distca_hf.arrays import BoolArray, IntArray, ceil_div, offsets
 from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
@@ -34,24 +34,35 @@ def deal_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) 
         `[documents]` rank of each document; `LEFT_OVER` where no rank has room. Of equally long documents those that
         come first are dealt first.
     """
+    mean_tokens = ceil_div(int(document_tokens.sum()), num_ranks)
+    level = _deal(document_tokens, num_ranks, tokens_per_rank, min(mean_tokens, tokens_per_rank))
+    if np.all(level != LEFT_OVER):
+        return level
+    to_the_brim = _deal(document_tokens, num_ranks, tokens_per_rank, tokens_per_rank)
+    return min(level, to_the_brim, key=lambda ranks: int(document_tokens[ranks == LEFT_OVER].sum()))
+
+
+def _deal(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int, level_tokens: int) -> IntArray:
+    """Deals as `deal_whole` does. Long documents lift ranks above a level only where they would lift all of them."""
     ranks = np.full(len(document_tokens), LEFT_OVER, dtype=np.int64)
     longest_first = np.argsort(-document_tokens, kind="stable")
     pairs = causal_pairs_of(np.zeros_like(document_tokens), document_tokens)
     is_long = pairs[longest_first] > LONG_SHARE * pairs.sum() / num_ranks
     num_long = int(np.count_nonzero(is_long))
 
-    # 1. Long documents, each to the rank with least work among those with room.
+    # 1. Long documents, each to the rank with least work below the level, else to the one with fewest tokens: where
+    # that has no room, none has.
     tokens, work = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
     for document in longest_first[:num_long].tolist():
         length = int(document_tokens[document])
-        candidates = np.flatnonzero(tokens + length <= tokens_per_rank)
-        if len(candidates):
-            rank = int(candidates[np.lexsort((tokens[candidates], work[candidates]))[0]])
+        below = np.flatnonzero(tokens + length <= level_tokens)
+        rank = int(below[np.lexsort((tokens[below], work[below]))[0]] if len(below) else tokens.argmin())
+        if tokens[rank] + length <= tokens_per_rank:
             ranks[document] = rank
             tokens[rank] += length
             work[rank] += float(pairs[document])
 
-    # 2. Short ones, each to the rank with fewest tokens: where that has no room, none has.
+    # 2. Short ones, each to the rank with fewest tokens.
     fewest = [(held, rank) for rank, held in enumerate(tokens.tolist())]
     heapify(fewest)
     for document in longest_first[num_long:].tolist():
@@ -64,9 +75,16 @@ def deal_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) 
 
 
 def fit_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -> BoolArray:
-    """Returns which of `[documents]` have room on ranks where they stay whole."""
-    fits: BoolArray = deal_whole(document_tokens, num_ranks, tokens_per_rank) != LEFT_OVER
-    return fits
+    """Returns which of `[documents]` have room on ranks where they stay whole, all of them together."""
+    fitting = np.arange(len(document_tokens))
+    while True:
+        ranks = deal_whole(document_tokens[fitting], num_ranks, tokens_per_rank)
+        left_over = ranks == LEFT_OVER
+        if not left_over.any():
+            fits: BoolArray = np.isin(np.arange(len(document_tokens)), fitting)
+            return fits
+        # Without these the others may be dealt another way.
+        fitting = fitting[~left_over]
 
 
 def place_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -> Layout:

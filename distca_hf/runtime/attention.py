@@ -66,7 +66,8 @@ def attend(
     plan.agree()
     if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
-    where, transport = plan.forward_pass.begin_forward(spec.window_tokens), plan.transport
+    scores = spec.scale, spec.softcap, sinks_N is not None
+    where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
     spec = plan.kinds.spec(spec)
     kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec)
     routing, retention = kind.plan.forward, kind.retention

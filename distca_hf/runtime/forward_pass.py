@@ -8,7 +8,7 @@ layers, or needs other gradients would send rows that another rank takes for som
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -49,6 +49,7 @@ class ForwardPass:
         self._ended = False
         self.layers: list[torch.Tensor] = []
         self.windows: list[int] = []
+        self._scores: list[Hashable] = []
         self._expected_windows = expected_windows
         self._with_gradients: list[int] = []
         self._recomputed = 0
@@ -83,11 +84,12 @@ class ForwardPass:
         if needs_gradients:
             self._with_gradients.append(self.calls)
 
-    def begin_forward(self, window_tokens: int = 0) -> str:
+    def begin_forward(self, window_tokens: int = 0, scores: Hashable = None) -> str:
         """Counts a forward call and names its place.
 
         Args:
             window_tokens: of the layer, 0 without a window. Other ranks make the exchanges of the one they expect.
+            scores: how the layer makes them (scale, softcap, sinks); must be the same on all ranks.
 
         Raises:
             PlanError: it is another one than in the pass before.
@@ -96,6 +98,7 @@ class ForwardPass:
         if self.num_calls is None or self.calls <= self.num_calls:
             place = self._place(self.calls - 1, "forward")
             self._check_window(window_tokens, place)
+            self._scores.append(scores)
             return place
         self._recomputed += 1
         return self._place_recomputed()
@@ -155,6 +158,7 @@ class ForwardPass:
             "attention calls": self.calls,
             "order of the layers that attend": _checksum(layers),
             "sliding windows of the layers that attend": _checksum(self.windows),
+            "scales, softcaps and sinks of the layers that attend": _checksum(self._scores),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
         }
@@ -195,5 +199,5 @@ class ForwardPass:
         return f"micro-batch {self._micro_batch}, layer {layer}, {phase}"
 
 
-def _checksum(numbers: Sequence[int]) -> int:
-    return zlib.crc32(",".join(map(str, numbers)).encode())
+def _checksum(values: Sequence[object]) -> int:
+    return zlib.crc32(",".join(map(str, values)).encode())

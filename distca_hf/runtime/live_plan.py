@@ -47,19 +47,8 @@ class PlanUse:
     trained: bool = False
 
 
-# Shapes, dtypes and devices of queries, keys and values; how they attend.
-_KernelKey = tuple[
-    torch.Size,
-    torch.Size,
-    torch.Size,
-    torch.dtype,
-    torch.dtype,
-    torch.dtype,
-    torch.device,
-    torch.device,
-    torch.device,
-    AttentionSpec,
-]
+# Dtypes, shapes and devices of queries, keys and values; how they attend.
+_KernelKey = tuple[torch.dtype, *tuple[torch.Size | torch.dtype | torch.device | AttentionSpec, ...]]
 
 
 class LivePlan:
@@ -86,6 +75,7 @@ class LivePlan:
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
+        chunk: of a pipeline stage, see `of_chunk`.
         kinds: the layers by their masks: routing and kept rows of each kind.
         handle: number by which the operator finds the plan.
     """
@@ -109,16 +99,35 @@ class LivePlan:
         self.transport = transport
         self.config = config
         self._replan = replan
-        self._take(Planned(routings, route_window, facts, fingerprint, posted))
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
-        self._kernels: dict[_KernelKey, Kernel] = {}
         self.numbers: dict[str, list[int]] = {}
-        self.forward_pass = ForwardPass(transport, micro_batch)
         self.use = PlanUse()
-        self._stopwatch = stopwatch
+        self._stopwatch, self.chunk = stopwatch, 0
+        self._begin(Planned(routings, route_window, facts, fingerprint, posted))
+
+    def _begin(self, planned: Planned) -> None:
+        """Sets all that passes with this plan change."""
+        self._take(planned)
+        self._kernels: dict[_KernelKey, Kernel] = {}
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch)
         self._slots = Slots()
-        self.handle = _register.add(self, config.plans_in_flight)
+        self._of_chunks: dict[int, LivePlan] = {}
+        self.handle = _register.add(self, self.config.plans_in_flight)
+
+    def of_chunk(self, chunk: int) -> "LivePlan":
+        """Returns this plan for a chunk of a pipeline stage, 0 being this plan itself: of the same rows, with passes
+        of its own. Between forward and backward of one chunk come passes of others."""
+        if chunk == self.chunk:
+            return self
+        if chunk not in self._of_chunks:
+            self.agree()
+            other = object.__new__(type(self))
+            vars(other).update(vars(self))
+            other._begin(self._planned)
+            other.chunk = chunk
+            self._of_chunks[chunk] = other
+        return self._of_chunks[chunk]
 
     def __copy__(self) -> "LivePlan":
         """Returns itself: copied batches bring the very same object, too."""
@@ -189,6 +198,7 @@ class LivePlan:
             self._kernels.clear()
 
     def _take(self, planned: Planned) -> None:
+        self._planned = planned
         self.facts, self.fingerprint, self._posted = planned.facts, planned.fingerprint, planned.posted
         where = f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
         self.kinds = LayerKinds(planned, self.config, where)
@@ -290,7 +300,7 @@ class LivePlan:
     @property
     def attention_dtype(self) -> torch.dtype | None:
         """Dtype that attention computes in; None before the first call."""
-        return next((dtype for _, _, _, dtype, *_ in self._kernels), None)
+        return next((dtype for dtype, *_ in self._kernels), None)
 
     @property
     def kernel_name(self) -> str:
@@ -312,7 +322,7 @@ class LivePlan:
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, spec
+        key = q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, q.device, k.device, v.device, spec
         kernel = self._kernels.get(key)
         if kernel is None:
             for x in (q, k, v):

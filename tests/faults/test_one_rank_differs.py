@@ -101,6 +101,10 @@ def _shorten_windows(training: Training) -> None:
         layer.self_attn.sliding_window = layer.self_attn.sliding_window and 8
 
 
+def _change_scale(training: Training) -> None:
+    training.model.model.layers[1].self_attn.scaling *= 2
+
+
 def _replace_plugin(training: Training) -> None:
     training.plugin = distca_hf.DistCAPlugin(tokens_per_rank=_tokens_per_rank(), kv_residency="refetch")
     distca_hf.enable(training.model, training.plugin)
@@ -173,6 +177,8 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
         lambda t: setattr(t, "model", tiny_model("gemma3", sliding_window=8).train()),
         "sliding windows of attention layers is none (1), 16 (2) on {others}, none (1), 8 (2) on rank 1",
     ),
+    "softcap": (_set_config(attn_logit_softcapping=20.0), "config.attn_logit_softcapping is"),
+    "scale": (_change_scale, "modules and their settings is"),
     "another window in modules": (_shorten_windows, "sliding windows of attention layers is"),
     "dropout of attention": (
         lambda t: setattr(t, "model", tiny_model(num_hidden_layers=3, attention_dropout=0.1).train()),
@@ -211,6 +217,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
         _shorten_windows,
         "the layer attends with a sliding window of 8 tokens, and with a sliding window of 16 tokens in",
     ),
+    "scale": (_change_scale, "scales, softcaps and sinks of the layers that attend is"),
     "training mode": (lambda t: t.model.eval(), "training is True on {others}, False on rank 1"),
     "layer order": (_swap_layers, "order of the layers that attend is"),
     "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),

@@ -32,11 +32,11 @@ LEFT = 128 + signal.SIGTERM
 
 
 def load(folder: Path) -> Any:
+    """Two tensor ranks of each data rank."""
     from transformers.distributed import DistributedConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="distca", distributed_config=DistributedConfig(tp_size=2, fsdp_size=2)
-    )
+    sizes = DistributedConfig(tp_size=2, fsdp_size=dist.get_world_size() // 2)
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="distca", distributed_config=sizes)
 
 
 @pytest.fixture(scope="module")
@@ -245,28 +245,32 @@ def _train_until_signal(batches: str, initial: Path, folder: Path) -> None:
         os._exit(int(str(leaving.code)))
 
 
-@pytest.mark.parametrize("batches", ["placed", "packs"])
-def test_all_ranks_leave_after_the_same_step(batches: str, initial: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batches", "data_ranks"), [("placed", 2), ("packs", 2), ("packs", 1)])
+def test_all_ranks_leave_after_the_same_step(batches: str, data_ranks: int, initial: Path, tmp_path: Path) -> None:
     """SIGTERM on a rank of another tensor part; Transformers cannot resume such a model, so weights are saved."""
-    folder = tmp_path / "run"
+    folder, harmed = tmp_path / "run", 2 * data_ranks - 1
     folder.mkdir()
 
     def send(processes: list[Any]) -> None:
         deadline = time.monotonic() + HANG_SECONDS
-        while not (folder / f"steps-{HARM}").is_file() or (folder / f"steps-{HARM}").read_text() != "2":
+        steps = folder / f"steps-{harmed}"
+        while not steps.is_file() or steps.read_text() != "2":
             assert time.monotonic() < deadline, "no training to interrupt"
             time.sleep(0.01)
-        os.kill(processes[HARM].pid, signal.SIGTERM)
+        os.kill(processes[harmed].pid, signal.SIGTERM)
         time.sleep(0.05)
         (folder / "sent").touch()
 
-    outcomes = start_ranks(4, _train_until_signal, tmp_path, batches, initial, folder, meanwhile=send)
+    outcomes = start_ranks(2 * data_ranks, _train_until_signal, tmp_path, batches, initial, folder, meanwhile=send)
 
-    assert [outcome.exit_code for outcome in outcomes] == [LEFT] * 4, outcomes[0].output
-    steps = {(folder / f"steps-{rank}").read_text() for rank in range(4)}
+    assert [outcome.exit_code for outcome in outcomes] == [LEFT] * 2 * data_ranks, outcomes[0].output
+    steps = {(folder / f"steps-{rank}").read_text() for rank in range(2 * data_ranks)}
     assert len(steps) == 1
-    assert f"SIGTERM on {NAME}; saving a checkpoint and leaving" in outcomes[0].output
+    place = NAME if data_ranks == 2 else "rank 1 (tensor 1)"
+    assert f"SIGTERM on {place}; saving a checkpoint and leaving" in outcomes[0].output
     assert outcomes[0].output.count("save_on_signal saves weights alone") == 1
+    said = f"{data_ranks} data x 2 tensor ranks" + " x 150 tokens per data rank" * (batches == "placed") + " on 1 node"
+    assert [said in outcome.output for outcome in outcomes] == [True, *[False] * (2 * data_ranks - 1)]
     checkpoint = folder / "out" / f"checkpoint-{steps.pop()}"
     assert (
         AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters()

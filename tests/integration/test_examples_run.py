@@ -7,7 +7,7 @@ from pathlib import Path
 from datasets import Dataset
 from peft import PeftConfig
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from distca_hf.cli import app
@@ -19,7 +19,7 @@ from support.texts import END, save_word_model, write_documents
 EXAMPLES = REPOSITORY / "examples"
 SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
 OF_MODELS = {"gemma3_long", "gpt_oss_lora", "qwen3_5"}
-RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts", "dpo"} | OF_MODELS
+RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts", "dpo", "pipeline"} | OF_MODELS
 RUN_ELSEWHERE = {"train", "accelerate_loop", "train_causal_lm", "quickstart"}
 MODULES = {"python_sources", "quickstart_report"}
 
@@ -121,6 +121,23 @@ def test_dpo_moves_tasks_of_padded_batches(tmp_path: Path) -> None:
     before, after = metric_of(printed, "imbalance_before"), metric_of(printed, "imbalance")
     assert len(before) == 3
     assert sum(after) < sum(before)
+
+
+def test_pipeline_reads_and_writes_ordinary_checkpoints(tmp_path: Path) -> None:
+    example = (EXAMPLES / "pipeline.py").read_text()
+    (line, *_) = re.findall(r"^    (torchrun .*?)  +", example, re.MULTILINE)
+    interleaved = ["--chunks", "2", "--recompute", "--steps", "3"]
+    first = run_script(4, tmp_path / "first", ["examples/pipeline.py", *interleaved])
+    of_first = ["--shard", "--steps", "1", "--model", tmp_path / "first" / "pipeline_output"]
+    second = run_script(4, tmp_path / "second", ["examples/pipeline.py", *of_first])
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "pipeline_output")
+
+    assert line == 'torchrun --nproc-per-node 4 "$(distca examples pipeline)"'
+    losses = [[float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)] for printed in (first, second)]
+    assert [len(of_run) for of_run in losses] == [3, 1]
+    assert losses[1][0] < losses[0][0], "the second begins with the weights of the first"
+    assert max(float(work) for work in re.findall(r"1\.\d{3}", first)) < 1.05
+    assert trained.config.num_hidden_layers == 4
 
 
 def test_deepspeed_says_that_it_runs_ddp_on_cpus(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Hybrids, whose layers mix tokens by other means than attention too: a step on ranks has the loss and gradients of
 every document alone."""
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +15,10 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.testing import run_ranks
-from support.commands import REPOSITORY
+from support.sweeping import config_class_of
 
 
-# Model types of `...ForCausalLM`.
+# Model types of `...ForCausalLM`, and of `...ForConditionalGeneration`.
 MODEL_TYPES = (
     "bailing_hybrid",
     "bamba",
@@ -35,21 +34,9 @@ MODEL_TYPES = (
     "recurrent_gemma",
     "zamba2",
 )
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
 # Packs of ranks, as numbers of documents from the shortest on. The longest is against all others: unequal work.
 PACKS = ([[6, 0, 3, 1, 5, 2, 4]], [[6], [0, 3, 1, 5, 2, 4]], [[6], [3, 5], [0, 1, 4, 2]])
-
-
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
-    return importlib.import_module("sweep")
-
-
-def config_class_of(model_type: str, sweep: ModuleType) -> type:
-    if model_type not in {config_class.model_type for config_class in sweep.TEXT.mapping}:
-        pytest.skip(f"this Transformers has no causal language model of type {model_type}")
-    (config_class,) = sweep.TEXT.config_classes([model_type])
-    return config_class
 
 
 def pack(documents: list[Any]) -> dict[str, Any]:
@@ -67,12 +54,12 @@ def pack(documents: list[Any]) -> dict[str, Any]:
     }
 
 
-def step_on_packs(sweep: ModuleType, config_class: type, packs: list[list[int]]) -> tuple[Any, PlanFacts]:
+def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[list[int]]) -> tuple[Any, PlanFacts]:
     """Runs a step on packs that stay; returns its mean over ranks, and facts of the plan."""
     documents = sweep.loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     documents.sort(key=lambda document: len(document.input_ids))
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
-    models = [sweep.build(config_class, "distca") for _ in packs]
+    models = [sweep.build(config_class, "distca", kind) for _ in packs]
 
     def step(transport: Transport) -> tuple[Any, PlanFacts]:
         model = models[transport.rank]
@@ -89,14 +76,24 @@ def step_on_packs(sweep: ModuleType, config_class: type, packs: list[list[int]])
     return sweep.Step(sum(step.loss for step in steps) / len(packs), gradients), facts[0]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
-    config_class = config_class_of(model_type, sweep)
-    expected = sweep.step_alone(sweep.build_plain(config_class))
+def check_steps(sweep: ModuleType, kind: Any, model_type: str) -> None:
+    """Asserts that steps on packs, and on whole documents that are placed, have the numbers of documents alone."""
+    config_class = config_class_of(kind, model_type)
+    expected = sweep.step_alone(sweep.build_plain(config_class, kind))
     for packs in PACKS:
-        step, facts = step_on_packs(sweep, config_class, packs)
+        step, facts = step_on_packs(sweep, config_class, kind, packs)
 
         assert step.difference(expected) <= 1e-5
         assert len(packs) == 1 or sum(facts.query_rows_sent) > 0, "attention tasks move"
     for num_ranks in sweep.RANKS:
-        assert sweep.step_placed(config_class, num_ranks).difference(expected) <= 1e-5, "whole documents, placed"
+        assert sweep.step_placed(config_class, num_ranks, kind).difference(expected) <= 1e-5, "whole documents, placed"
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
+    check_steps(sweep, sweep.TEXT, model_type)
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_step_of_a_multimodal_hybrid_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
+    check_steps(sweep, sweep.IMAGES, model_type)

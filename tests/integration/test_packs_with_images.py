@@ -63,19 +63,19 @@ def test_packs_with_images_have_the_gradients_of_their_documents(monkeypatch: py
     assert any("visual" in name and one.grad is not None for name, one in alone.named_parameters())
 
 
-def test_ranks_of_which_only_some_hold_images_are_named_where_towers_are_sharded() -> None:
+def test_ranks_of_which_only_some_hold_images_are_named_where_images_wait() -> None:
     with_image, without = document(0, 12, image_at=3), document(1, 12)
 
-    def plan(transport: LoopbackTransport, batches: list[dict[str, Any]], towers_are_sharded: bool) -> object:
+    def plan(transport: LoopbackTransport, batches: list[dict[str, Any]], images_wait: bool) -> object:
         planner = PackPlanner(DistCAConfig(), transport)
-        return planner.plan(batches[transport.rank], towers_are_sharded=towers_are_sharded)
+        return planner.plan(batches[transport.rank], images_wait=images_wait)
 
     for world_size in (2, 3):
         batches = [without, with_image, without][:world_size]
         with pytest.raises(PackingError, match=r"micro-batch 0: rank 1 holds images, .* and rank 0(, 2)? none"):
-            run_ranks(world_size, partial(plan, batches=batches, towers_are_sharded=True), timeout_seconds=30.0)
-        assert all(run_ranks(world_size, partial(plan, batches=batches, towers_are_sharded=False)))
-    assert all(run_ranks(2, partial(plan, batches=[with_image] * 2, towers_are_sharded=True)))
+            run_ranks(world_size, partial(plan, batches=batches, images_wait=True), timeout_seconds=30.0)
+        assert all(run_ranks(world_size, partial(plan, batches=batches, images_wait=False)))
+    assert all(run_ranks(2, partial(plan, batches=[with_image] * 2, images_wait=True)))
 
 
 def _step_with_one_image() -> str:
@@ -95,3 +95,30 @@ def test_a_tower_that_would_wait_for_ranks_without_images_is_stopped_by_name(tmp
     errors = run_processes(2, _step_with_one_image, tmp_path)
 
     assert all("micro-batch 0: rank 0 holds images, videos or sound, and rank 1 none" in error for error in errors)
+
+
+def _steps_under_ddp(find_unused: bool, is_frozen: bool) -> list[str]:
+    """Returns errors of two steps in which rank 0 alone holds an image, and towers are trained by DDP."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = multimodal_model("qwen2_5_vl", monkeypatch)
+    model.model.visual.requires_grad_(not is_frozen)
+    distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=64)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
+    errors = []
+    for step in range(2):
+        batch = document(step, 12, image_at=None if dist.get_rank() else 3)
+        try:
+            score(wrapped(**batch).logits).backward()
+        except PackingError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize(("find_unused", "is_frozen"), [(False, False), (True, False), (False, True)])
+def test_gradients_of_towers_that_would_be_waited_for_are_named(
+    find_unused: bool, is_frozen: bool, tmp_path: Path
+) -> None:
+    """DDP itself would say so in the next step, and the last step would hang."""
+    for errors in run_processes(2, _steps_under_ddp, tmp_path, find_unused, is_frozen):
+        assert len(errors) == (0 if find_unused or is_frozen else 2)
+        assert all("rank 0 holds images, videos or sound, and rank 1 none" in error for error in errors)

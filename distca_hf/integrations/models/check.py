@@ -14,7 +14,6 @@ call with an unknown argument is refused. In the first forward pass every attent
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -24,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
+from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.layer_masks import empty_windows, layer_windows
@@ -278,11 +278,11 @@ def _kernel(
         return
     weights = text_decoder(model).dtype
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    kinds = Counter(
-        (heads_of_layer[name], window if window and window < longest_document_tokens else 0)
-        for name, window in layer_windows(model)
-    )
-    for (heads, window_tokens), count in kinds.items():
+    layers_of_kind: dict[tuple[Heads, int], list[str]] = {}
+    for name, window in layer_windows(model):
+        kind = heads_of_layer[name], window if window and window < longest_document_tokens else 0
+        layers_of_kind.setdefault(kind, []).append(name)
+    for (heads, window_tokens), layers in layers_of_kind.items():
         operands = Operands(
             device_type=device.type,
             compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
@@ -295,7 +295,7 @@ def _kernel(
         try:
             choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
         except UnsupportedAttentionError as error:
-            yield f"{count} of its layers: {error}"
+            yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
             return
 
 

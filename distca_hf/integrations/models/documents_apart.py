@@ -79,8 +79,10 @@ class DocumentRows:
             indices = (_to(at if rows is None else rows[at], device), _to(places, device))
             self._buckets.append(_Bucket(len(chosen), longest, *indices))
 
+    @hidden_from_dynamo
     def mix(self, mixer: Callable[..., object], args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
-        """Runs a mixer on every document alone.
+        """Runs a mixer on every document alone. Outside of compiled graphs: every batch has other numbers of documents
+        and tokens, and mixers of Transformers fail in graphs of such dynamic shapes.
 
         Args:
             mixer: returns a tensor of its tokens, or a tuple that begins with one.

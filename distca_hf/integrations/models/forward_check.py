@@ -23,10 +23,11 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
 from distca_hf.integrations.models.layer_masks import layer_masks_of
-from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.integrations.models.parts import transformers_model, weights_beside_text
 from distca_hf.integrations.models.towers import towers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import ddp_awaits_every_gradient
 
 
 log = get_logger(__name__)
@@ -121,10 +122,28 @@ class ForwardCheck:
         self._warned_of_implementation = True
         log.warning("%s", message)
 
+    def images_wait(self, trains: bool) -> bool:
+        """Returns whether a rank that holds images waits for ranks without any: for weights of its towers, or for
+        their gradients. Asked for once the model was wrapped.
+
+        Args:
+            trains: whether backward follows.
+        """
+        return self._towers_are_sharded or (
+            trains and any(weight.requires_grad for weight in self._beside_text) and self._gradients_wait()
+        )
+
     @cached_property
-    def towers_are_sharded(self) -> bool:
-        """Whether weights of towers are sharded; asked for once the model was wrapped."""
+    def _towers_are_sharded(self) -> bool:
         return are_sharded(self._root, self.towers.values())
+
+    @cached_property
+    def _beside_text(self) -> list[nn.Parameter]:
+        return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
+
+    def _gradients_wait(self) -> bool:
+        # _hp_mapping: DeepSpeed's mark of a parameter whose gradients ZeRO-1 and 2 reduce.
+        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach as far as the longest document; warns of another plugin.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import Batch, check_mask_numbers, tokens_of
+from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.preview import RunReport
 from distca_hf.errors import PlanError
@@ -241,8 +241,9 @@ class ForwardWatch:
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.config.evaluate == "distca"
         members = self.context.members
-        one_rank = len(members.compute_ranks if trains else members.token_ranks) == 1
-        return one_rank or not (trains or evaluates) or batch.get("past_key_values") is not None
+        # Tensor ranks of one data rank have nothing to exchange, but agree.
+        one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
+        return one_rank or not (trains or evaluates) or cache_of(batch) is not None
 
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
@@ -251,7 +252,7 @@ class ForwardWatch:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model)
-        return self.packs.plan(batch, module.training, self._check.towers_are_sharded)
+        return self.packs.plan(batch, module.training, self._check.images_wait(module.training))
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""

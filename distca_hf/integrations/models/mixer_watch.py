@@ -4,14 +4,12 @@ Documents must be whole: the state at their first token is that of nothing befor
 refused, and so is a batch that is trained on and does not say where its documents begin.
 """
 
-from typing import Any
-
 import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
 from distca_hf.arrays import exclusive_cumsum
-from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
+from distca_hf.batches.batch_documents import Batch, cache_of, document_lengths, tokens_of
 from distca_hf.batches.stated_documents import lengths_and_rows, stated_lengths
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows, keep_apart, mix_rows_again
@@ -88,7 +86,7 @@ class MixerWatch:
         """
         if not self.mixers:
             return {}
-        tokens, cached = tokens_of(batch), batch.get("past_key_values")
+        tokens, cached = tokens_of(batch), cache_of(batch)
         goes_on = cached is not None and cached.get_seq_length() > 0
         if goes_on or not tokens.numel():
             return {KEYWORD: None}
@@ -126,8 +124,7 @@ class MixerWatch:
         Raises:
             PackingError: it is.
         """
-        cached: Any = batch.get("past_key_values")
-        if cached is not None or batch.get("use_cache"):
+        if cache_of(batch) is not None or batch.get("use_cache"):
             raise PackingError(
                 f"rows hold several documents, and {self._named} would leave the state of one of them in a cache; set "
                 "use_cache=False, or give every document a row of its own"

@@ -9,7 +9,6 @@ class carries a state. Generation needs that state alone of all tokens before, s
 Anything else that mixes tokens is refused by name.
 """
 
-import inspect
 import re
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
@@ -18,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.integrations.models.parts import attention_layers, text_modules, transformers_model
+from distca_hf.integrations.models.parts import attention_layers, source_of, text_modules, transformers_model
 
 
 # Layer types of configurations whose tokens attend to tokens before them, or do not see each other.
@@ -93,7 +92,4 @@ def _layer_number(name: str) -> int | None:
 @lru_cache(maxsize=1024)
 def _carries_state(module_class: Hashable) -> bool:
     """Returns whether the source of a class names a state; False if there is no source."""
-    try:
-        return STATE.search(inspect.getsource(module_class)) is not None  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return False
+    return STATE.search(source_of(module_class)) is not None  # type: ignore[arg-type]

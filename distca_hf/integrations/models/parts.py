@@ -6,6 +6,7 @@ Some properties of a function are known only from its source before it runs. Wit
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 from distca_hf.errors import UnsupportedAttentionError
 
 
+# Threads parse one after the other: CPython counts the depth of trees for all of them together, and may fail.
+PARSING = threading.Lock()
 # A method that a class may or may not have.
 Function = Callable[..., object] | None
 
@@ -99,10 +102,11 @@ def _uses_interface(module_class: Hashable) -> bool:
     return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
-def source_of(function: Function) -> str:
-    """Returns the source of a function, without its decorators; empty if there is none."""
+def source_of(part: Function | type) -> str:
+    """Returns the source of a function, without its decorators, or of a class; empty if there is none."""
     try:
-        return inspect.getsource(inspect.unwrap(function)) if function is not None else ""
+        with PARSING:
+            return inspect.getsource(inspect.unwrap(part)) if part is not None else ""
     except (OSError, TypeError):
         return ""
 
@@ -142,4 +146,6 @@ def calls_super(function: Function, name: str) -> bool:
 
 def _nodes(function: Function) -> Iterator[ast.AST]:
     """Returns all nodes of a function's syntax tree."""
-    return ast.walk(ast.parse(textwrap.dedent(source_of(function))))
+    source = textwrap.dedent(source_of(function))
+    with PARSING:
+        return ast.walk(ast.parse(source))

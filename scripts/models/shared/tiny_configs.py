@@ -85,6 +85,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cosmos3_edge_text": SECTIONS,
     "beam": MIXED,
+    "codegen": {"rotary_dim": HEAD_DIM // 2},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY, "sliding_attention": ROTARY}},
     "dbrx": {
@@ -104,8 +105,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_text": HALF_SECTIONS,
     "glm_ocr_text": HALF_SECTIONS,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": HEAD_DIM // 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_vl_text": SECTIONS,
+    "hy_v4_vl_text": {"rope_parameters": ROTARY | {"mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -141,6 +141,18 @@ def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, monkeypatc
     assert find_model("llama").name == "llama (default sizes)"
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama", ""),
+        ("gemma3_text", "22 with a window of 4,096 tokens"),
+        ("qwen3_next", "36 that carry a state, so that documents stay whole in training"),
+    ],
+)
+def test_layers_that_count_as_full_ones_are_named(name: str, words: str) -> None:
+    assert find_model(name).other_layers == words
+
+
 def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'llama3-8' is not known.*Did you mean 'llama3-8b'"):
         find_model("llama3-8")

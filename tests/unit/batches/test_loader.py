@@ -580,3 +580,13 @@ def test_batches_that_wait_for_a_model_within_a_step_are_not_told(caplog: pytest
         if number % 7 == 6:
             batch["distca_plan"].begin_forward_pass(1, {})
     assert "no enabled model" not in caplog.text
+
+
+def test_batches_that_wait_for_their_step_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A pipeline takes all micro-batches of an optimizer step before it runs the first of them."""
+    dataset = Dataset.from_dict({"input_ids": [[3] * 192] * 30})
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS, prefetch=1)
+    for number, batch in enumerate(plugin.dataloader(dataset, device="cpu", micro_steps=10)):
+        if number % 10 == 9:
+            batch["distca_plan"].begin_forward_pass(1, {})
+    assert "no enabled model" not in caplog.text

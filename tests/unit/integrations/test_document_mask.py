@@ -92,7 +92,7 @@ def _ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes Llama a custom model that asks for another mask."""
 
     def create(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, **others: Any) -> Any:
-        cache = others["cache"] if "cache" in others else others["past_key_values"]  # until Transformers 5.23
+        cache = others.get("cache", others.get("past_key_values"))  # Transformers from 5.24 on, and before
         return OTHER_MASKS[name](config, inputs_embeds, attention_mask, cache)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create)

@@ -136,7 +136,7 @@ def test_part_of_a_document_is_refused(name: str, mask: bool) -> None:
     model, _ = models_of(name)
     ids = random_ids()
     positions = torch.arange(7, 7 + TOKENS)[None]
-    with pytest.raises(PackingError, match=r"at position 7 instead of 0.*past_key_values"):
+    with pytest.raises(PackingError, match=r"at position 7 instead of 0.*earlier tokens \(cache\)"):
         model(ids, position_ids=positions, attention_mask=torch.ones_like(ids) if mask else None)
 
 

@@ -50,6 +50,23 @@ def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
     assert send_to_device({"distca_plan": plan}, "cpu")["distca_plan"] is plan
 
 
+def test_chunks_of_a_stage_have_passes_of_their_own() -> None:
+    plan = _plan()
+    plan.begin_forward_pass(1, {})
+    other = plan.of_chunk(1)
+    other.begin_forward_pass(2, {})
+    handle = other.handle
+
+    assert plan.of_chunk(0) is plan
+    assert plan.of_chunk(1) is other
+    assert find_plan(handle) is other
+    assert plan.handle != handle
+    assert (plan.forward_pass.num_calls, other.forward_pass.num_calls) == (1, 2)
+    assert other.kinds is not plan.kinds
+    assert other.use is plan.use
+    assert (other.num_rows, other.fingerprint) == (plan.num_rows, plan.fingerprint)
+
+
 def test_a_plan_is_found_as_long_as_somebody_holds_it() -> None:
     held = _plan(plans_in_flight=1)
     handle = held.handle

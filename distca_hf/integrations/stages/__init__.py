@@ -1,0 +1,18 @@
+"""Stages: a model divided into the parts of a pipeline, for schedules of `torch.distributed.pipelining`."""
+
+from distca_hf.integrations.stages.checkpoint import save_parts
+from distca_hf.integrations.stages.divided_model import DividedModel
+from distca_hf.integrations.stages.part import ModelPart
+from distca_hf.integrations.stages.schedules import check_schedule, parts_of_stage
+from distca_hf.integrations.stages.step import StepInputs, StepLoss
+
+
+__all__ = [
+    "DividedModel",
+    "ModelPart",
+    "StepInputs",
+    "StepLoss",
+    "check_schedule",
+    "parts_of_stage",
+    "save_parts",
+]

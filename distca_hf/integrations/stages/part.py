@@ -1,0 +1,125 @@
+"""Part: the layers of a model that one chunk of a pipeline stage runs, as `torch.distributed.pipelining` calls them.
+
+schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
+    part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
+        model(..., distca_plan=plan)                                      attention among ranks of this stage
+"""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.errors import PlanError
+from distca_hf.runtime.live_plan import LivePlan, find_plan
+
+
+class Examples(TypedDict):
+    """Arguments of `PipelineStage` by their names: shapes and dtypes of what a part gets and returns, on the meta
+    device."""
+
+    input_args: torch.Tensor
+    output_args: torch.Tensor
+
+
+class ModelPart(nn.Module):
+    """One part of a divided model, to be given to `PipelineStage`, wrapped (DDP, FSDP2) or not.
+
+    Args:
+        model: enabled; modules of other parts pass their input on.
+        layers: its layers.
+        number: of the part.
+        pipeline: that it is a part of.
+        rows: tokens of a micro-batch on this rank, padding included; torch wants one shape for all.
+        autocast_dtype: in which layers compute; None: in the dtype of their weights.
+
+    Attributes:
+        layers: of the model that are in it.
+        chunk: number of the part on its stage.
+        is_first, is_last: whether it has the embeddings, the head.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        number: int,
+        pipeline: Pipeline,
+        rows: int,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers, self._autocast_dtype = tuple(layers), autocast_dtype
+        self.model, self.number, self.rows = model, number, rows
+        self.num_parts, self.chunk = pipeline.num_parts, number // pipeline.num_stages
+        self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
+        self._hidden, self._dtype = (1, rows, model.config.get_text_config().hidden_size), model.dtype
+
+    def __call__(self, *given: torch.Tensor, plan: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
+        """Runs the part on one micro-batch. The plan's number is read here, before FSDP2's hooks would move it to a
+        GPU: reading it there would wait.
+
+        Args:
+            given: `[1, T]` int64 tokens for the first part, `[1, T, hidden size]` for the others.
+            plan: `[1, 1]` int64 number of the plan, on the host.
+            columns: `position_ids` and `attention_mask`, int64 `[1, T]`.
+
+        Returns:
+            `[1, T, hidden size]`, or `[1, T, vocabulary]` logits of the last part.
+
+        Raises:
+            PlanError: it is not one micro-batch, or has another shape than stages exchange.
+        """
+        output: torch.Tensor = super().__call__(*given, plan=self._plan(plan), **columns)
+        return output
+
+    def _plan(self, number: torch.Tensor) -> LivePlan:
+        if number.numel() != 1:
+            raise PlanError(
+                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got more than "
+                "the schedule was made for (n_microbatches)"
+            )
+        if number.device.type != "cpu":
+            raise PlanError(
+                f"part {self.number}: the number of a plan came on {number.device}, and reading it would wait for the "
+                "GPU; wrap parts in DistributedDataParallel without device_ids"
+            )
+        return find_plan(int(number)).of_chunk(self.chunk)
+
+    def forward(
+        self, given: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor, plan: LivePlan
+    ) -> torch.Tensor:
+        """Runs the layers; see `__call__`."""
+        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}, part {self.number}"
+        if position_ids.shape != (1, self.rows):
+            raise PlanError(
+                f"{where}: a batch of {tuple(position_ids.shape)} rows, and stages exchange (1, {self.rows}); give "
+                "plugin.dataloader pipeline=..., or pad_to_multiple_of=tokens_per_rank"
+            )
+        tokens = {"input_ids": given} if self.is_first else {"inputs_embeds": given}
+        columns = {"position_ids": position_ids, "attention_mask": attention_mask}
+        with torch.autocast(given.device.type, self._autocast_dtype, enabled=self._autocast_dtype is not None):
+            output: torch.Tensor = self.model(**tokens, **columns, distca_plan=plan, return_dict=True).logits
+        if not self.is_last and (output.shape != self._hidden or output.dtype != self._dtype):
+            raise PlanError(
+                f"{where}: hidden states are {tuple(output.shape)} in {output.dtype}, and the next stage receives "
+                f"{self._hidden} in {self._dtype}: keep the dtype that the model was loaded in"
+            )
+        # Schedules that divide backward detach outputs in place, which views do not allow.
+        return output.clone() if output._is_view() else output
+
+    def examples(self) -> Examples:
+        """Returns `input_args` and `output_args` of `PipelineStage`: without them torch would run the model once to
+        find shapes. No gradient would come back for outputs that need none."""
+        tokens = torch.empty((1, self.rows), dtype=torch.int64, device="meta")
+        hidden = torch.empty(self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        computed = self._autocast_dtype or self._dtype
+        logits = torch.empty((1, self.rows, vocabulary), dtype=computed, device="meta", requires_grad=True)
+        return {
+            "input_args": tokens if self.is_first else hidden,
+            "output_args": logits if self.is_last else hidden,
+        }

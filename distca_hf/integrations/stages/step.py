@@ -1,0 +1,107 @@
+"""Step: the micro-batches of an optimizer step as `schedule.step` takes them, and the loss of the last stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.stages.part import ModelPart
+from distca_hf.runtime.live_plan import LivePlan
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """Micro-batches of an optimizer step, one in each row of every tensor: torch splits them along that dimension.
+
+    Attributes:
+        input_ids, shift_labels: int64 `[micro-batches, tokens]`.
+        keywords: arguments of every part: `position_ids`, `attention_mask`, int64 `[micro-batches, tokens]`; `plan`,
+            int64 `[micro-batches, 1]` on the host, numbers of plans.
+        plans: the plans themselves, which live as long as this.
+    """
+
+    input_ids: torch.Tensor
+    shift_labels: torch.Tensor
+    keywords: Mapping[str, torch.Tensor]
+    plans: tuple[LivePlan, ...]
+
+    @classmethod
+    def of(cls, batches: Sequence[Mapping[str, Any]]) -> Self:
+        """Joins batches of `plugin.dataloader`.
+
+        Raises:
+            ConfigError: there are none; or they have several shapes.
+        """
+        shapes = [tuple(batch["input_ids"].shape) for batch in batches]
+        if not shapes:
+            raise ConfigError("an optimizer step of 0 micro-batches; give at least one for each stage")
+        others = [number for number, shape in enumerate(shapes) if shape != shapes[0]]
+        if others:
+            raise ConfigError(
+                f"micro-batch {others[0]} of the step has {shapes[others[0]]} rows, and micro-batch 0 has "
+                f"{shapes[0]}, but stages exchange one shape. Give plugin.dataloader pipeline=..., or "
+                "pad_to_multiple_of=tokens_per_rank"
+            )
+        plans = tuple(batch["distca_plan"] for batch in batches)
+        columns = {name: torch.cat([batch[name] for batch in batches]) for name in ("position_ids", "attention_mask")}
+        return cls(
+            input_ids=torch.cat([batch["input_ids"] for batch in batches]),
+            shift_labels=torch.cat([batch["shift_labels"] for batch in batches]),
+            keywords={**columns, "plan": torch.tensor([[plan.handle] for plan in plans])},
+            plans=plans,
+        )
+
+    @property
+    def label_tokens(self) -> int:
+        """Labels of the step, all data ranks together; at least 1."""
+        return max(1, sum(plan.label_tokens or 0 for plan in self.plans))
+
+    def arguments(self, parts: Sequence[ModelPart]) -> tuple[torch.Tensor, ...]:
+        """Returns arguments by position: tokens, on the stage that has the first part."""
+        return (self.input_ids,) if any(part.is_first for part in parts) else ()
+
+    def target(self, parts: Sequence[ModelPart]) -> torch.Tensor | None:
+        """Returns labels on the stage that has the last part; None on others."""
+        return self.shift_labels if any(part.is_last for part in parts) else None
+
+
+class StepLoss:
+    """The model's own loss, over all labels of an optimizer step: the `loss_fn` of a schedule, with
+    `scale_grads=False`.
+
+    Gradients are averaged over data ranks by DDP and FSDP. So a rank divides the sum over its labels by its share of
+    all of them, and the mean over data ranks is the mean over all labels.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._loss_function, self._vocabulary = model.loss_function, model.config.get_text_config().vocab_size
+        self._share: torch.Tensor | None = None
+
+    def begin(self, step: StepInputs) -> None:
+        """Begins a step, before `schedule.step`: counts its labels."""
+        data_ranks = step.plans[0].transport.world_size
+        self._share = torch.tensor(step.label_tokens / data_ranks, dtype=torch.float32, device=step.input_ids.device)
+
+    def __call__(self, logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of a micro-batch.
+
+        Args:
+            logits: `[1, T, vocabulary]`.
+            shift_labels: int64 `[1, T]`, shifted already; -100 where there is none.
+
+        Raises:
+            ConfigError: no step has begun.
+        """
+        if self._share is None:
+            raise ConfigError("the labels of this step were not counted; call loss.begin(step) before schedule.step")
+        loss: torch.Tensor = self._loss_function(
+            logits=logits,
+            labels=shift_labels,
+            shift_labels=shift_labels,
+            vocab_size=self._vocabulary,
+            num_items_in_batch=self._share,
+        )
+        return loss

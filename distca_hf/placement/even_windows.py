@@ -1,0 +1,230 @@
+"""Even windows: long documents are handed out so that layers with a sliding window are even among ranks, too.
+
+Ranks meet in every layer. So layers with full attention have to be even, and layers with a window as well; an even sum
+of both is not enough. Placement for full attention alone gives one rank the dense end of a long document beside dust,
+another one documents of medium length. In window layers dust is light work, and all else costs a window per token:
+
+    rank 0     | end of 128K | dust dust dust dust |     full: even     window of 4K: 0.6
+    rank 1     |  12K  |  11K  |  13K  |  12K | 9K |     full: even     window of 4K: 1.3
+
+In each layer
+
+    window work = full work - pairs that the window leaves out,
+
+and full work is even in any case. So window work is as even as the pairs left out. Short documents have hardly any.
+Shares (nodes, or the ranks of one) are filled in two steps:
+
+1. Long documents are handed out, longest first, each to the share that misses most pairs left out. They stay whole
+   where they can. One with more such pairs than the share misses is cut, and the share gets its tail.
+2. Short documents make up for tokens and work. The accordion deals them, and their cuts cost few bytes.
+
+Ends of long documents have far more pairs left out for their tokens than beginnings. If the first shares take all they
+miss of ends, beginnings are left for the last ones, which have not enough tokens for them. Then every share takes only
+a part of what it misses at once, the largest part that works. If none does, long and short documents are two lines:
+the accordion deals either of them, and every share gets an equal part of the tokens and of the work of both.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from distca_hf.layout import TILE_TOKENS
+from distca_hf.placement.accordion import Goal, deal_lightest_first, largest
+from distca_hf.placement.longest_first import deal_by_need
+from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
+
+
+# Parts of the missing pairs that a share takes at once, in the order in which they are tried. Smaller ones cut more.
+PARTS = (1.0, 0.85, 0.7)
+# Remainder, as a part of the pairs that a share may miss in the end, that is not left for another piece.
+REMAINDER = 0.5
+# Miss of the work for which short documents are cut, as a fraction of the miss that is allowed.
+FINISH = 0.65
+
+
+@dataclass(frozen=True)
+class EvenWindows:
+    """A deal to shares with equal tokens, equal work, and equal pairs left out by windows.
+
+    Attributes:
+        left_out_before: time of the pairs left out of the queries before a position of any document.
+        long_tokens: documents beyond this length are long.
+        least_tokens: tokens of a tail of a long document, at least.
+        may_miss: pairs left out that a share may miss, as a fraction of its work.
+        alike: see `longest_first.deal_longest_first`.
+    """
+
+    left_out_before: Callable[[int], float]
+    long_tokens: int
+    least_tokens: int
+    may_miss: float
+    alike: float
+
+    def left_out(self, pieces: Iterable[Piece]) -> float:
+        """Sums the pairs left out of pieces of long documents."""
+        before, long_tokens = self.left_out_before, self.long_tokens
+        ranges = [(start, stop) for _, _, start, stop, _ in pieces if stop > long_tokens]
+        return sum([before(stop) - before(start) if start else before(stop) for start, stop in ranges])
+
+    def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
+        """Deals a whole pool out.
+
+        Args:
+            pool: pieces to deal; it is not used afterwards.
+            goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
+            off: maximum miss of a share's work, as a fraction of it; where all parts exceed it, there are two lines.
+
+        Returns:
+            The pieces of each share.
+        """
+        if len(goals) == 1:
+            return [pool.take_all()]
+        pieces = pool.copy().take_all()
+        long = [piece for piece in pieces if piece[3] > self.long_tokens]
+        short_tokens = sum([goal.tokens for goal in goals]) - _tokens_of(long)
+        short_cost = (pool.work_left - work_of(long)) / max(1, short_tokens)
+        missing_per_work = self.left_out(long) / max(1.0, sum([goal.work for goal in goals]))
+        missing = [missing_per_work * goal.work for goal in goals]
+        for part in PARTS:
+            left = pool.copy()
+            hand_out = _HandOut(left, goals, missing, short_cost, part, self)
+            if not hand_out.succeeds():
+                continue
+            needs, shares = hand_out.needs(), hand_out.shares
+            miss = 0.0
+            for share, short in deal_by_need(left, dict(enumerate(needs)), FINISH * off, self.alike).items():
+                miss = max(miss, abs(work_of(short) - needs[share].work) / max(1.0, goals[share].load))
+                shares[share] += short
+            if miss <= off:
+                return shares
+        return _deal_two_lines(long, [piece for piece in pieces if piece[3] <= self.long_tokens], goals, pool)
+
+
+class _HandOut:
+    """Long documents on their way to shares.
+
+    Args:
+        pool: all pieces; long ones are taken.
+        goals: goals of the shares.
+        missing: pairs left out that each share is to get.
+        short_cost: mean cost of a token of short documents.
+        part: part of the missing pairs that a share takes at once.
+        even: the deal that they are handed out for.
+
+    Attributes:
+        shares: the pieces of each share.
+    """
+
+    def __init__(
+        self,
+        pool: PiecePool,
+        goals: Sequence[Goal],
+        missing: Sequence[float],
+        short_cost: float,
+        part: float,
+        even: EvenWindows,
+    ) -> None:
+        self.shares: list[list[Piece]] = [[] for _ in goals]
+        self._pool = pool
+        self._loads = [goal.load for goal in goals]
+        self._tokens = [goal.tokens for goal in goals]
+        self._work = [goal.work for goal in goals]
+        self._missing = list(missing)  # minus infinity where a share is closed
+        self._may_miss = [even.may_miss * goal.load for goal in goals]
+        self._short_cost, self._part, self._even = short_cost, part, even
+
+    def needs(self) -> list[Goal]:
+        """Returns the tokens and the work that shares still need."""
+        return [Goal(*need) for need in zip(self._tokens, self._work, self._loads, strict=True)]
+
+    def succeeds(self) -> bool:
+        """Hands out all long documents; returns whether no share misses too many pairs."""
+        pool, missing, may_miss = self._pool, self._missing, self._may_miss
+        before, long_tokens = self._even.left_out_before, self._even.long_tokens
+        while (piece := pool.densest) is not None and piece[3] > long_tokens and (most := max(missing)) > -math.inf:
+            share = missing.index(most)
+            _, _, start, stop, work = piece
+            left_out = before(stop) - before(start) if start else before(stop)
+            # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
+            if (most - may_miss[share]) * (stop - start) > left_out * self._tokens[share]:
+                return False
+            is_last = (1 - self._part) * most <= REMAINDER * may_miss[share]
+            at_once = most if is_last else self._part * most
+            if left_out <= at_once + is_last * may_miss[share] and self._has_room(share, stop - start, work):
+                taken = pool.take_densest()
+            else:
+                tail = self._tail(share, piece, at_once)
+                if tail < self._even.least_tokens:
+                    if most > may_miss[share]:
+                        return False
+                    missing[share] = -math.inf
+                    continue
+                taken = pool.take_tail(pool.indices[-1], tail)
+                left_out = before(stop) - before(stop - tail)
+            self.shares[share].append(taken)
+            self._tokens[share] -= taken[3] - taken[2]
+            self._work[share] -= taken[4]
+            missing[share] -= left_out
+        return all([of_share <= most for of_share, most in zip(missing, may_miss, strict=True)])
+
+    def _tail(self, share: int, piece: Piece, most_left_out: float) -> int:
+        """Returns tokens of the largest tail of the densest piece that fits a share, with so many pairs left out."""
+        _, document, start, stop, _ = piece
+        before, work = self._even.left_out_before, self._pool.work
+        least_before = before(stop) - most_left_out
+
+        def fits(tiles: int) -> bool:
+            cut = stop - tiles * TILE_TOKENS
+            return before(cut) >= least_before and self._has_room(share, stop - cut, work(document, cut, stop))
+
+        return TILE_TOKENS * largest((stop - start - 1) // TILE_TOKENS, fits)
+
+    def _has_room(self, share: int, tokens: int, work: int) -> bool:
+        """Checks whether the pool has tokens light enough for all shares together, if one gets so many tokens and so
+        much work."""
+        rest_tokens, rest_work = self._tokens[share] - tokens, self._work[share] - work
+        if rest_tokens < 0 or rest_work < 0:
+            return False
+        if rest_work >= self._short_cost * rest_tokens:
+            return True
+        rest = rest_work / max(1, rest_tokens), rest_tokens, rest_work
+        lighter = [
+            (work / max(1, tokens), tokens, work)
+            for other, (tokens, work) in enumerate(zip(self._tokens, self._work, strict=True))
+            if other != share and work < self._short_cost * tokens
+        ]
+        tokens_needed: int = 0
+        work_needed: float = 0.0
+        for cost, needed_tokens, needed_work in sorted([rest, *lighter]):
+            tokens_needed, work_needed = tokens_needed + needed_tokens, work_needed + needed_work
+            if cost >= rest[0] and work_needed < self._pool.light_work(tokens_needed):
+                return False
+        return True
+
+
+def _deal_two_lines(
+    long: list[Piece], short: list[Piece], goals: Sequence[Goal], pool: PiecePool
+) -> list[list[Piece]]:
+    """Deals long pieces of a pool and short ones apart: every share gets an equal part of either."""
+    # 1. Long ones, to goals in proportion to those for all.
+    long_tokens, tokens = _tokens_of(long), sum([goal.tokens for goal in goals])
+    borders = [long_tokens * before // max(1, tokens) for before in accumulate([g.tokens for g in goals], initial=0)]
+    long_pool, short_pool = PiecePool(long, pool.work), PiecePool(short, pool.work)
+    part = long_pool.work_left / max(1, pool.work_left)
+    long_goals = [
+        Goal(stop - start, part * goal.work, goal.load)
+        for goal, (start, stop) in zip(goals, pairwise(borders), strict=True)
+    ]
+    shares = deal_lightest_first(long_pool, long_goals)
+
+    # 2. Short ones, which make up for what shares miss of the long ones.
+    short_goals = [
+        Goal(goal.tokens - of_long.tokens, max(0.0, goal.work - work_of(held)), goal.load)
+        for goal, of_long, held in zip(goals, long_goals, shares, strict=True)
+    ]
+    return [held + more for held, more in zip(shares, deal_lightest_first(short_pool, short_goals), strict=True)]
+
+
+def _tokens_of(pieces: list[Piece]) -> int:
+    return sum([stop - start for _, _, start, stop, _ in pieces])

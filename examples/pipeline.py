@@ -1,0 +1,169 @@
+"""A Llama on a pipeline: stages of several data ranks each, with `torch.distributed.pipelining`.
+
+    torchrun --nproc-per-node 4 "$(distca examples pipeline)"                          2 stages x 2 data ranks, 1F1B
+    torchrun --nproc-per-node 4 "$(distca examples pipeline)" --chunks 2 --recompute   interleaved, with checkpointing
+    torchrun --nproc-per-node 8 "$(distca examples pipeline)" --stages 4 --shard --model MODEL --dataset TOKENISED
+
+Runs on GPUs, or on CPUs where there are none. By default it trains a tiny Llama on random documents. A dataset is a
+folder that `tokenise_texts.py` wrote. Every stage reads its own weights of a checkpoint of Transformers, and writes
+its own file of another one. Core attention is shared by the data ranks of a stage.
+"""
+
+import argparse
+import os
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import distca_hf
+from distca_hf import Pipeline
+from distca_hf.integrations.stages import (
+    DividedModel,
+    ModelPart,
+    StepInputs,
+    StepLoss,
+    check_schedule,
+    parts_of_stage,
+    save_parts,
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="parts of the model on each stage; 2 and more interleave"
+    )
+    parser.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
+    parser.add_argument("--tokens-per-rank", type=int, default=1024, help="tokens of a micro-batch on each data rank")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing; attention is not repeated")
+    parser.add_argument("--shard", action="store_true", help="FSDP2 among the data ranks of a stage, in place of DDP")
+    parser.add_argument("--model", help="folder or name of a checkpoint; a tiny Llama by default")
+    parser.add_argument("--dataset", help="folder with a tokenised dataset; random documents by default")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--output", type=Path, default=Path("pipeline_output"))
+    return parser.parse_args()
+
+
+def random_documents(count: int) -> Dataset:
+    """Returns documents of 2 to 1,500 tokens, most of them short."""
+    rng = random.Random(0)
+    lengths = [min(1500, max(2, int(rng.lognormvariate(4.0, 1.5)))) for _ in range(count)]
+    return Dataset.from_dict({"input_ids": [[rng.randrange(256) for _ in range(length)] for length in lengths]})
+
+
+def tiny_llama(folder: Path) -> str:
+    """Writes a checkpoint with random weights, on the first rank; returns its folder."""
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder)
+    dist.barrier()
+    return str(folder)
+
+
+def in_parallel(part: ModelPart, mesh: DeviceMesh, shard: bool) -> nn.Module:
+    """Returns a part whose gradients are averaged over the data ranks of its stage."""
+    if not shard:
+        return nn.parallel.DistributedDataParallel(part, process_group=mesh.get_group())
+    for layer in part.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(part, mesh=mesh)
+    return part
+
+
+def clip(parameters: list[nn.Parameter], most: float, stages: dist.ProcessGroup) -> float:
+    """Scales gradients of all stages down to a norm of at most `most`; returns the norm that they had."""
+    norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    squared = (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+    dist.all_reduce(squared, group=stages)
+    nn.utils.clip_grads_with_norm_(parameters, most, squared.sqrt())
+    return float(squared.sqrt())
+
+
+def endless(loader: distca_hf.PlacedLoader) -> Iterator[dict[str, Any]]:
+    """Yields micro-batches of one epoch after the other; with a pipeline every epoch has whole steps."""
+    while True:
+        yield from loader
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    shape = (args.stages, dist.get_world_size() // args.stages)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "data"))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=args.tokens_per_rank)
+    plugin.use_mesh(mesh, data="data", stages="stage")
+
+    # 1. This stage's parts of the model.
+    pipeline = Pipeline(args.stages, args.chunks)
+    schedule_class: Any = ScheduleInterleaved1F1B if args.chunks > 1 else Schedule1F1B
+    model = DividedModel(args.model or tiny_llama(args.output / "initial"), pipeline)
+    autocast = torch.bfloat16 if device.type == "cuda" else None
+    numbers = parts_of_stage(schedule_class, pipeline, mesh.get_local_rank("stage"))
+    parts = [model.load(number, plugin, autocast).train() for number in numbers]
+    if args.recompute:
+        for part in parts:
+            part.model.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped = [in_parallel(part, mesh["data"], args.shard) for part in parts]
+    check_schedule(schedule_class, pipeline, args.micro_batches, wrapped)
+
+    # 2. A schedule of torch that runs them.
+    group = mesh.get_group("stage")
+    stages = [
+        PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=group)
+        for part, module in zip(parts, wrapped, strict=True)
+    ]
+    loss = StepLoss(parts[-1].model)
+    given = stages if args.chunks > 1 else stages[0]
+    schedule = schedule_class(given, args.micro_batches, loss_fn=loss, scale_grads=False)
+
+    # 3. Optimizer steps.
+    dataset = Dataset.load_from_disk(args.dataset) if args.dataset else random_documents(400)
+    for_stages = {"pipeline": pipeline, "micro_steps": args.micro_batches}
+    loader = plugin.dataloader(dataset, seed=0, model=model.outline, **for_stages)
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
+    batches = endless(loader)
+    for number in range(args.steps):
+        step = StepInputs.of(list(islice(batches, args.micro_batches)))
+        loss.begin(step)
+        losses: list[torch.Tensor] = []
+        schedule.step(
+            *step.arguments(parts), **step.keywords, target=step.target(parts), losses=losses, return_outputs=False
+        )
+        norm = clip(parameters, 1.0, group)
+        optimizer.step()
+        optimizer.zero_grad()
+        if losses:  # on the last stage
+            total = torch.stack(losses).sum().detach()
+            dist.all_reduce(total, group=mesh.get_group("data"))
+            if mesh.get_local_rank("data") == 0:
+                balance = ", ".join(f"{plan.facts.imbalance:.3f}" for plan in step.plans)
+                mean = float(total) / mesh["data"].size()
+                print(f"step {number}: loss {mean:.5f}, gradient norm {norm:.3f}, max/mean work {balance}", flush=True)
+
+    # 4. An ordinary checkpoint.
+    save_parts(parts, args.output, plugin)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A pipeline of two stages with two data ranks each: every schedule trains as one process does, and writes an ordinary
+checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from distca_hf.errors import PackingError, PlanMismatchError
+from distca_hf.integrations.stages import save_parts
+from support.data import random_dataset
+from support.ranks import run_ranks
+from support.staged import (
+    DATA_RANKS,
+    MICRO_BATCHES,
+    NUM_LAYERS,
+    SEED,
+    STAGES,
+    STEPS,
+    TOKENS_PER_RANK,
+    StagedTraining,
+    Trained,
+    Way,
+    new_mesh,
+    save_initial_model,
+    train_in_one_process,
+    training_dataset,
+)
+
+
+CAPACITY_TOKENS = DATA_RANKS * TOKENS_PER_RANK
+WAYS = {
+    "1F1B": Way("1F1B"),
+    "1F1B, checkpointing": Way("1F1B", recompute=True),
+    "interleaved": Way("Interleaved1F1B", chunks=2),
+    "interleaved, checkpointing": Way("Interleaved1F1B", chunks=2, recompute=True),
+    "interleaved, checkpointing, FSDP2": Way("Interleaved1F1B", chunks=2, recompute=True, wrapper="fsdp2"),
+    "zero bubble, no wrapper": Way("ZBVZeroBubble", chunks=2, wrapper=""),
+}
+
+
+def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Every way on this rank. Each writes its checkpoint over that of another way, before it is kept."""
+    mesh = new_mesh()
+    results: dict[str, Any] = {}
+    for name, way in WAYS.items():
+        training = StagedTraining(checkpoint, way, mesh)
+        if name == "1F1B":
+            results["refused"] = _refused(training)
+        results[name] = training.train()
+        save_parts(training.parts, folder / "latest", training.plugin)
+        if training.plugin.members.grid.number == 0:
+            kept = folder / name
+            kept.mkdir()
+            for path in (folder / "latest").iterdir():
+                (kept / path.name).write_bytes(path.read_bytes())
+        training.plugin.close()
+    results["bfloat16"] = StagedTraining(checkpoint, WAYS["1F1B"], mesh, torch.bfloat16).train(steps=1).losses
+    return results
+
+
+def _refused(training: StagedTraining) -> dict[str, str]:
+    """Words of the errors that ranks get for data that stages cannot train on."""
+    stage, documents = training.plugin.members.grid.stage, training_dataset()["input_ids"]
+    others = Dataset.from_dict({"input_ids": [[token - stage for token in document] for document in documents]})
+    wrong: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+        "another seed": (PlanMismatchError, {"seed": SEED + stage}),
+        "other tokens": (PlanMismatchError, {"dataset": others}),
+        "a long document": (PackingError, {"dataset": random_dataset(4, lengths=(CAPACITY_TOKENS + 1,))}),
+    }
+    words = {}
+    for name, (error, arguments) in wrong.items():
+        with pytest.raises(error) as caught:
+            next(training.batches(**arguments))
+        words[name] = str(caught.value)
+    return words
+
+
+class Runs:
+    """All runs on ranks, and the reference."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "checkpoints"
+        self.initial = save_initial_model(folder / "initial")
+        self.by_rank = run_ranks(4, _train_all, folder / "ranks", self.initial, self.folder)
+        self.expected, self.expected_model = train_in_one_process(self.initial)
+
+    def of(self, way: str) -> list[Trained]:
+        return [results[way] for results in self.by_rank]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("stages"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_gradients_are_those_of_one_process(way: str, runs: Runs) -> None:
+    by_rank, expected = runs.of(way), runs.expected
+    losses = [trained.losses for trained in by_rank if trained.losses]
+
+    assert len(losses) == 2, "the last part is on one stage, which has two data ranks"
+    for of_rank in losses:
+        assert max(abs(loss - exact) for loss, exact in zip(of_rank, expected.losses, strict=True)) <= 1e-5
+    for step, exact in enumerate(expected.gradients):
+        seen: dict[str, int] = {}
+        for trained in by_rank:
+            for name, gradient in trained.gradients[step].items():
+                seen[name] = seen.get(name, 0) + 1
+                assert float((gradient - exact[name]).abs().max()) <= 1e-5, f"step {step}, {name}"
+        assert seen == dict.fromkeys(exact, 2), "each weight is on the two data ranks of one stage"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_exchange_twice_for_each_layer_and_micro_batch(way: str, runs: Runs) -> None:
+    for trained in runs.of(way):
+        assert trained.layers == NUM_LAYERS // STAGES
+        assert trained.exchanges == [2 * trained.layers * micro_batches for micro_batches in trained.sharing]
+        assert len(trained.sharing) == STEPS
+        assert sum(trained.sharing) > MICRO_BATCHES * STEPS / 2, "ranks share documents in most micro-batches"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
+    folder = runs.folder / way
+    parts = STAGES * WAYS[way].chunks
+    files = [f"model-{number:05}-of-{parts:05}.safetensors" for number in range(1, parts + 1)]
+    model, info = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", output_loading_info=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    expected = dict(runs.expected_model.named_parameters())
+
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["config.json", "generation_config.json", "model.safetensors.index.json", *files]
+    ), "nothing of the checkpoint that was there before"
+    assert not any(info.values())
+    assert json.loads((folder / "config.json").read_text()) == json.loads((runs.initial / "config.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in expected.values())
+    for file in files:
+        with safe_open(folder / file, "pt") as opened:
+            assert {index["weight_map"][name] for name in opened.keys()} == {file}
+    for name, weight in model.named_parameters():
+        assert float((weight - expected[name]).detach().abs().max()) <= 1e-4, name
+        assert not torch.equal(weight, dict(_initial(runs).named_parameters())[name]), name
+
+
+def _initial(runs: Runs) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(runs.initial)
+    return model
+
+
+def test_weights_in_float32_train_in_bfloat16(runs: Runs) -> None:
+    """Stages send hidden states in float32 then."""
+    (loss,) = runs.by_rank[3]["bfloat16"]
+
+    assert loss != runs.of("1F1B")[3].losses[0]
+    assert abs(loss - runs.expected.losses[0]) < 5e-3
+
+
+def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
+    first, last = runs.by_rank[0]["refused"], runs.by_rank[3]["refused"]
+
+    begins = "rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: "
+    assert last["another seed"].startswith(f"{begins}seed is 3 on")
+    assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1" in first["another seed"]
+    assert last["other tokens"].startswith(f"{begins}contents of documents is ")
+    assert (
+        f"has {CAPACITY_TOKENS + 1} tokens, all data ranks together hold {CAPACITY_TOKENS}" in last["a long document"]
+    )

@@ -1,0 +1,132 @@
+"""Batches that a model with mixers cannot train on: refused by name, at the token or row where something is wrong."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+import distca_hf
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.stated_documents import stated_lengths
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import ConfigError, PackingError, PlanError
+from distca_hf.integrations.models.documents_apart import DocumentRows
+from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.testing import run_ranks
+from support.data import random_documents
+from support.models import tiny_model
+
+
+CPU = torch.device("cpu")
+TOKENS = 12
+# Documents of 5, 4 and 3 tokens.
+IDS = torch.arange(3, 3 + TOKENS)[None]
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
+OFFSETS = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+SEQ_IDX = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3], dtype=torch.int32)
+
+
+def hybrid() -> PreTrainedModel:
+    model = tiny_model("qwen3_5", num_hidden_layers=2).train()
+    distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=200)
+    return model
+
+
+def test_documents_that_are_cut_are_refused_with_the_way_to_whole_ones() -> None:
+    models = [hybrid() for _ in range(2)]
+    rows = Dataset.from_dict({"input_ids": random_documents(1, lengths=(150,))})
+
+    def step(transport: Transport) -> str:
+        (batch,) = PlacedLoader(rows, DistCAConfig(tokens_per_rank=96), transport, CPU)
+        with pytest.raises(PlanError) as refused:
+            models[transport.rank](**batch)
+        return str(refused.value)
+
+    for rank, error in enumerate(run_ranks(2, step, timeout_seconds=30.0)):
+        assert error.startswith(f"rank {rank}, micro-batch 0: 1 of 1 documents are cut")
+        assert "(Qwen3_5GatedDeltaNet) need whole ones" in error
+        assert "plugin.dataloader(model=...)" in error
+
+
+def test_a_document_longer_than_a_rank_is_named_by_its_row() -> None:
+    model = tiny_model("qwen3_5", num_hidden_layers=2)
+    rows = Dataset.from_dict({"input_ids": [[3] * length for length in (5, 96, 97)]})
+
+    with pytest.raises(PackingError, match=r"\(row 2\) has 97 tokens.* tokens_per_rank"):
+        distca_hf.DistCAPlugin(tokens_per_rank=96).dataloader(rows, device="cpu", model=model)
+
+
+def test_times_of_kernels_are_refused() -> None:
+    config = DistCAConfig(tokens_per_rank=96, kernel_times="times.json")
+    planner = PlacedPlanner(config, 2, whole_documents=needs_whole_documents(tiny_model("qwen3_5")))
+
+    with pytest.raises(ConfigError, match=r"kernel_times='times\.json' decides where documents are cut"):
+        planner.check_kernel_times(96)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "nothing says where documents begin"),
+        (
+            {"position_ids": POSITIONS, "cu_seq_lens_q": torch.tensor([0, 6, 9, 12])},
+            "token 5: position_ids say position 0, but cu_seq_lens_q says 5",
+        ),
+        (
+            {"cu_seq_lens_q": OFFSETS, "seq_idx": torch.where(IDS == IDS[0, 5], 0, SEQ_IDX)},
+            "token 5: a document begins there by cu_seq_lens_q or position_ids, and goes on by seq_idx",
+        ),
+        (
+            {"position_ids": POSITIONS, "seq_idx": torch.where(SEQ_IDX == 2, 1, SEQ_IDX)},
+            "token 9: a document begins",
+        ),
+        (
+            {"position_ids": POSITIONS, "seq_idx": torch.where(IDS == IDS[0, 3], 7, SEQ_IDX)},
+            "token 3: a document goes on there by cu_seq_lens_q or position_ids, and begins by seq_idx",
+        ),
+        ({"cu_seq_lens_q": OFFSETS, "seq_idx": SEQ_IDX[:, 1:]}, "seq_idx numbers 11 tokens, the batch has 12"),
+        ({"position_ids": POSITIONS, "use_cache": True}, "would leave the state of one of them in a cache"),
+    ],
+)
+def test_packs_whose_documents_are_not_known_are_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(PackingError, match=told):
+        hybrid()(input_ids=IDS, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"position_ids": POSITIONS}, {"cu_seq_lens_q": OFFSETS}, {"position_ids": POSITIONS, "seq_idx": SEQ_IDX}]
+)
+def test_either_of_positions_and_offsets_is_enough(given: dict[str, Any]) -> None:
+    lengths = stated_lengths({"input_ids": IDS, **given})
+
+    assert lengths is not None
+    assert lengths.tolist() == [5, 4, 3]
+
+
+def test_a_mixer_that_does_not_know_where_documents_begin_is_noticed(
+    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a kernel that ignores `seq_idx`: the state goes on from one document to the next."""
+
+    def in_one_row(self: DocumentRows, mixer: Callable[..., object], args: Any, keywords: Any) -> object:
+        return mixer(*args, **keywords)
+
+    monkeypatch.setattr(DocumentRows, "mix", in_one_row)
+    (qwen,) = sweep.TEXT.config_classes(["qwen3_next"])
+
+    assert sweep.examine(qwen).verdict == sweep.WRONG
+
+
+def test_a_pass_of_this_rank_alone_keeps_documents_apart_as_well() -> None:
+    model = hybrid().eval()
+    with torch.no_grad():
+        packed = model(IDS, position_ids=POSITIONS, use_cache=False).logits
+        parts = [model(part, use_cache=False).logits for part in IDS.split([5, 4, 3], dim=1)]
+
+    torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,72 @@
+"""Padded rows: rows that cannot be made a pack are refused by name, or stay padded."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from distca_hf.batches.padded import padded_rows_of
+from distca_hf.errors import PackingError, UnsupportedAttentionError
+from distca_hf.integrations.models.padded_backbone import PaddedBackbone
+
+
+IDS = torch.arange(1, 13).view(3, 4)
+RIGHT = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+LEFT = RIGHT.flip(1)
+
+
+def batch_of(mask: list[list[int]] | torch.Tensor, **others: Any) -> dict[str, Any]:
+    return {"input_ids": IDS, "attention_mask": torch.as_tensor(mask), **others}
+
+
+@pytest.mark.parametrize("mask", [RIGHT, LEFT, RIGHT.bool(), RIGHT.float()], ids=["right", "left", "bool", "float"])
+def test_values_are_packed_and_put_back(mask: torch.Tensor) -> None:
+    rows = padded_rows_of(batch_of(mask))
+
+    assert rows is not None
+    assert rows.pack(IDS).tolist() == [IDS[mask.bool()].tolist()]
+    assert rows.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert rows.offsets.tolist() == [0, 3, 7, 8]
+    assert torch.equal(rows.unpack(rows.pack(IDS)[..., None])[..., 0], IDS * mask.bool())
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        ([[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], r"row 1 of a padded batch has no token.*\(and 1 more like it\)"),
+        (
+            [[1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]],
+            "row 0 .* begins again at place 3",
+        ),
+        ([[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 0, 1]], "row 2 .* between tokens: .* begins again at place 3"),
+    ],
+)
+def test_rows_without_tokens_or_with_holes_are_named(mask: list[list[int]], told: str) -> None:
+    with pytest.raises(PackingError, match=told):
+        padded_rows_of(batch_of(mask))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cu_seq_lens_q": torch.tensor([0, 12])},
+        {"pixel_values": torch.ones(1)},
+        {"position_ids": torch.zeros(3, 3, 4, dtype=torch.int64)},
+        {"labels": IDS},  # the first token behind padding on the left
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_rows_that_say_more_than_a_pack_can_stay_padded(given: dict[str, Any]) -> None:
+    assert padded_rows_of(batch_of(LEFT, **given)) is None
+
+
+def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, n_positions=8))
+    backbone = PaddedBackbone(model, has_position_table=True)
+
+    with pytest.raises(UnsupportedAttentionError, match=r"GPT2LMHeadModel looks positions up in a table, and rows"):
+        backbone.begin(batch_of(LEFT))
+    own = (LEFT.cumsum(1) - 1).clamp(min=0)
+    assert backbone.begin(batch_of(LEFT, position_ids=own))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
+    assert backbone.begin(batch_of(RIGHT))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
