@@ -102,7 +102,7 @@ def endless(loader: distca_hf.PlacedLoader) -> Iterator[dict[str, Any]]:
 
 
 def print_step(number: int, step: StepInputs, losses: list[torch.Tensor], norm: float, mesh: DeviceMesh) -> None:
-    """Prints a step's loss, the mean over data ranks, with the balance of each micro-batch. The last stage calls it."""
+    """Prints a step's loss, a mean over data ranks, and the balance of each micro-batch; for the last stage."""
     total = torch.stack(losses).sum().detach()
     dist.all_reduce(total, group=mesh.get_group("data"))
     if mesh.get_local_rank("data") == 0:
