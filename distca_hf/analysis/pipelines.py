@@ -177,7 +177,7 @@ class _Simulated:
         lengths = np.concatenate(batches)
         work = work_of_documents(lengths)
         as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
-        self.heaviest.append(imbalance([int(work[group].sum()) for group in as_packed]))
+        self.heaviest.append(imbalance(_loads(work, as_packed)))
         self.least_heaviest.append(least_heaviest(lengths, len(batches)))
         self._add("plain", self.in_1f1b, plain_pairs * num_ranks)
         self._add("as_packed", self.in_1f1b, _loads(work, as_packed) * self._uneven)
@@ -261,6 +261,7 @@ def least_heaviest(document_tokens: IntArray, micro_batches: int) -> float:
 
 
 def _loads(work: IntArray, groups: Sequence[IntArray]) -> IntArray:
+    """Returns `[micro_batches]` work of the documents of each."""
     return np.array([int(work[group].sum()) for group in groups])
 
 

@@ -17,7 +17,7 @@ from distca_hf.errors import PackingError, and_more
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the tokens of a padded batch are.
+    """Places and documents of the tokens of a padded batch.
 
     Attributes:
         shape: of the batch, `(B, L)`.

@@ -105,14 +105,8 @@ class Members:
         return range(len(self.row_ranks) + self.num_servers)
 
     def ranks_per_node(self, launched_per_node: int) -> int:
-        """Returns how many ranks that share documents share a node, too; 0 if a launcher did not number nodes.
-
-        Args:
-            launched_per_node: ranks of the job on every node; 0 if that is not known.
-
-        Raises:
-            ConfigError: nodes hold unequally many of them.
-        """
+        """Returns how many ranks that share documents share a node, too: see `Grid.ranks_per_node`. Where they are the
+        whole job, the launcher has said it."""
         if self.are_the_job and self.grid.is_flat:
             return launched_per_node
         return self.grid.ranks_per_node(launched_per_node)

@@ -10,17 +10,15 @@ Ranks meet in every layer, so each kind of layers has a busiest rank of its own:
 Work of the busiest ranks is summed over layers, because another rank may be the busiest in layers of another kind.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import LayerMasks, Mask, TokenBytes, imbalance
+from distca_hf.cost import LayerMasks, Mask, imbalance
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.transfers import bytes_between
-from distca_hf.planning.window_routing import halo_rows_between
 
 
 def is_full(mask: Mask, layout: Layout) -> bool:
@@ -34,13 +32,6 @@ def pairs_in_layer(plan: Plan, mask: Mask) -> NDArray[np.float64]:
     if is_full(mask, plan.layout):
         return plan.work / plan.tasks.head_groups
     return plan.layout.rank_work_of(mask).astype(np.float64)
-
-
-def bytes_in_layer(plan: Plan, mask: Mask, token_bytes: TokenBytes) -> IntArray:
-    """Sums `[source, destination]` bytes of the forward pass of a layer with this mask."""
-    if is_full(mask, plan.layout):
-        return bytes_between(plan, token_bytes)
-    return halo_rows_between(plan.layout, mask) * token_bytes.key_value
 
 
 def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_servers: int = 0) -> float:
@@ -85,28 +76,10 @@ class LayerWork:
         return mean
 
     @property
-    def mean(self) -> NDArray[np.float64]:
-        """`[micro_batches]` pairs of a rank, mean over ranks and layers."""
-        mean: NDArray[np.float64] = self.shares @ self.pairs.mean(axis=2)
-        return mean
-
-    @property
     def imbalance(self) -> NDArray[np.float64]:
         """`[micro_batches]` max/mean work over ranks, of all layers; 1.0 where there are no documents."""
         num_ranks, total = self.pairs.shape[2], self.total
         return np.divide(self.busiest * num_ranks, total, out=np.ones(len(total)), where=total > 0)
-
-    def of_mask(self, number: int) -> "LayerWork":
-        """Returns the layers of one mask alone."""
-        return LayerWork(self.pairs[number : number + 1], np.ones(1))
-
-    def of_micro_batches(self, numbers: IntArray) -> "LayerWork":
-        """Returns some of the micro-batches."""
-        return replace(self, pairs=self.pairs[:, numbers])
-
-    def weighted(self, shares: NDArray[np.float64]) -> "LayerWork":
-        """Returns the same pairs with other weights."""
-        return replace(self, shares=shares)
 
 
 def layer_shares(layer_masks: LayerMasks) -> NDArray[np.float64]:

@@ -253,13 +253,6 @@ def _halo_calls(mine: LocalParts, mask: Mask, halos: Halos) -> tuple[KernelCall,
     return tuple(calls)
 
 
-def halo_rows_between(layout: Layout, mask: Mask) -> IntArray:
-    """Counts `[source, destination]` rows of keys and values that ranks send in a layer with a window."""
-    transfers = HaloTransfers.of(layout, Halos.of(Parts.of(layout), mask))
-    travels = transfers.select(transfers.source != transfers.destination)
-    return travels.rows_between(layout.num_ranks)
-
-
 def _facts(
     layout: Layout, mask: Mask, travels: KeyTransfers, work_before: IntArray | None, num_servers: int
 ) -> PlanFacts:

@@ -73,7 +73,7 @@ class StepLoss:
     `scale_grads=False`.
 
     Gradients are averaged over data ranks by DDP and FSDP. So a rank divides the sum over its labels by its share of
-    all of them, and the mean over data ranks is the mean over all labels.
+    all of them. Then the mean over data ranks is the mean over all labels.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
