@@ -1,8 +1,8 @@
 """Distribution check: ways of dividing a model between ranks that would train wrongly, or cannot train.
 
 `distributed` reads how Transformers divided a model, and the state of Accelerate says what Accelerate divides. A way
-that is not known to be right is refused before the first step. Otherwise a rank would attend to parts of heads, or wait
-for rows that are never sent.
+that is not known to be right is refused before the first step. Otherwise a rank would attend to parts of heads, or
+wait for rows that are never sent.
 """
 
 from collections.abc import Iterator

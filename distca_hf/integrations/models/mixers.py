@@ -1,8 +1,8 @@
 """Mixers: parts of layers that mix tokens by other means than attention, found by their structure.
 
 Gated delta nets, Mamba, lightning attention, RG-LRU and short convolutions carry a state from token to token. They are
-not computed here. A model that has them trains with whole documents on every rank, which `documents_apart` keeps apart.
-Only tasks of its attention layers move.
+not computed here. A model that has them trains with whole documents on every rank, and `documents_apart` keeps these
+apart. Only tasks of its attention layers move.
 
 A mixer is a module that a layer calls directly, that has no attention of Transformers' interface inside, and whose
 class carries a state. Generation needs that state alone of all tokens before, so no token depends on later ones.
