@@ -12,6 +12,7 @@ each alone with sdpa. One that differs makes the script exit with 1.
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ from sweep import (
 TENSOR = {"tp_size": 2, "fsdp_size": 2}
 EXPERTS = {"ep_size": 2, "fsdp_size": 2}
 REASON_CHARACTERS = 110
+# Of a refusal: the class, of which the table has a column.
+OPENING = re.compile(r"^\w+ cannot [^:]*: ")
 # A class is given up after it. Ranks of a model that fails on some of them wait for each other.
 HANG_SECONDS = 120.0
 
@@ -152,15 +155,12 @@ def _first_said(receivers: Sequence[Connection]) -> Trial:
     """Returns what rank 0 found, or the error of the first rank that has one."""
     waiting = list(receivers)
     while waiting:
-        ready = multiprocessing.connection.wait(waiting, HANG_SECONDS)
+        ready = wait(waiting, HANG_SECONDS)
         if not ready:
             return Trial(f"no answer within {HANG_SECONDS:.0f} s")
-        for receiver in ready:
-            waiting.remove(receiver)  # type: ignore[arg-type]
-            try:
-                said: Trial | None = receiver.recv()  # type: ignore[union-attr]
-            except EOFError:
-                return Trial("a rank ended without a word")
+        for receiver in [receiver for receiver in waiting if receiver in ready]:
+            waiting.remove(receiver)
+            said: Trial | None = receiver.recv()
             if said is not None:
                 return said
     return Trial("no rank said anything")
@@ -179,12 +179,13 @@ def _rank(
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.dup2(nowhere, sys.stderr.fileno())
-    store = dist.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG_SECONDS / 2)
+    )
     try:
         answer.send(_step_on_rank(config_class, sizes, folder / "model"))
     except DistCAError as error:
-        answer.send(Trial(_short(str(error).partition(": ")[2] or str(error))))
+        answer.send(Trial(_short(OPENING.sub("", str(error)))))
     except Exception as error:
         answer.send(Trial(_short(f"Transformers: {type(error).__name__}: {error}")))
     signal.pause()  # a rank that leaves would be an error of the others; all are killed when one has answered

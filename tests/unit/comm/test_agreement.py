@@ -65,6 +65,63 @@ def test_a_rank_that_is_unable_is_named() -> None:
     assert all("rank 1 could not do its part" in message for message in run_ranks(3, body))
 
 
+# Occasions whose facts may differ between stages, and those for which they may not.
+OF_A_STAGE = (Occasion.PLAN, Occasion.ATTEND, Occasion.DIFFERENTIATE, Occasion.COMPARE)
+OF_THE_GROUP = (Occasion.TAKE, Occasion.REPORT)
+
+
+@pytest.mark.parametrize("occasion", [*OF_A_STAGE, *OF_THE_GROUP], ids=lambda occasion: occasion.name)
+def test_ranks_agree_with_those_of_the_occasion(occasion: Occasion) -> None:
+    """Two stages of two data ranks of two tensor ranks."""
+
+    def body(transport: LoopbackTransport) -> tuple[list[int], list[int]] | str:
+        facts, numbers = {"layers": transport.grid.stage}, {"labels": 10 * transport.rank}
+        agreement = Agreement.start(transport, occasion, 0, facts, numbers)
+        try:
+            return agreement.wait(Scope.ROWS)["labels"], agreement.wait()["labels"]
+        except PlanMismatchError as error:
+            return str(error)
+
+    for rank, seen in enumerate(run_ranks(2, body, tensor_ranks=2, stages=2)):
+        if occasion in OF_A_STAGE:
+            assert seen == ([0, 10], [0, 0, 10, 10])  # each data rank once, and all ranks of the stage
+        else:
+            assert f"rank {rank} (stage {rank // 4}, data {rank // 2 % 2}, tensor {rank % 2}), micro-batch 0" in seen
+            assert "layers is 0 on ranks 0 (stage 0, data 0, tensor 0), 1 (stage 0, data 0, tensor 1)" in seen
+
+
+def test_a_signal_reaches_all_stages_with_the_next_micro_batch() -> None:
+    def body(transport: LoopbackTransport) -> list[dict[int, int]]:
+        transport.traffic.leave_signal = 15 if transport.grid.rank == 3 else 0
+        seen = []
+        for occasion in (Occasion.ATTEND, Occasion.TAKE):
+            Agreement.start(transport, occasion, 0, {}, {}).wait()
+            seen.append(dict(transport.traffic.leaving))
+        return seen
+
+    by_rank = run_ranks(1, body, tensor_ranks=2, stages=2)
+    assert by_rank == [[{}, {3: 15}]] * 2 + [[{3: 15}, {3: 15}]] * 2
+
+
+@pytest.mark.parametrize("occasion", [Occasion.PLAN, Occasion.TAKE], ids=lambda occasion: occasion.name)
+def test_a_rank_that_is_unable_shows_it_to_those_of_its_step(occasion: Occasion) -> None:
+    def body(transport: LoopbackTransport) -> str:
+        if transport.grid.rank == 3:
+            Agreement.announce_unable(transport, 0, occasion)
+            return ""
+        try:
+            Agreement.start(transport, occasion, 0, {}, {}).wait()
+        except PeerLostError as error:
+            return str(error)
+        return "agreed"
+
+    by_rank = run_ranks(1, body, tensor_ranks=2, stages=2)
+    words = "rank 3 (stage 1, tensor 1) could not do its part"
+    assert words in by_rank[2]
+    for seen in by_rank[:2]:
+        assert (seen == "agreed") if occasion is Occasion.PLAN else (words in seen)
+
+
 def test_all_agreements_are_equally_wide() -> None:
     widths = []
 
