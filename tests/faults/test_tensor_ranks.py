@@ -193,8 +193,17 @@ def _average(_: Path) -> dict[str, str]:
             parallelize_module(layer, mesh["stage"], plan)
         return model
 
+    def run_flat() -> str:
+        """All ranks hold other documents, and FSDP2 chooses its mesh."""
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
+        model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+        shard(model, None)(**_pack(dist.get_rank())).loss.backward()
+        plugin.close()
+        return ""
+
     ddp = nn.parallel.DistributedDataParallel
     return {
+        "flat": run_flat(),
         "tensor": run(lambda model: shard(divide(model), mesh["dp"]), data="dp", tensor="stage"),
         "tensor for data": run(divide, data="stage", tensor="dp"),
         "fsdp over tensor": run(lambda model: shard(model, mesh["stage"]), data="dp", tensor="stage"),
@@ -207,7 +216,7 @@ def _average(_: Path) -> dict[str, str]:
 
 def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
     for words in run_ranks(4, _average, tmp_path, tmp_path):
-        assert words["ddp over data"] == words["fsdp over data"] == words["tensor"] == ""
+        assert words["ddp over data"] == words["fsdp over data"] == words["tensor"] == words["flat"] == ""
         assert "self_attn.q_proj.weight is divided between ranks" in words["tensor for data"]
         assert "they would exchange rows of different heads" in words["tensor for data"]
         assert "the device mesh of " in words["fsdp over tensor"]

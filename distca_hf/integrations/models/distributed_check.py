@@ -5,7 +5,7 @@ not known to be right is refused before the first step, because a rank would oth
 wait for rows that nobody sends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import transformers
 from accelerate import DistributedType
@@ -25,7 +25,7 @@ from distca_hf.integrations.models.distributed import (
 )
 from distca_hf.integrations.models.heads import whole_heads_of_layers
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
-from distca_hf.parallel_context import ParallelContext
+from distca_hf.parallel_context import DeviceMesh, ParallelContext
 from distca_hf.torch_private import sharded_by_fsdp2
 
 
@@ -76,8 +76,7 @@ def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
         for name, weight in module.named_parameters():
             if not isinstance(weight, DTensor):
                 continue
-            together = meshes[weight].mesh_dim_names if weight in meshes else ()
-            ranks = _ranks_of_parts(weight, together or ())
+            ranks = _ranks_of_parts(weight, meshes.get(weight))
             if len(ranks & set(members.row_ranks)) > 1:
                 raise ConfigError(
                     f"{members.grid.name}: {layer}.{name} is divided between ranks "
@@ -88,16 +87,18 @@ def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
                 )
 
 
-def _ranks_of_parts(weight: DTensor, together: Sequence[str]) -> set[int]:
+def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int]:
     """Returns the ranks of the job that hold parts of a weight where this one does.
 
     Args:
-        together: names of dimensions along which parts are brought together before use.
+        sharded_over: mesh along which FSDP2 brings parts together before use; None if it does not shard the weight.
     """
     mesh = weight.device_mesh
-    names, at = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
-    if at is None:
+    at = mesh.get_coordinate()
+    if at is None or mesh == sharded_over:
         return set()
+    together = () if sharded_over is None else sharded_over.mesh_dim_names or ()
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
     divides = [
         isinstance(placement, Shard) and name not in together
         for placement, name in zip(weight.placements, names, strict=True)
