@@ -16,16 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integrations name it, too
 
 from distca_hf.comm.agreement import CheckedTransport
-from distca_hf.comm.grid import Grid
+from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.groups import Members, default_device, grid_of_mesh, open_transport, process_group_of
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PlanError
 from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
 from distca_hf.planning.served import Servers
 from distca_hf.settings import values_of
-from distca_hf.torch_private import wrapper_that_runs
+from distca_hf.torch_private import sharded_by_fsdp2, wrapper_that_runs
 
 
 # Relative speed of an attention server until it is measured: that of a trainer.
@@ -182,6 +182,33 @@ class ParallelContext:
         """Returns whether a transport is that of a process alone, opened before there was a process group."""
         return len(transport.grid.ranks) == 1 and len(self.members.group) > 1
 
+    def check_shares(self, transport: Transport, micro_batch: int) -> None:
+        """Checks that a placed micro-batch is shared by the ranks that share documents here.
+
+        Args:
+            transport: of its loader.
+
+        Raises:
+            PlanError: its loader was made before there was a process group, and every rank would train on all
+                documents; or the loader divides ranks in another way.
+        """
+        grid = self.members.grid
+        if self.is_outgrown(transport):
+            raise PlanError(
+                f"{grid.name}, micro-batch {micro_batch}: the loader was made for one process alone, and "
+                f"{len(grid.ranks)} ranks train together: each would train on all documents. Create the process "
+                "group (Accelerator, TrainingArguments) before plugin.dataloader"
+            )
+        of_batch = transport.grid
+        if of_batch == grid or len(of_batch.ranks) == 1:
+            return
+        raise PlanError(
+            f"{grid.name}, micro-batch {micro_batch}: its loader works on {of_batch.in_words()}, and "
+            f"{_named(of_batch.members(Scope.ROWS))} share its documents; the model works on {grid.in_words()}, and "
+            f"{_named(self.members.row_ranks)} share documents. Use one plugin for both, and give plugin.dataloader "
+            "the model (model=...)"
+        )
+
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
         return {**vars(self), "_transports": {}, "_served": {}}
@@ -210,8 +237,8 @@ class ParallelContext:
         members = self.members
         if members.are_the_job and members.grid.is_flat:
             return
-        for wrapper, ranks, is_mesh in _averaging(model):
-            if _average_rightly(ranks, is_mesh, members):
+        for wrapper, ranks, is_divided in _averaging(model):
+            if _average_rightly(ranks, is_divided, members):
                 continue
             if members.grid.is_flat:
                 raise ConfigError(
@@ -290,22 +317,23 @@ def job_size() -> int:
     return len(Members.of().job)
 
 
-def _average_rightly(ranks: Sequence[int], is_mesh: bool, members: Members) -> bool:
+def _average_rightly(ranks: Sequence[int], is_divided: bool | None, members: Members) -> bool:
     """Returns whether a wrapper averages gradients over the ranks that share documents.
 
     Args:
         ranks: of the wrapper; in a grid those of a parameter's mesh may hold parts of the same layers, too.
+        is_divided: for the mesh of a parameter whether nothing is averaged over it; None for a wrapper.
     """
     averaged, shared = set(ranks), set(members.row_ranks)
-    if members.grid.is_flat or not is_mesh:
+    if members.grid.is_flat or is_divided is None:
         return averaged == shared
-    is_divided_alone = averaged & shared == {members.grid.rank}
+    is_divided_alone = is_divided and averaged & shared == {members.grid.rank}
     return averaged <= set(members.layer_ranks) and (is_divided_alone or shared <= averaged)
 
 
-def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int], bool]]:
-    """Yields wrappers of a model, the ranks of the job that they average gradients over, and whether these are the
-    mesh of a parameter.
+def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int], bool | None]]:
+    """Yields wrappers of a model, the ranks of the job that they average gradients over, and of the mesh of a
+    parameter whether it divides the parameter alone, as tensor parallelism does.
 
     Only wrappers that are seen from inside the model, in a forward pass, are found.
     """
@@ -314,13 +342,15 @@ def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int], bool]]:
 
     ddp = wrapper_that_runs()
     if ddp is not None:
-        yield "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group), False
+        yield "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group), None
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group), False
+            yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group), None
+    sharded = {weight for weight, averaged in (sharded_by_fsdp2(model) or {}).items() if averaged.size() > 1}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            yield f"the device mesh of {name}", parameter.device_mesh.mesh.flatten().tolist(), True
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            yield f"the device mesh of {name}", ranks, parameter not in sharded
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -111,7 +111,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         if model is not None:
             follow_mesh(model, self)
         target = self.device if device is None else numbered(device)
-        head_groups = 1 if model is None else head_groups_of(model)
+        head_groups = 1 if model is None else head_groups_of(model, self.members.grid.shape[2])
         whole_documents = model is not None and needs_whole_documents(model)
         needs_bytes = self.servers is not None or whole_documents
         if pipeline is not None:

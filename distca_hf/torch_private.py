@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad, profiler
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, here
 
 
@@ -183,6 +184,27 @@ def num_groups() -> int:
 def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
     """Returns the DDP module whose forward pass this is; None if there is none, or torch does not say."""
     return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, DeviceMesh] | None:
+    """Returns the weights of a model that FSDP2 shards, each with the mesh that their gradients are averaged over;
+    None if torch does not say."""
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
+
+    meshes: dict[nn.Parameter, DeviceMesh] = {}
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        try:
+            state = module._get_fsdp_state()
+            # Torch 2.11 has one group, or none. Weights are looked up where they are: a model that moved has others.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
+                places = [weight._module_info for weight in group.fsdp_params]
+                meshes |= {getattr(place.module, place.param_name): group.mesh_info.mesh for place in places}
+        except AttributeError:
+            return None
+    return meshes
 
 
 # Of received rows, sent rows, and how many of them come from and go to each rank.

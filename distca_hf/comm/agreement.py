@@ -39,6 +39,7 @@ class Occasion(enum.IntEnum):
     REPORT = 5  # log measurements
     COMPARE = 6  # compare weights
     UNABLE = 7  # give up, because it cannot do its part
+    SCHEDULE = 8  # run an optimizer step of a pipeline
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -49,6 +50,7 @@ SCOPE_OF = {
     Occasion.DIFFERENTIATE: Scope.STAGE,
     Occasion.REPORT: Scope.GROUP,
     Occasion.COMPARE: Scope.STAGE,
+    Occasion.SCHEDULE: Scope.GROUP,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.

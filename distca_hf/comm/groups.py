@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
+from distca_hf.comm.same_grid import SameGrid
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.errors import ConfigError, PeerLostError, first_line
@@ -186,7 +187,7 @@ def open_transport(
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open
-            groups among these ranks alone.
+            groups among these ranks alone; or ranks have other grids.
         PeerLostError: some ranks did not come; names them.
     """
     if launched_world_size() > 1 and not is_initialized():
@@ -210,7 +211,8 @@ def open_transport(
         if not members.are_the_job:
             padding = _padding(store, members, patience)
         # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
-        control_groups = _control_groups(members, patience)
+        same_grid = SameGrid(store, grid) if members.are_the_job else None
+        control_groups = _control_groups(members, patience, same_grid)
         data_group = _new_group(members, Scope.ROWS, _nccl_group if on_gpus else _gloo_group, timeout)
     except RuntimeError as error:
         raise _nobody_came(rollcall, members, time.monotonic() - began, error) from error
@@ -221,14 +223,20 @@ def open_transport(
     return TorchTransport(data_group, control_groups, rollcall, device, grid)
 
 
-def _control_groups(members: Members, patience: timedelta) -> dict[Scope, dist.ProcessGroup]:
+def _control_groups(
+    members: Members, patience: timedelta, same_grid: SameGrid | None
+) -> dict[Scope, dist.ProcessGroup]:
     """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
+    if same_grid is not None:
+        same_grid.show(patience)
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for scope in reversed(Scope):
         ranks = members.grid.members(scope)
         if ranks not in opened:
             opened[ranks] = _new_group(members, scope, _gloo_group, patience)
+        if same_grid is not None and scope is Scope.GROUP:
+            same_grid.check()
         groups[scope] = opened[ranks]
     return groups
 

@@ -119,12 +119,24 @@ def _mistakes(_: Path) -> dict[str, str]:
             distca_hf.DistCAPlugin(**named.pop("settings", {})).use_mesh(named.pop("mesh", mesh), **named)
         return str(caught.value)
 
+    def others(kinds: dict[str, str]) -> str:
+        plugin = distca_hf.DistCAPlugin()
+        if dist.get_rank() == 1:
+            plugin.use_mesh(mesh, **kinds)  # type: ignore[arg-type]
+        elif kinds["data"] == "tp":
+            plugin.use_mesh(mesh, data="dp", tensor="tp")
+        with pytest.raises(ConfigError) as caught:
+            plugin.transport(CPU)
+        return str(caught.value)
+
     half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     return {
         "no data": words(data=(), tensor="tp"),
         "part": words(mesh=half, data="tp"),
         "nameless": words(mesh=init_device_mesh("cpu", (4,)), data="dp"),
         "with a group": words(data="dp", tensor="tp", settings={"group": dist.group.WORLD}),
+        "on one rank": others({"data": "dp", "tensor": "tp"}),
+        "swapped on one rank": others({"data": "tp", "tensor": "dp"}),
     }
 
 
@@ -135,6 +147,9 @@ def test_meshes_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         assert "and the job has 4" in words["part"]
         assert "must be a device mesh whose dimensions have names" in words["nameless"]
         assert f"rank {rank}: the plugin has a group, ranks 0, 1, 2, 3 of the job" in words["with a group"]
+        shown = "rank 0 of the job works on 4 ranks (documents shared by 0, 1, 2, 3), and rank 1 on 2 data x 2 tensor"
+        assert shown in words["on one rank"]
+        assert "(documents shared by 0, 2 and by 1, 3, ...), and rank 1 on" in words["swapped on one rank"]
 
 
 def _train_flat(_: Path) -> tuple[int, list[tuple[int, int]], list[str]]:

@@ -2,6 +2,7 @@
 checkpoint."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from distca_hf.errors import PackingError, PlanMismatchError
-from distca_hf.integrations.stages import save_parts
+from distca_hf.integrations.stages import StepInputs, save_parts
 from support.data import random_dataset
 from support.ranks import run_ranks
 from support.staged import (
@@ -78,6 +79,10 @@ def _refused(training: StagedTraining) -> dict[str, str]:
         with pytest.raises(error) as caught:
             next(training.batches(**arguments))
         words[name] = str(caught.value)
+    batches = list(islice(training.batches(), MICRO_BATCHES))
+    with pytest.raises(PlanMismatchError) as caught:
+        training.step(StepInputs.of(batches[::-1] if stage else batches))
+    words["another order"] = str(caught.value)
     return words
 
 
@@ -166,6 +171,8 @@ def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
     first, last = runs.by_rank[0]["refused"], runs.by_rank[3]["refused"]
 
     begins = "rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: "
+    assert "order of the step's micro-batches is 0, 1, 2, 3 on ranks 0 (stage 0, data 0)" in last["another order"]
+    assert "3, 2, 1, 0 on ranks 2 (stage 1, data 0)" in first["another order"]
     assert last["another seed"].startswith(f"{begins}seed is 3 on")
     assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1" in first["another seed"]
     assert last["other tokens"].startswith(f"{begins}contents of documents is ")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
-from distca_hf.errors import ConfigError, PlanMismatchError
+from distca_hf.errors import ConfigError, PlanError, PlanMismatchError
 from support.commands import HANG_SECONDS
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
@@ -89,6 +89,10 @@ def _differ(initial: Path) -> dict[str, str]:
         tokens["input_ids"] = tokens["input_ids"].clone()
         tokens["input_ids"][0, 3] += 1
     words["tokens"] = _words(PlanMismatchError, lambda: model(**tokens))
+    distca_hf.enable(model, plugin)
+    shifted = dict(_pack(data_rank))
+    shifted["shift_labels"] = shifted["labels"].roll(-1) if not is_other else torch.full_like(shifted["labels"], -100)
+    words["labels"] = _words(PlanMismatchError, lambda: model(**shifted))
     loss = model(**_pack(data_rank)).loss
     words["alike"] = str(bool(loss.isfinite()))
     return words
@@ -103,7 +107,7 @@ def test_tensor_rank_that_differs_is_named(initial: Path, tmp_path: Path) -> Non
         others = "ranks 0 (data 0, tensor 0), 1 (data 0, tensor 1) and 2 (data 1, tensor 0)"
         assert f"seed is 0 on {others}, 1 on {NAME}" in words["seed"]
         assert f"kv_residency is refetch on {others}, keep on {NAME}" in words["setting"]
-        for name in ("packs", "tokens"):
+        for name in ("packs", "tokens", "labels"):
             assert "tensor ranks of one data rank hold different batches, nothing was sent" in words[name]
             assert "on rank 2 (data 1, tensor 0), " in words[name]
             assert f"on {NAME}" in words[name]
@@ -132,7 +136,11 @@ def _disagree(initial: Path) -> dict[str, str]:
     same.use_mesh(mesh, data="a", tensor="b")
     distca_hf.enable(model, same)
     calls = (loader_before_the_model, another_mesh, group)
-    return {call.__name__: _words(ConfigError, call) for call in calls}
+    words = {call.__name__: _words(ConfigError, call) for call in calls}
+    other = distca_hf.DistCAPlugin(tokens_per_rank=200, ranks_per_node=2)
+    batch = next(iter(other.dataloader(dataset)))  # of four data ranks
+    words["another_plugin"] = _words(PlanError, lambda: model.train()(**batch))
+    return words
 
 
 def test_loader_and_model_with_different_grids_are_refused(initial: Path, tmp_path: Path) -> None:
@@ -142,6 +150,9 @@ def test_loader_and_model_with_different_grids_are_refused(initial: Path, tmp_pa
         assert "is now given 2 data x 2 tensor ranks. Give plugin.dataloader the model" in refusal
         assert "works on 2 data x 2 tensor ranks already" in words["another_mesh"]
         assert "the plugin has a group, ranks" in words["group"]
+        refusal = words["another_plugin"]
+        assert "its loader works on 4 ranks, and ranks 0, 1, 2, 3 of the job share its documents" in refusal
+        assert "the model works on 2 data x 2 tensor ranks" in refusal
 
 
 # --- gradients
@@ -151,12 +162,13 @@ def _average(_: Path) -> dict[str, str]:
     """Wrappers of a model that the user has divided: DDP over all data ranks is right, over all ranks it is not."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage"))
 
-    def run(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    def run(wrap: Callable[[nn.Module], nn.Module], **kinds: str) -> str:
         plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
-        plugin.use_mesh(mesh, data="dp", stages="stage")
+        plugin.use_mesh(mesh, **(kinds or {"data": "dp", "stages": "stage"}))  # type: ignore[arg-type]
         model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
         batch, wrapped = _pack(plugin.members.grid.data_rank), wrap(model)
         try:
@@ -172,8 +184,29 @@ def _average(_: Path) -> dict[str, str]:
             fully_shard(layer, mesh=over)
         return fully_shard(model, mesh=over)
 
+    def divide(model: Any) -> nn.Module:
+        """Divides attention along the mesh's last dimension."""
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+            "self_attn.o_proj": RowwiseParallel()
+        }
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["stage"], plan)
+        return model
+
+    def run_flat() -> str:
+        """All ranks hold other documents, and FSDP2 chooses its mesh."""
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
+        model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
+        shard(model, None)(**_pack(dist.get_rank())).loss.backward()
+        plugin.close()
+        return ""
+
     ddp = nn.parallel.DistributedDataParallel
     return {
+        "flat": run_flat(),
+        "tensor": run(lambda model: shard(divide(model), mesh["dp"]), data="dp", tensor="stage"),
+        "tensor for data": run(divide, data="stage", tensor="dp"),
+        "fsdp over tensor": run(lambda model: shard(model, mesh["stage"]), data="dp", tensor="stage"),
         "ddp over data": run(lambda model: ddp(model, process_group=mesh["dp"].get_group())),
         "ddp over all": run(ddp),
         "fsdp over data": run(lambda model: shard(model, mesh["dp"])),
@@ -183,7 +216,11 @@ def _average(_: Path) -> dict[str, str]:
 
 def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
     for words in run_ranks(4, _average, tmp_path, tmp_path):
-        assert words["ddp over data"] == words["fsdp over data"] == ""
+        assert words["ddp over data"] == words["fsdp over data"] == words["tensor"] == words["flat"] == ""
+        assert "self_attn.q_proj.weight is divided between ranks" in words["tensor for data"]
+        assert "they would exchange rows of different heads" in words["tensor for data"]
+        assert "the device mesh of " in words["fsdp over tensor"]
+        assert "share documents: losses count their labels alone" in words["fsdp over tensor"]
         for name, wrapper in (("ddp over all", "DistributedDataParallel"), ("fsdp over all", "the device mesh of ")):
             assert wrapper in words[name]
             assert "averages gradients over ranks 0, 1, 2, 3 of the job, and ranks" in words[name]

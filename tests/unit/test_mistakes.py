@@ -296,7 +296,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     ),
     "15 a document that is too long": (
         document_too_long,
-        "has 500 tokens, all ranks together hold 192 (and 1 more like it)",
+        "has 500 tokens, all data ranks together hold 192 (and 1 more like it)",
         "document 1 (row 1)",
         "Raise ranks x tokens_per_rank to 500",
     ),

@@ -11,6 +11,7 @@ import transformers
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import (
@@ -23,8 +24,9 @@ from distca_hf.integrations.models.distributed import (
     wrong_expert_gradients,
 )
 from distca_hf.integrations.models.heads import whole_heads_of_layers
-from distca_hf.integrations.models.parts import transformers_model
-from distca_hf.parallel_context import ParallelContext
+from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.parallel_context import DeviceMesh, ParallelContext
+from distca_hf.torch_private import sharded_by_fsdp2
 
 
 # Lowest Transformers that trains with tensor or expert parallelism.
@@ -58,6 +60,51 @@ def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
     found = check_distribution(model)
     if found is not None:
         context.use_mesh(found.mesh, data=found.data, tensor=found.tensor, stages=found.stages)
+
+
+def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
+    """Checks that no two ranks which share documents hold different heads: rows of one would arrive where other heads
+    are. FSDP2 brings weights together before they are used, and divides no heads.
+
+    Raises:
+        ConfigError: a weight of an attention layer is divided between some of them; names it and both.
+    """
+    members, meshes = context.members, sharded_by_fsdp2(model)
+    if meshes is None:
+        return
+    for layer, module in attention_layers(transformers_model(model)).items():
+        for name, weight in module.named_parameters():
+            if not isinstance(weight, DTensor):
+                continue
+            ranks = _ranks_of_parts(weight, meshes.get(weight))
+            if len(ranks & set(members.row_ranks)) > 1:
+                raise ConfigError(
+                    f"{members.grid.name}: {layer}.{name} is divided between ranks "
+                    f"{', '.join(map(str, sorted(ranks)))} of the job, and ranks "
+                    f"{', '.join(map(str, members.row_ranks))} share documents: they would exchange rows of different "
+                    "heads. Call plugin.use_mesh(mesh, data=..., tensor=...) before the first loader and model, with "
+                    "the dimension that divides layers as tensor"
+                )
+
+
+def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int]:
+    """Returns the ranks of the job that hold parts of a weight where this one does.
+
+    Args:
+        sharded_over: mesh along which FSDP2 brings parts together before use; None if it does not shard the weight.
+    """
+    mesh = weight.device_mesh
+    at = mesh.get_coordinate()
+    if at is None or mesh == sharded_over:
+        return set()
+    together = () if sharded_over is None else sharded_over.mesh_dim_names or ()
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    divides = [
+        isinstance(placement, Shard) and name not in together
+        for placement, name in zip(weight.placements, names, strict=True)
+    ]
+    parts = mesh.mesh[tuple(slice(None) if divided else own for divided, own in zip(divides, at, strict=True))]
+    return set(parts.flatten().tolist())
 
 
 def refused_distribution(model: nn.Module) -> Iterator[str]:

@@ -27,7 +27,7 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.distributed_check import follow_mesh
+from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
@@ -89,7 +89,8 @@ class ForwardWatch:
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
-        self._head_groups, self._token_bytes = head_groups_of(root), token_bytes_of(root)
+        self._head_groups = head_groups_of(root, context.members.grid.shape[2])
+        self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
@@ -174,25 +175,11 @@ class ForwardWatch:
             )
         self._check.check_model(module)
         self._check.check_plan(plan)
-        self._check_transport(plan)
+        self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
-
-    def _check_transport(self, plan: LivePlan) -> None:
-        """Checks that the batch is shared by all ranks that train together.
-
-        Raises:
-            PlanError: its loader was made before there was a process group; every rank would train on all documents.
-        """
-        if self.context.is_outgrown(plan.transport):
-            members = self.context.members
-            raise PlanError(
-                f"{members.grid.name}, micro-batch {plan.micro_batch}: the loader was made for one process alone, and "
-                f"{len(members.group)} ranks train together: each would train on all documents. Create the process "
-                "group (Accelerator, TrainingArguments) before plugin.dataloader"
-            )
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -205,6 +192,7 @@ class ForwardWatch:
         if torch.is_grad_enabled() and not self._checked_gradients:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
             self.context.check_gradients(self.root)
+            check_divided_heads(self.root, self.context)
         if self._module_facts is None:
             self._module_facts = module_facts(self.root, self._layers)
         facts = {

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from distca_hf.cost import Heads, TokenBytes, divide_heads, head_groups
-from distca_hf.integrations.models.distributed import heads_divided_by
+from distca_hf.integrations.models.distributed import heads_divided_by, model_mesh
 from distca_hf.integrations.models.parts import attention_layers, transformers_model
 
 
@@ -60,10 +60,15 @@ def heads_of(model: nn.Module) -> Heads:
     return max(layers.values(), key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
 
 
-def head_groups_of(model: nn.Module) -> int:
+def head_groups_of(model: nn.Module, tensor_ranks: int = 1) -> int:
     """Returns the number of groups of this rank's heads: KV heads, or several of them together; 1 if the config does
-    not say."""
-    return head_groups(_config(model, NUMBER, "num_key_value_heads"), heads_divided_by(model))
+    not say.
+
+    Args:
+        tensor_ranks: that divide the heads of a model which Transformers did not divide.
+    """
+    ranks = tensor_ranks if model_mesh(model) is None else heads_divided_by(model)
+    return head_groups(_config(model, NUMBER, "num_key_value_heads"), ranks)
 
 
 def num_layers_of(model: nn.Module) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.stages.part import ModelPart
 from distca_hf.runtime.live_plan import LivePlan
@@ -81,7 +82,16 @@ class StepLoss:
         self._share: torch.Tensor | None = None
 
     def begin(self, step: StepInputs) -> None:
-        """Begins a step, before `schedule.step`: counts its labels."""
+        """Begins a step, before `schedule.step`: counts its labels, and compares its micro-batches over all stages. A
+        collective call of all stages.
+
+        Raises:
+            PlanMismatchError: a rank holds other micro-batches, or has them in another order: a stage would go on with
+                hidden states of other tokens.
+        """
+        numbers = [plan.micro_batch for plan in step.plans]
+        facts = {"order of the step's micro-batches": ", ".join(map(str, numbers))}
+        Agreement.start(step.plans[0].transport, Occasion.SCHEDULE, min(numbers), facts, {}).wait()
         data_ranks = step.plans[0].transport.world_size
         self._share = torch.tensor(step.label_tokens / data_ranks, dtype=torch.float32, device=step.input_ids.device)
 

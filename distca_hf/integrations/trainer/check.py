@@ -114,6 +114,12 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
         yield from _wrong_for_cut_documents(trainer, config)
     elif config.sort_packs:
         yield from _wrong_for_sorted_packs(trainer)
+    tensor = tensor_ranks(trainer.model)
+    if tensor > 1 and packed_by(trainer) is not None and not args.average_tokens_across_devices:
+        yield (
+            f"average_tokens_across_devices=False with tp_size={tensor}: Trainer divides the labels of each rank by "
+            f"tp_size then, so that losses and gradients are {tensor} times as large; leave it True"
+        )
     if args.n_gpu > 1:
         yield (
             f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU: torchrun "
@@ -131,7 +137,7 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     yield from refused
     sizes = {"cp": trainer.get_cp_size(), "sp": trainer.get_sp_size(), "tp": trainer.get_tp_size()}
     for name, size in sizes.items():
-        known = tensor_ranks(trainer.model) if name == "tp" else 1
+        known = tensor if name == "tp" else 1
         if size not in (1, known) and not any(reason.startswith(f"{name}_size=") for reason in refused):
             yield f"{name}_size={size}, and the model is divided between {known}: set it to {known}"
 

@@ -178,6 +178,7 @@ def test_a_rank_has_its_part_of_the_heads(load: Load) -> None:
 
     assert (heads_of(whole).query, heads_of(whole).key_value, head_groups_of(whole)) == (24, 12, divide_heads(12))
     assert (heads_of(part).query, heads_of(part).key_value, head_groups_of(part)) == (12, 6, divide_heads(6))
+    assert head_groups_of(whole, tensor_ranks=2) == head_groups_of(part, tensor_ranks=1) == divide_heads(6)
     assert heads_of(part).dim == heads_of(whole).dim
     assert whole_heads_of_layers(part) == heads_of_layers(whole)
 

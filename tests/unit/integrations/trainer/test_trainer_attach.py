@@ -253,6 +253,17 @@ def test_subclass_that_uses_shifted_labels_is_accepted(make: Callable[..., Train
     assert losses(own) == pytest.approx(losses(plain), rel=1e-6)
 
 
+def test_labels_of_a_rank_are_not_counted_under_tensor_parallelism(
+    make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers 5.24 divides them by `tp_size`, and losses are so many times as large."""
+    monkeypatch.setattr("distca_hf.integrations.trainer.check.tensor_ranks", lambda model: 2)
+    packs = {"trainer": {"data_collator": DataCollatorWithFlattening()}}
+    with pytest.raises(ConfigError, match=r"average_tokens_across_devices=False with tp_size=2: .* 2 times as large"):
+        attach(make(average_tokens_across_devices=False, **packs))
+    attach(make(**packs))
+
+
 def test_callback_alone_cannot_sort_packs(make: Callable[..., Trainer]) -> None:
     plugin = distca_hf.DistCAPlugin(sort_packs=True)
     with pytest.raises(ConfigError, match=r"sort_packs .* call plugin\.attach\(trainer\) instead"):
