@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from test_divided_models import clip_gradients
 from test_packs_training import GLOBAL_BATCH, dataset
 from test_packs_training import Run as PacksRun
@@ -37,6 +39,11 @@ from support.training import (
 )
 
 
+# Some trainings evaluate first. Before 5.24 the optimizer of a divided model gets other weights then, with sdpa, too.
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__).release < (5, 24),
+    reason="Transformers evaluates divided models rightly since 5.24",
+)
 STEPS = 5
 DATA, TENSOR = 2, 2
 LEFT = 128 + signal.SIGTERM
