@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -43,6 +44,8 @@ WAYS = {
     "interleaved, checkpointing, FSDP2": Way("Interleaved1F1B", chunks=2, recompute=True, wrapper="fsdp2"),
     "zero bubble, no wrapper": Way("ZBVZeroBubble", chunks=2, wrapper=""),
 }
+if Version(torch.__version__).release < (2, 13):  # connects parts by sending to its own rank, which gloo cannot
+    del WAYS["zero bubble, no wrapper"]
 
 
 def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
