@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integratio
 
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.grid import Grid, Scope
-from distca_hf.comm.groups import Members, default_device, grid_of_mesh, open_transport, process_group_of
+from distca_hf.comm.groups import (
+    Members,
+    default_device,
+    grid_of_mesh,
+    is_initialized,
+    open_transport,
+    process_group_of,
+)
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -200,7 +207,7 @@ class ParallelContext:
                 "group (Accelerator, TrainingArguments) before plugin.dataloader"
             )
         of_batch = transport.grid
-        if of_batch == grid or len(of_batch.ranks) == 1:
+        if of_batch == grid or len(of_batch.ranks) == 1 or not is_initialized():  # ranks in threads have no group
             return
         raise PlanError(
             f"{grid.name}, micro-batch {micro_batch}: its loader works on {of_batch.in_words()}, and "
