@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
 from distca_hf.layout import Layout
-from distca_hf.placement.layer_kinds import LayerKinds
+from distca_hf.placement.layers_by_mask import LayersByMask
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import PredictedTime
 from distca_hf.planning.plan import plan_in_place
@@ -72,7 +72,7 @@ def test_tokens_and_work_of_the_widest_mask_are_even(
     lengths = mixed_lengths(rng, num_ranks * rng.choice([40, 3_000, 16_384]) - rng.randint(0, 30))
     topology = Topology(num_ranks, ranks_per_node)
     layout = place(lengths, num_ranks, topology=topology, head_groups=head_groups, layer_masks=layer_masks)
-    kinds = LayerKinds.of(layer_masks, max(lengths))
+    kinds = LayersByMask.of(layer_masks, max(lengths))
     groups = head_groups if kinds.widest == Mask() else 1
     work = plan_in_place(layout, groups, mask=kinds.widest).work / groups
 
@@ -88,7 +88,7 @@ def test_predicted_time_is_at_most_that_of_placement_for_full_attention(
     seed: int, num_ranks: int, layer_masks: LayerMasks
 ) -> None:
     lengths = mixed_lengths(random.Random(seed), num_ranks * 16_384)
-    kinds = LayerKinds.of(layer_masks, max(lengths))
+    kinds = LayersByMask.of(layer_masks, max(lengths))
     for_all, for_full = (
         PredictedTime.of(place(lengths, num_ranks, layer_masks=layers), kinds, [1.0] * num_ranks)
         for layers in (layer_masks, CAUSAL_LAYERS)
