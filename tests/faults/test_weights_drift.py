@@ -14,7 +14,7 @@ import distca_hf
 from distca_hf import testing
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import PlanMismatchError
-from distca_hf.integrations.models.forward_check import CHUNK, WeightsCheck, bits_checksum
+from distca_hf.integrations.models.weights_check import CHUNK, WeightsCheck, bits_checksum
 from distca_hf.testing import LoopbackTransport
 from support.data import random_dataset
 from support.models import tiny_model

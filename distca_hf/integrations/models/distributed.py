@@ -165,6 +165,22 @@ def undividable_attention(model: nn.Module) -> Iterator[str]:
         yield f"{first[True]} is divided by heads, and {first[False]} is not; give all of them 'colwise', or none"
 
 
+def adapters_that_fail(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields layers with adapters of PEFT that do not work with the tensor plan: name, style.
+
+    PEFT divides an adapter as its layer is divided. Of layers that are divided by row it then has other sizes than
+    Transformers reckons with. So it has of all layers where FSDP2 shards these, too, because adapters come later.
+    """
+    mesh, inner = model_mesh(model), transformers_model(model)
+    if mesh is None or mesh.size(mesh.tensor) == 1:
+        return
+    plan, is_sharded = inner.tp_plan or {}, mesh.size(mesh.data) > 1
+    for name, module in inner.named_modules():
+        style = plan.get(name, plan.get(LAYER_NUMBER.sub("*", name)))
+        if style is not None and hasattr(module, "base_layer") and (is_sharded or style not in DIVIDED):
+            yield name, style
+
+
 def _projections(model: PreTrainedModel) -> Iterator[tuple[str, str, str | None]]:
     """Yields the linear layers that queries, keys and values come from: attention layer, name in it, style."""
     plan = model.tp_plan or {}

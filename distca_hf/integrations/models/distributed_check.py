@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import (
     ModelMesh,
+    adapters_that_fail,
     can_train_tensor_parallel,
     heads_divided_by,
     model_mesh,
@@ -29,8 +30,10 @@ from distca_hf.parallel_context import DeviceMesh, ParallelContext
 from distca_hf.torch_private import sharded_by_fsdp2
 
 
-# Lowest Transformers that trains with tensor or expert parallelism.
+# Lowest Transformers that trains with tensor parallelism, and with experts that the same tensor ranks divide.
 LOWEST_TENSOR = "5.19"
+# Lowest that sends tokens to experts on other data ranks.
+LOWEST_EXPERTS = "5.20"
 # Lowest that gives experts the right gradients where no two ranks hold parts of the same expert.
 LOWEST_WHOLE_EXPERTS = "5.23"
 
@@ -125,12 +128,20 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
     yield from _accelerate(mesh, tensor)
     if tensor > 1 and not can_train_tensor_parallel(model):
         yield (
-            f"tp_size={tensor} with Transformers {transformers.__version__}, which trains with tensor or expert "
-            f"parallelism from {LOWEST_TENSOR} on: update it (pip install --upgrade transformers), or set tp_size=1"
+            f"tp_size={tensor} with Transformers {transformers.__version__}, which trains with tensor parallelism "
+            f"from {LOWEST_TENSOR} on, and divides experts between data ranks from {LOWEST_EXPERTS} on: update it "
+            "(pip install --upgrade transformers), or set tp_size=1"
         )
     elif tensor > 1:
         yield from undividable_attention(model)
         yield from _undivided_heads(model, tensor)
+    adapted = next(adapters_that_fail(model), None)
+    if adapted is not None:
+        yield (
+            f"{adapted[0]} has an adapter, and is divided between {tensor} tensor ranks ({adapted[1]}): PEFT and "
+            "Transformers divide its weights in different ways; set tp_size=1 (adapters train with fsdp_size), or "
+            "train without adapters"
+        )
     wrong = wrong_expert_gradients(model)
     if wrong is not None:
         yield (

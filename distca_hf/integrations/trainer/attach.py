@@ -38,6 +38,7 @@ from distca_hf.integrations.trainer.check import (
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
+from distca_hf.integrations.trainer.whole_weights import divide_again
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
@@ -197,8 +198,10 @@ def _train_from_whole_checkpoint(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Runs `Trainer.train`, unless the checkpoint to resume from was not written to its end."""
-    check_checkpoint(attachment.trainer.args.output_dir, resume_from_checkpoint)
+    """Runs `Trainer.train`, unless it could not resume from the checkpoint; with an optimizer of divided weights."""
+    trainer = attachment.trainer
+    check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
+    divide_again(trainer.model)
     with attachment.training():
         return train(resume_from_checkpoint, *args, **kwargs)
 

@@ -26,9 +26,10 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.forward_check import WeightsCheck
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
+from distca_hf.integrations.models.weights_check import WeightsCheck
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
+from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
@@ -110,14 +111,18 @@ class DistCACallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         train_dataloader: object = None,
+        model: nn.Module | None = None,
+        optimizer: object = None,
         **kwargs: object,
     ) -> None:
         """Begins to measure.
 
         Raises:
-            ConfigError: the model does not follow this callback's plugin.
+            ConfigError: the model does not follow this callback's plugin; or the optimizer holds other weights.
         """
         watch = self._check_model()
+        if model is not None and optimizer is not None:
+            check_optimizer(model, optimizer)
         source, transport = self._source(watch), self._context.transport(args.device)
         self._since_log, self._since_begin = (Meter(transport, args.device, watch.flops) for _ in range(2))
         for meter in (self._since_log, self._since_begin):

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.data.epochs import ResumedEpoch
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed import cannot_resume
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.telemetry import get_logger
 
@@ -46,15 +48,16 @@ COUNTING = {
 }
 
 
-def check_checkpoint(output_dir: str, resume_from_checkpoint: str | Path | bool | None) -> None:
-    """Checks that a checkpoint has been written to its end.
+def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: str | Path | bool | None) -> None:
+    """Checks that a checkpoint has been written to its end, and that a training of the model can resume from it.
 
     Args:
+        model: of the Trainer.
         output_dir: where the Trainer saves.
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
 
     Raises:
-        ConfigError: it has not, or is not there; names the newest one that has.
+        ConfigError: it was not, or is not there, and names the newest one that was; or the training cannot resume.
     """
     if not resume_from_checkpoint:
         return
@@ -66,6 +69,7 @@ def check_checkpoint(output_dir: str, resume_from_checkpoint: str | Path | bool 
         )
     reason = _why_not_whole(Path(given))
     if reason is None:
+        _check_model_resumes(model, Path(given))
         return
     whole = [folder for folder in Path(given).parent.glob("checkpoint-*") if _why_not_whole(folder) is None]
     newest = max(whole, key=_step_of, default=None)
@@ -209,6 +213,24 @@ def _missing_methods() -> list[str]:
         for name, arguments in COUNTING.items()
         if not hasattr(Trainer, name) or not arguments <= inspect.signature(getattr(Trainer, name)).parameters.keys()
     ]
+
+
+def _check_model_resumes(model: nn.Module, checkpoint: Path) -> None:
+    """Checks that Transformers can resume the training of a model: not if it divided the model as it was loaded.
+
+    Raises:
+        ConfigError: it cannot; says what was saved, and how to go on with it.
+    """
+    if not cannot_resume(model):
+        return
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    saved = "weights and the state of an optimizer" if (checkpoint / OPTIMIZER_NAME).is_file() else "weights alone"
+    raise ConfigError(
+        f"{checkpoint} holds {saved}, of step {state.global_step}, and Transformers {transformers.__version__} cannot "
+        "resume the training of a model that it divides as it loads it (DistributedConfig). Load the model from this "
+        f'folder, from_pretrained("{checkpoint}", distributed_config=...), and call train() without '
+        "resume_from_checkpoint: its weights go on, and optimizer, learning rate and documents begin anew"
+    )
 
 
 def _why_not_whole(folder: Path) -> str | None:

@@ -1,0 +1,166 @@
+"""Weights check: ranks that should hold the same weights compare them, after some steps and on request.
+
+A weight may be divided between ranks in several ways at once. Ranks hold the same part of it if they are at the same
+place along every dimension that divides it: replicas of HSDP do, and tensor ranks with weights that are not divided
+by heads.
+
+    weight of a norm, 2 data x 2 tensor ranks, sharded by FSDP2     tensor 0   1
+                                                            data 0     part 0  part 0     copies: compared
+                                                            data 1     part 1  part 1
+"""
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate
+
+from distca_hf.comm.agreement import Agreement, Occasion, by_value
+from distca_hf.comm.transport import Transport
+from distca_hf.errors import PlanMismatchError
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Elements that are summed at once; their checksum takes 16 bytes each meanwhile.
+CHUNK = 1 << 22
+# Prime, so that equal chunks in another order have another checksum.
+BASE = 1_000_003
+# Which part of a weight a rank holds that has all of it.
+WHOLE = 0
+
+
+class WeightsCheck:
+    """Compares the parameters of a model over the ranks that hold the same part of them.
+
+    A flipped bit, a missed reduction, or an optimizer that sees other gradients on one rank changes no message and
+    raises no error: losses drift. Now and then checksums are compared, bit by bit equal or not.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._places_seen: list[int] | None = None
+        self._copies: dict[str, list[list[int]]] = {}
+
+    def compare(self, model: nn.Module, step: int) -> None:
+        """Compares checksums among ranks that run the same layers. A collective call: all ranks make it after the same
+        step.
+
+        Raises:
+            PlanMismatchError: weights differ; names the first parameter that does, and ranks by checksum.
+        """
+        held = dict(held_parameters(model))
+        places = [place_of(parameter) for parameter in held.values()]
+        agreement = Agreement.start(
+            self._transport, Occasion.COMPARE, step, {"parameters": len(held)}, {"places": _combine(places)}
+        )
+        seen = agreement.wait()["places"]
+        if seen != self._places_seen:  # on all ranks alike
+            by_rank = self._transport.gather(places, f"step {step}, parts of weights", agreement.scope).wait()
+            self._copies = dict(_copies(list(held), by_rank))
+            self._places_seen = seen
+            self._warn_of_sharded(sum(1 for _ in model.parameters()))
+        sums = [bits_checksum(_local(held[name])) for name in self._copies]
+        by_rank = self._transport.gather(sums, f"step {step}, checksums", agreement.scope).wait()
+        of_parameters = zip(self._copies.items(), zip(*by_rank, strict=True), strict=True)
+        different = [
+            (name, copies, values)
+            for (name, groups), values in of_parameters
+            for copies in groups
+            if len({values[rank] for rank in copies}) > 1
+        ]
+        if not different:
+            return
+        name, copies, values = different[0]
+        shown = by_value(
+            [f"{values[rank] & (1 << 64) - 1:016x}" for rank in copies], [agreement.labels[rank] for rank in copies]
+        )
+        names = {name for name, _, _ in different}
+        raise PlanMismatchError(
+            f"{self._transport.grid.name}, step {step}: weights differ between ranks in {len(names)} of {len(sums)} "
+            f"parameters, first in {name}, whose checksum is {shown}. Go on from a checkpoint before it; "
+            "if it happens again, look for a rank with a broken device or a layer whose gradients are not reduced"
+        )
+
+    def _warn_of_sharded(self, everything: int) -> None:
+        """Warns of parameters that are not compared."""
+        if len(self._copies) < everything:
+            log.warning(
+                "debug.check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3) so that every rank "
+                "holds another part: there is nothing to compare them with",
+                everything - len(self._copies),
+                everything,
+            )
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields parameters of which a rank holds a part that is known, or all, with their names: none that FSDP1 or
+    ZeRO-3 divide."""
+    sharded = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, FullyShardedDataParallel)
+        for parameter in module.parameters()
+    }
+    for name, parameter in model.named_parameters():
+        # ds_id: DeepSpeed's mark of a parameter that ZeRO-3 divides.
+        if parameter not in sharded and not hasattr(parameter, "ds_id"):
+            yield name, parameter
+
+
+def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields parameters that every rank holds as a whole, with their names."""
+    for name, parameter in held_parameters(model):
+        if not isinstance(parameter, DTensor):
+            yield name, parameter
+
+
+def place_of(parameter: nn.Parameter) -> int:
+    """Returns a number for the part of a parameter that this rank holds: with the same one ranks hold the same."""
+    if not isinstance(parameter, DTensor):
+        return WHOLE
+    at = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
+    sizes = parameter.device_mesh.shape
+    divided = [
+        (repr(placement), place, size)
+        for placement, place, size in zip(parameter.placements, at, sizes, strict=True)
+        if not isinstance(placement, Replicate) and size > 1
+    ]
+    return zlib.crc32(repr(divided).encode()) if divided else WHOLE
+
+
+def _copies(names: list[str], places_by_rank: list[list[int]]) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yields parameters of which several ranks hold the same part, each with sets of these ranks; a parameter that
+    nobody divides also where there is one rank."""
+    for name, places in zip(names, zip(*places_by_rank, strict=True), strict=True):
+        ranks_of: dict[int, list[int]] = {}
+        for rank, place in enumerate(places):
+            ranks_of.setdefault(place, []).append(rank)
+        if len(ranks_of) < len(places) or WHOLE in ranks_of:
+            yield name, list(ranks_of.values())
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def bits_checksum(tensor: torch.Tensor) -> int:
+    """Returns a checksum of the bits, computed on the tensor's device: one changed element always changes it."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(-1).view(integers)
+    if not len(bits):
+        return 0
+    weights = torch.arange(1, 2 * min(CHUNK, len(bits)), 2, device=tensor.device)  # odd: no bit is multiplied away
+    sums = [(chunk.to(torch.int64) * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)]
+    return _combine(torch.stack(sums).tolist())
+
+
+def _combine(sums: list[int]) -> int:
+    """Returns one signed 64-bit number of several, in their order."""
+    total = 0
+    for value in sums:
+        total = (total * BASE + value) % (1 << 64)
+    return total - (1 << 64) if total >= 1 << 63 else total
