@@ -353,11 +353,12 @@ def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int], bool | None]]
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group), None
-    sharded = {weight for weight, averaged in (sharded_by_fsdp2(model) or {}).items() if averaged.size() > 1}
+    sharded = {weight: of for weight, of in (sharded_by_fsdp2(model) or {}).items() if of.averaged.size() > 1}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            ranks = parameter.device_mesh.mesh.flatten().tolist()
-            yield f"the device mesh of {name}", ranks, parameter not in sharded
+        if parameter in sharded:
+            yield f"the device mesh of {name}", sharded[parameter].mesh.mesh.flatten().tolist(), False
+        elif isinstance(parameter, DTensor):
+            yield f"the device mesh of {name}", parameter.device_mesh.mesh.flatten().tolist(), True
 
 
 def _named(ranks: Iterable[int]) -> str:

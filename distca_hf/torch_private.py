@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -186,12 +186,24 @@ def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
     return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
 
-def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, DeviceMesh] | None:
-    """Returns the weights of a model that FSDP2 shards, each with the mesh that their gradients are averaged over;
-    None if torch does not say."""
+class ShardedWeight(NamedTuple):
+    """A weight that FSDP2 shards.
+
+    Attributes:
+        averaged: mesh that its gradient is averaged over.
+        mesh: that it is divided over between passes, other ways of dividing it included.
+    """
+
+    averaged: DeviceMesh
+    mesh: DeviceMesh
+
+
+def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, ShardedWeight] | None:
+    """Returns the weights of a model that FSDP2 shards, as modules have them now: in a pass some are whole. None if
+    torch does not say."""
     from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
 
-    meshes: dict[nn.Parameter, DeviceMesh] = {}
+    sharded: dict[nn.Parameter, ShardedWeight] = {}
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -200,11 +212,12 @@ def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, DeviceMesh] | None:
             # Torch 2.11 has one group, or none. Weights are looked up where they are: a model that moved has others.
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in filter(None, groups):
-                places = [weight._module_info for weight in group.fsdp_params]
-                meshes |= {getattr(place.module, place.param_name): group.mesh_info.mesh for place in places}
+                for weight in group.fsdp_params:
+                    here = getattr(weight._module_info.module, weight._module_info.param_name)
+                    sharded[here] = ShardedWeight(group.mesh_info.mesh, weight.sharded_param.device_mesh)
         except AttributeError:
             return None
-    return meshes
+    return sharded
 
 
 # Of received rows, sent rows, and how many of them come from and go to each rank.

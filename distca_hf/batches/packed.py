@@ -259,7 +259,8 @@ class PackPlanner:
 def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:
     """Returns a checksum of a batch; waits for the device. Images count by their sum, so that they need not be copied.
     A mask counts where the batch is padded: in packs lengths say the same."""
-    named = [batch.get(name) for name in ("labels", "shift_labels", *(["attention_mask"] if lengths is None else []))]
+    names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
+    named = [batch.get(name) for name in names]
     media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]
     values = [tokens, *(x for x in named if isinstance(x, torch.Tensor)), *media]
     parts = [x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in values]

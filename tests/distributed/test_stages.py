@@ -13,8 +13,8 @@ from packaging.version import Version
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from distca_hf.errors import PackingError, PlanMismatchError
-from distca_hf.integrations.stages import StepInputs, save_parts
+from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
+from distca_hf.integrations.stages import DividedModel, StepInputs, StepLoss, save_parts
 from support.data import random_dataset
 from support.ranks import run_ranks
 from support.staged import (
@@ -86,6 +86,16 @@ def _refused(training: StagedTraining) -> dict[str, str]:
     with pytest.raises(PlanMismatchError) as caught:
         training.step(StepInputs.of(batches[::-1] if stage else batches))
     words["another order"] = str(caught.value)
+    training.step(StepInputs.of(batches))
+    if stage == STAGES - 1:
+        with pytest.raises(ConfigError, match=r"call loss\.begin\(step\) before schedule\.step"):  # that step is over
+            training.loss(torch.zeros(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64))
+    dtype = torch.bfloat16 if stage else torch.float32
+    part = DividedModel(training.model.checkpoint, training.model.pipeline, dtype).load(stage, training.plugin)
+    with pytest.raises(PlanMismatchError) as caught:
+        StepLoss(part.model).begin(StepInputs.of(batches))
+    words["another dtype"] = str(caught.value)
+    training.optimizer.zero_grad()
     return words
 
 
@@ -176,6 +186,10 @@ def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
     begins = "rank 3 (stage 1, data 1), micro-batch 0: ranks disagree, nothing was sent: "
     assert "order of the step's micro-batches is 0, 1, 2, 3 on ranks 0 (stage 0, data 0)" in last["another order"]
     assert "3, 2, 1, 0 on ranks 2 (stage 1, data 0)" in first["another order"]
+    hidden = "rows and hidden states that stages send is 96 x 64 x"
+    for words in (first, last):
+        assert f"{hidden} float32 on ranks 0 (stage 0, data 0) and 1" in words["another dtype"]
+        assert "96 x 64 x bfloat16 on ranks 2 (stage 1, data 0) and 3" in words["another dtype"]
     assert last["another seed"].startswith(f"{begins}seed is 3 on")
     assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1" in first["another seed"]
     assert last["other tokens"].startswith(f"{begins}contents of documents is ")

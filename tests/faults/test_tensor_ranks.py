@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
@@ -158,9 +160,17 @@ def test_loader_and_model_with_different_grids_are_refused(initial: Path, tmp_pa
 # --- gradients
 
 
+class Gathered(nn.Linear):
+    """A linear layer whose weight is brought together when it is read."""
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        whole = self._parameters["weight"].redistribute(placements=[Replicate()])  # type: ignore[union-attr, operator]
+        return whole.to_local(grad_placements=[Partial("avg")])
+
+
 def _average(_: Path) -> dict[str, str]:
     """Wrappers of a model that the user has divided: DDP over all data ranks is right, over all ranks it is not."""
-    from torch import nn
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -193,17 +203,28 @@ def _average(_: Path) -> dict[str, str]:
             parallelize_module(layer, mesh["stage"], plan)
         return model
 
-    def run_flat() -> str:
-        """All ranks hold other documents, and FSDP2 chooses its mesh."""
+    def parametrise(model: Any) -> nn.Module:
+        """Shards weights of attention as SimpleFSDP does: the class brings them together where they are read."""
+        over = init_device_mesh("cpu", (4,))
+        for layer in model.model.layers:
+            for name in "qkvo":
+                linear = getattr(layer.self_attn, f"{name}_proj")
+                linear._parameters["weight"] = nn.Parameter(distribute_tensor(linear.weight.data, over, [Shard(0)]))
+                linear.__class__ = Gathered
+        return model
+
+    def run_flat(shard: Callable[[nn.Module], nn.Module]) -> str:
+        """All ranks hold other documents."""
         plugin = distca_hf.DistCAPlugin(tokens_per_rank=200)
         model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
-        shard(model, None)(**_pack(dist.get_rank())).loss.backward()
+        shard(model)(**_pack(dist.get_rank())).loss.backward()
         plugin.close()
         return ""
 
     ddp = nn.parallel.DistributedDataParallel
     return {
-        "flat": run_flat(),
+        "flat": run_flat(lambda model: shard(model, None)),  # FSDP2 chooses its mesh
+        "parametrised": run_flat(parametrise),
         "tensor": run(lambda model: shard(divide(model), mesh["dp"]), data="dp", tensor="stage"),
         "tensor for data": run(divide, data="stage", tensor="dp"),
         "fsdp over tensor": run(lambda model: shard(model, mesh["stage"]), data="dp", tensor="stage"),
@@ -217,6 +238,7 @@ def _average(_: Path) -> dict[str, str]:
 def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
     for words in run_ranks(4, _average, tmp_path, tmp_path):
         assert words["ddp over data"] == words["fsdp over data"] == words["tensor"] == words["flat"] == ""
+        assert words["parametrised"] == ""
         assert "self_attn.q_proj.weight is divided between ranks" in words["tensor for data"]
         assert "they would exchange rows of different heads" in words["tensor for data"]
         assert "the device mesh of " in words["fsdp over tensor"]
@@ -225,6 +247,73 @@ def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
             assert wrapper in words[name]
             assert "averages gradients over ranks 0, 1, 2, 3 of the job, and ranks" in words[name]
             assert "share documents" in words[name]
+
+
+# --- a Trainer
+
+
+class Tap(TrainerCallback):
+    """Changes weights of one rank after the third step: a part that its tensor neighbour holds, too, and one of its
+    own."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if dist.get_rank() == HARM and state.global_step == 3:
+            for name in ("input_layernorm", "self_attn.q_proj"):
+                model.get_parameter(f"model.layers.0.{name}.weight").to_local().data.view(-1)[3] += 1
+
+
+def _with_trainer(initial: Path, folder: Path) -> dict[str, str]:
+    """Errors of Trainers, and the first weight of the optimizer's that a step has changed after an evaluation."""
+    from accelerate.state import AcceleratorState
+    from peft import LoraConfig, get_peft_model
+
+    let_accelerate_shard_on_cpu()
+
+    def trainer(model: Any, **settings: Any) -> Trainer:
+        AcceleratorState._reset_state()
+        dataset = random_dataset(40)
+        arguments = {"max_steps": 4, "learning_rate": 0.01, "save_only_model": True, **settings}
+        args = TrainingArguments(**quiet_arguments(folder, **arguments))
+        return Trainer(model=model, args=args, train_dataset=dataset, eval_dataset=dataset)
+
+    def attach(trainer: Trainer) -> None:
+        debug = distca_hf.Debug(check_weights_every_steps=2)
+        distca_hf.DistCAPlugin(tokens_per_rank=200, evaluate="distca", debug=debug).attach(trainer)
+
+    saving = trainer(load(initial), save_strategy="steps", save_steps=2)
+    attach(saving)
+    saving.evaluate()
+    before = saving.model.model.embed_tokens.weight.to_local().detach().clone()
+    saving.add_callback(Tap())
+    words = {"weights": _words(PlanMismatchError, saving.train)}
+    words["moved"] = str(bool((saving.model.model.embed_tokens.weight.to_local() != before).any()))
+    saved = folder / "checkpoint-2"
+    words["resume"] = _words(ConfigError, lambda: saving.train(resume_from_checkpoint=str(saved)))
+    for targets in (["q_proj"], ["down_proj"]):
+        adapted = get_peft_model(load(initial), LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
+        words[targets[0]] = _words(ConfigError, lambda adapted=adapted: attach(trainer(adapted)))
+    return words
+
+
+def test_trainer_is_stopped_by_name_where_divided_weights_go_wrong(initial: Path, tmp_path: Path) -> None:
+    outcomes = start_ranks(4, _with_trainer, tmp_path / "ranks", initial, tmp_path / "out")
+    assert [outcome.exit_code for outcome in outcomes] == [0] * 4, outcomes[0].output
+
+    for outcome in outcomes:
+        words = outcome.result
+        assert "step 4: weights differ between ranks in 1 of 3 parameters" in words["weights"]
+        assert "first in model.layers.0.input_layernorm.weight, whose checksum is " in words["weights"]
+        assert "on rank 2 (data 1, tensor 0), " in words["weights"]
+        assert f"on {NAME}. " in words["weights"]
+        assert "rank 0 (data 0" not in words["weights"].partition("checksum")[2]
+        assert words["moved"] == "True"
+        assert "checkpoint-2 holds weights alone, of step 2, and Transformers" in words["resume"]
+        assert "cannot resume" in words["resume"]
+        assert "call train() without resume_from_checkpoint" in words["resume"]
+        assert "self_attn.q_proj has an adapter, and is divided between 2 tensor ranks (colwise)" in words["q_proj"]
+        assert "mlp.down_proj has an adapter, and is divided between 2 tensor ranks (rowwise)" in words["down_proj"]
+    said = "9 of 12 parameters are sharded (FSDP, ZeRO-3) so that every rank holds another part"
+    assert [outcome.output.count(said) for outcome in outcomes] == [1, 0, 0, 0]
 
 
 # --- one rank ends

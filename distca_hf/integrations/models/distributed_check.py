@@ -12,6 +12,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import ParametrizationList
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import (
@@ -72,14 +73,14 @@ def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
     Raises:
         ConfigError: a weight of an attention layer is divided between some of them; names it and both.
     """
-    members, meshes = context.members, sharded_by_fsdp2(model)
-    if meshes is None:
+    members, sharded = context.members, sharded_by_fsdp2(model)
+    if sharded is None:
         return
     for layer, module in attention_layers(transformers_model(model)).items():
-        for name, weight in module.named_parameters():
+        for name, weight in _weights_as_they_are(module):
             if not isinstance(weight, DTensor):
                 continue
-            ranks = _ranks_of_parts(weight, meshes.get(weight))
+            ranks = _ranks_of_parts(weight, sharded[weight].averaged if weight in sharded else None)
             if len(ranks & set(members.row_ranks)) > 1:
                 raise ConfigError(
                     f"{members.grid.name}: {layer}.{name} is divided between ranks "
@@ -88,6 +89,17 @@ def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
                     "heads. Call plugin.use_mesh(mesh, data=..., tensor=...) before the first loader and model, with "
                     "the dimension that divides layers as tensor"
                 )
+
+
+def _weights_as_they_are(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields weights that modules of a layer compute with, by name. Where a class computes an attribute of this name
+    (`torch.nn.utils.parametrize`, or a sharding that is written as a property), it may bring parts together first."""
+    for name, module in layer.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue
+        for of_module, weight in module.named_parameters(prefix=name, recurse=False):
+            if not isinstance(getattr(type(module), of_module.rpartition(".")[2], None), property):
+                yield of_module, weight
 
 
 def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int]:

@@ -78,22 +78,29 @@ class StepLoss:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._loss_function, self._vocabulary = model.loss_function, model.config.get_text_config().vocab_size
+        config = model.config.get_text_config()
+        self._loss_function, self._vocabulary = model.loss_function, config.vocab_size
+        self._hidden = f"{config.hidden_size} x {str(model.dtype).removeprefix('torch.')}"
         self._share: torch.Tensor | None = None
+        self._micro_batches_left = 0
 
     def begin(self, step: StepInputs) -> None:
-        """Begins a step, before `schedule.step`: counts its labels, and compares its micro-batches over all stages. A
-        collective call of all stages.
+        """Begins a step, before `schedule.step`: counts its labels, and compares its micro-batches, and the hidden
+        states that stages send, over all stages. A collective call of all stages.
 
         Raises:
             PlanMismatchError: a rank holds other micro-batches, or has them in another order: a stage would go on with
-                hidden states of other tokens.
+                hidden states of other tokens. Or its hidden states have another size or dtype.
         """
         numbers = [plan.micro_batch for plan in step.plans]
-        facts = {"order of the step's micro-batches": ", ".join(map(str, numbers))}
+        facts = {
+            "order of the step's micro-batches": ", ".join(map(str, numbers)),
+            "rows and hidden states that stages send": f"{step.input_ids.shape[1]} x {self._hidden}",
+        }
         Agreement.start(step.plans[0].transport, Occasion.SCHEDULE, min(numbers), facts, {}).wait()
         data_ranks = step.plans[0].transport.world_size
         self._share = torch.tensor(step.label_tokens / data_ranks, dtype=torch.float32, device=step.input_ids.device)
+        self._micro_batches_left = len(step.plans)
 
     def __call__(self, logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
         """Returns the loss of a micro-batch.
@@ -103,9 +110,10 @@ class StepLoss:
             shift_labels: int64 `[1, T]`, shifted already; -100 where there is none.
 
         Raises:
-            ConfigError: no step has begun.
+            ConfigError: no step has begun, or the one that has is over.
         """
-        if self._share is None:
+        self._micro_batches_left -= 1
+        if self._share is None or self._micro_batches_left < 0:
             raise ConfigError("the labels of this step were not counted; call loss.begin(step) before schedule.step")
         loss: torch.Tensor = self._loss_function(
             logits=logits,
