@@ -39,10 +39,9 @@ from support.training import (
 )
 
 
-# Some trainings evaluate first. Before 5.24 the optimizer of a divided model gets other weights then, with sdpa, too.
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__).release < (5, 24),
-    reason="Transformers evaluates divided models rightly since 5.24",
+    Version(transformers.__version__).release < (5, 19),
+    reason="Transformers trains with tensor parallelism since 5.19",
 )
 STEPS = 5
 DATA, TENSOR = 2, 2
