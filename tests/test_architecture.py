@@ -199,6 +199,25 @@ def test_private_names_of_torch_are_in_one_place(path: Path) -> None:
     assert path.name == "torch_private.py" or list(_private_names_of_torch(path)) == []
 
 
+# What Transformers keeps about how it divided a model, private or younger than most of its releases.
+DIVIDED_BY_TRANSFORMERS = re.compile(
+    r"_mesh_manager|_dense_mesh|_device_mesh\b|\._tp_size|\.tp_plan|is_distributed_loading_by_transformers"
+    r"|config\.distributed_config|\"distributed_config\""
+)
+
+
+def test_one_file_reads_how_transformers_divided_a_model() -> None:
+    """`tests/unit/integrations/test_distributed_models.py` compares what it reads with real models, in every version
+    that tests run with."""
+    readers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if DIVIDED_BY_TRANSFORMERS.search(line.replace("init_device_mesh", ""))
+    }
+    assert readers == {"integrations/models/distributed.py"}
+
+
 def test_every_package_is_listed_in_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -13,6 +13,7 @@ from packaging.version import Version
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from distca_hf import Pipeline
 from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
 from distca_hf.integrations.stages import DividedModel, StepInputs, StepLoss, save_parts
 from support.data import random_dataset
@@ -74,6 +75,7 @@ def _refused(training: StagedTraining) -> dict[str, str]:
     others = Dataset.from_dict({"input_ids": [[token - stage for token in document] for document in documents]})
     wrong: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         "another seed": (PlanMismatchError, {"seed": SEED + stage}),
+        "another setting": (PlanMismatchError, {"pipeline": Pipeline(STAGES, 1 + stage)}),
         "other tokens": (PlanMismatchError, {"dataset": others}),
         "a long document": (PackingError, {"dataset": random_dataset(4, lengths=(CAPACITY_TOKENS + 1,))}),
     }
@@ -192,6 +194,10 @@ def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
         assert "96 x 64 x bfloat16 on ranks 2 (stage 1, data 0) and 3" in words["another dtype"]
     assert last["another seed"].startswith(f"{begins}seed is 3 on")
     assert "3 on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), 4 on ranks 2 (stage 1" in first["another seed"]
+    assert (
+        "pipeline is (2, 1) on ranks 0 (stage 0, data 0) and 1 (stage 0, data 1), (2, 2) on ranks 2"
+        in (first["another setting"])
+    )
     assert last["other tokens"].startswith(f"{begins}contents of documents is ")
     assert (
         f"has {CAPACITY_TOKENS + 1} tokens, all data ranks together hold {CAPACITY_TOKENS}" in last["a long document"]

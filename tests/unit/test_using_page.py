@@ -10,7 +10,9 @@ from distca_hf.analysis.estimates import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
+from distca_hf.integrations.models.distributed_check import LOWEST_EXPERTS, LOWEST_TENSOR, LOWEST_WHOLE_EXPERTS
 from distca_hf.integrations.trainer import redone_steps
+from distca_hf.integrations.trainer.whole_weights import LOWEST_DIVIDES_AGAIN
 from distca_hf.settings import fields_of
 from support.commands import REPOSITORY
 
@@ -113,6 +115,22 @@ def test_memory_on_the_page_of_sizes_is_estimated() -> None:
                 assert 0 <= float(gib) + 0.5 - memory.total / 2**30 <= 5, row
                 compared += 1
     assert compared == 32
+
+
+def test_versions_that_divide_models_are_those_of_the_refusals() -> None:
+    rows = {
+        row[0]: row[1]
+        for line in TEXT.splitlines()
+        if line.startswith("| `") and len(row := [cell.strip() for cell in line.strip("|").split(" | ")]) == 4
+    }
+    (experts,) = (versions for sizes, versions in rows.items() if "expert parallelism" in sizes)
+    (tensor,) = (versions for sizes, versions in rows.items() if "tensor parallelism" in sizes)
+
+    assert tensor == LOWEST_TENSOR
+    assert re.findall(r"5\.\d+", experts) == [LOWEST_WHOLE_EXPERTS, LOWEST_EXPERTS, LOWEST_TENSOR]
+    for recipe, lowest in (("tensor", LOWEST_TENSOR), ("experts", LOWEST_WHOLE_EXPERTS)):
+        assert f"Transformers {lowest} or newer" in (REPOSITORY / "recipes" / "train" / f"{recipe}.yaml").read_text()
+    assert f"Trainer before {LOWEST_DIVIDES_AGAIN} makes its optimizer" in TEXT
 
 
 def test_every_example_is_linked() -> None:

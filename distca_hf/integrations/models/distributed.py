@@ -127,9 +127,9 @@ def wrong_expert_gradients(model: nn.Module) -> int | None:
     return ep_size if config.efsdp_size == 1 < config.fsdp_size else None
 
 
-def cannot_resume(model: nn.Module | None) -> bool:
-    """Returns whether Transformers saves a model's weights and cannot resume its training, because it divided the
-    model as it was loaded."""
+def divided_by_transformers(model: nn.Module | None) -> bool:
+    """Returns whether Transformers divided a model as it was loaded. Then it saves the weights, and cannot resume the
+    training."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 

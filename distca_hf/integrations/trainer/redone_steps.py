@@ -19,6 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from distca_hf.comm.speeds import Reading
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed import divided_by_transformers
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.redo import (
     Batch,
@@ -165,9 +166,7 @@ class RedoneSteps(TrainerCallback):
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if self._engine is not None or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
-        if getattr(trainer, "is_distributed_loading_by_transformers", False) and hasattr(
-            model, "set_requires_gradient_sync"
-        ):
+        if divided_by_transformers(trainer.model) and hasattr(model, "set_requires_gradient_sync"):
             return trainer._defer_fsdp_gradient_reduction()
         return accelerator.no_sync(model=model)
 

@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.data.epochs import ResumedEpoch
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.distributed import cannot_resume
+from distca_hf.integrations.models.distributed import divided_by_transformers
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.telemetry import get_logger
 
@@ -221,7 +221,7 @@ def _check_model_resumes(model: nn.Module, checkpoint: Path) -> None:
     Raises:
         ConfigError: it cannot; says what was saved, and how to go on with it.
     """
-    if not cannot_resume(model):
+    if not divided_by_transformers(model):
         return
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     saved = "weights and the state of an optimizer" if (checkpoint / OPTIMIZER_NAME).is_file() else "weights alone"

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from distca_hf.comm.grid import Grid
 from distca_hf.comm.transport import Traffic, Transport
-from distca_hf.integrations.models.distributed import cannot_resume
+from distca_hf.integrations.models.distributed import divided_by_transformers
 from distca_hf.telemetry import get_logger
 
 
@@ -61,7 +61,7 @@ class LeaveOnSignal(TrainerCallback):
     ) -> None:
         transport = self._transport_of(args.device)
         self._traffic, self._grid = transport.traffic, transport.grid
-        self._saves_weights_alone = not args.save_only_model and cannot_resume(model)
+        self._saves_weights_alone = not args.save_only_model and divided_by_transformers(model)
         if self._saves_weights_alone:
             log.info(
                 "save_on_signal saves weights alone: Transformers cannot resume a model that was divided as it was "

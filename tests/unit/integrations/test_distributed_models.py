@@ -19,13 +19,19 @@ from transformers.distributed import DistributedConfig
 import distca_hf
 from distca_hf.cost import divide_heads
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models import distributed_check
 from distca_hf.integrations.models.distributed import (
     can_train_tensor_parallel,
     heads_divided_by,
     model_mesh,
     tensor_ranks,
 )
-from distca_hf.integrations.models.distributed_check import check_distribution, refused_distribution
+from distca_hf.integrations.models.distributed_check import (
+    LOWEST_EXPERTS,
+    LOWEST_TENSOR,
+    check_distribution,
+    refused_distribution,
+)
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.heads import head_groups_of, heads_of, heads_of_layers, whole_heads_of_layers
 from support.fake_job import fake_job
@@ -264,26 +270,30 @@ def test_a_projection_of_all_three_in_a_row_is_not_cut(load: Load) -> None:
     assert "gives queries, keys and values in a row, and the style 'colwise' cuts across them" in told
 
 
-@pytest.mark.skipif(VERSION >= (5, 19), reason="newer ones train with tensor parallelism")
-def test_tensor_parallelism_before_it_trains(load: Load) -> None:
-    model = load(tp_size=4)
+def test_tensor_parallelism_before_it_trains(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(changes={"num_key_value_heads": 4}, tp_size=4)
 
-    assert not can_train_tensor_parallel(model)
-    assert f"tp_size=4 with Transformers {transformers.__version__}, which trains with" in reasons(model)
+    assert can_train_tensor_parallel(model) == (VERSION >= (5, 19))
+    monkeypatch.setattr(distributed_check, "can_train_tensor_parallel", lambda model: False)
+    told = reasons(model)
+    assert (
+        f"tp_size=4 with Transformers {transformers.__version__}, which trains with tensor parallelism from " in told
+    )
+    assert f"{LOWEST_TENSOR} on, and divides experts between data ranks from {LOWEST_EXPERTS} on" in told
 
 
 @pytest.mark.skipif(VERSION < (5, 20), reason="Transformers sends tokens to experts since 5.20")
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 4}, {"fsdp_size": 2, "tp_size": 2}])
-def test_gradients_of_whole_experts_before_they_are_right(load: Load, sizes: dict[str, int]) -> None:
+def test_gradients_of_whole_experts_before_they_are_right(
+    load: Load, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """5.20 to 5.22 halve them on two data ranks, with sdpa, too."""
     model = load("qwen3_moe", ep_size=4, **sizes)
 
-    if VERSION < (5, 23):
-        assert f"ep_size=4 with Transformers {transformers.__version__}: before 5.23 it gives experts" in reasons(
-            model
-        )
-    else:
+    if VERSION >= (5, 23):
         assert list(refused_distribution(model)) == []
+        monkeypatch.setattr(distributed_check, "wrong_expert_gradients", lambda model: 4)
+    assert f"ep_size=4 with Transformers {transformers.__version__}: before 5.23 it gives experts" in reasons(model)
 
 
 def test_stages_are_for_inference_alone(load: Load) -> None:
