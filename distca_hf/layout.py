@@ -239,11 +239,6 @@ class Layout:
         first = offsets(self.segment_tokens)
         return first[self.rank_segments[1:]] - first[self.rank_segments[:-1]]
 
-    @property
-    def padding_rows(self) -> IntArray:
-        """`[ranks]` padding rows of each rank."""
-        return self.rank_rows - self.rank_tokens
-
     @cached_property
     def rank_work(self) -> IntArray:
         """`[ranks]` attended pairs of the rows that each rank holds, under the causal mask."""

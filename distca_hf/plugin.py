@@ -12,15 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
-from distca_hf.cost import CAUSAL_LAYERS, TokenBytes
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.flops import LLAMA_8B_COSTS
 from distca_hf.integrations.models.distributed_check import follow_mesh
-from distca_hf.integrations.models.heads import head_groups_of, num_layers_of, token_bytes_of
-from distca_hf.integrations.models.layer_masks import layer_masks_of
-from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.integrations.models.operations import pass_costs_of
+from distca_hf.integrations.models.heads import num_layers_of
+from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of
@@ -111,29 +107,19 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         if model is not None:
             follow_mesh(model, self)
         target = self.device if device is None else numbered(device)
-        head_groups = 1 if model is None else head_groups_of(model, self.members.grid.shape[2])
-        whole_documents = model is not None and needs_whole_documents(model)
-        needs_bytes = self.servers is not None or whole_documents
         if pipeline is not None:
             self._check_stages(pipeline)
             pipeline.check(micro_steps, None if model is None else num_layers_of(model))
         return PlacedLoader(
             dataset,
-            self.config,
+            planner_for(model, self, self.servers, pipeline),
             self.training_transport(target),
             target,
-            seed,
-            shuffle,
-            prefetch,
-            head_groups,
-            micro_steps,
-            unlearnt_token,
-            self.servers,
-            token_bytes_of(model) if model is not None and needs_bytes else TokenBytes(),
-            CAUSAL_LAYERS if model is None else layer_masks_of(model),
-            whole_documents,
-            pipeline,
-            LLAMA_8B_COSTS if model is None or pipeline is None else pass_costs_of(model),
+            seed=seed,
+            shuffle=shuffle,
+            prefetch=prefetch,
+            micro_steps=micro_steps,
+            unlearnt_token=unlearnt_token,
         )
 
     def _check_stages(self, pipeline: Pipeline) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, pack_in_order
 from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, speed_over_plain
 from distca_hf.analysis.first_step import StepReport
-from distca_hf.analysis.pipelines import PipelineEstimates, Wires, estimate_pipeline
+from distca_hf.analysis.pipeline_estimates import PipelineEstimates, Wires, estimate_pipeline
 from distca_hf.arrays import IntArray
 from distca_hf.config import OverlongPolicy
 from distca_hf.data.documents import fit_documents

@@ -22,7 +22,7 @@ from distca_hf.analysis.find_model import find_model, read_model
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
-from distca_hf.analysis.pipelines import Wires
+from distca_hf.analysis.pipeline_estimates import Wires
 from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.config import OverlongPolicy

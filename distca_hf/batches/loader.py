@@ -24,18 +24,13 @@ from distca_hf.batches.taking import Replanner, UnusedBatches, agree_to_take, ch
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
-from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.collate import dataset_checksum
 from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.media import check_no_media
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.planning.plan import PlanFacts, PlanTotals
-from distca_hf.planning.served import Servers
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -60,27 +55,21 @@ class PlacedLoader:
 
     Args:
         dataset: tokenised map-style `datasets.Dataset`; see `DocumentSource`.
-        config: settings.
-        transport: between the ranks that share each micro-batch.
+        planner: settings, and what is known of the model; for as many ranks as the transport has.
+        transport: between the ranks that share each micro-batch, and to the attention servers of the planner.
         device: where batches go.
         seed: decides the order of documents, with the epoch's number.
         shuffle: False keeps the dataset's order.
         prefetch: micro-batches to prepare ahead; by default the setting of this name.
-        head_groups: groups that plans may divide the heads of the model in.
-        micro_steps: micro-batches of an optimizer step; within one, long documents train together.
+        micro_steps: micro-batches of an optimizer step; within one, long documents train together. With a pipeline
+            steps are shaped for its stages, and whole, and rows are `tokens_per_rank`.
         unlearnt_token: a token that is never a label.
-        servers: attention servers that take part; then `transport` reaches them.
-        token_bytes: bytes of one token in one layer; read where there are servers.
-        layer_masks: masks that the model's layers attend with, each with the number of its layers.
-        whole_documents: whether the model's layers need whole documents; then attention tasks move.
-        pipeline: stages that batches pass; then steps are shaped for them, and whole, and rows `tokens_per_rank`.
-        costs: seconds of the model's layers; read where there is a pipeline.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
 
     Raises:
-        ConfigError: the pipeline cannot run so many micro-batches per step.
+        ConfigError: the pipeline of the planner cannot run so many micro-batches per step.
         PackingError: the dataset cannot be packed.
     """
 
@@ -89,22 +78,18 @@ class PlacedLoader:
     def __init__(
         self,
         dataset: "Dataset",
-        config: DistCAConfig,
+        planner: PlacedPlanner,
         transport: Transport,
         device: torch.device,
+        *,
         seed: int = 0,
         shuffle: bool = True,
         prefetch: int | None = None,
-        head_groups: int = 1,
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
-        servers: Servers | None = None,
-        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
-        layer_masks: LayerMasks = CAUSAL_LAYERS,
-        whole_documents: bool = False,
-        pipeline: Pipeline | None = None,
-        costs: PassCosts = LLAMA_8B_COSTS,
     ) -> None:
+        assert planner.num_ranks == transport.world_size, (planner.num_ranks, transport.world_size)
+        config = planner.config
         self.dataset = dataset
         self.writes_epochs = True
         self.times = LoaderTimes()
@@ -117,19 +102,18 @@ class PlacedLoader:
         self._shuffle = shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
-        if pipeline is not None:
-            pipeline.check(micro_steps)
-        of_model = head_groups, servers, token_bytes, layer_masks, whole_documents, pipeline, costs
-        planner = self._planner = PlacedPlanner(config, transport.world_size, *of_model)
+        if planner.pipeline is not None:
+            planner.pipeline.check(micro_steps)
+        self._planner = planner
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
         check_map_style(dataset)
         check_no_media(dataset)
-        source_settings = planner.longest_tokens, config.overlong, unlearnt_token, whole_documents
+        source_settings = planner.longest_tokens, config.overlong, unlearnt_token, planner.whole_documents
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         lengths = self._source.document_tokens
-        whole_steps = 1 if pipeline is None else micro_steps
+        whole_steps = 1 if planner.pipeline is None else micro_steps
         self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits, whole_steps)
         self.preparer = Preparer(self._source, self._planner, transport.rank, device)
         self._next = Cursor()

@@ -78,9 +78,14 @@ class Pipeline:
                 f"of a model with {num_layers} layers; give fewer stages or chunks"
             )
 
-    def stage_of(self, part: int) -> int:
-        """Returns the stage that holds a part."""
-        return part % self.num_stages
+    def part_of(self, stage: int, chunk: int) -> int:
+        """Returns the part that a stage holds as one of its chunks."""
+        return chunk * self.num_stages + stage
+
+    def place_of(self, part: int) -> tuple[int, int]:
+        """Returns the stage that holds a part, and which of its chunks that is."""
+        chunk, stage = divmod(part, self.num_stages)
+        return stage, chunk
 
     def layers_of_parts(self, num_layers: int) -> list[int]:
         """Returns the number of layers of each part: as equal as possible, earlier parts have one more."""
@@ -124,7 +129,7 @@ def _interleaved(pipeline: Pipeline, stage: int, micro_batches: int) -> Iterator
     def operation(is_forward: bool, number: int) -> Operation:
         turn, within = divmod(number, stages)
         chunk = turn % chunks if is_forward else chunks - 1 - turn % chunks
-        return Operation(is_forward, chunk * stages + stage, turn // chunks * stages + within)
+        return Operation(is_forward, pipeline.part_of(stage, chunk), turn // chunks * stages + within)
 
     for number in range(ahead):
         yield operation(True, number)
@@ -184,8 +189,9 @@ class Schedule:
                     needed = list(self._needed(operation))
                     if any(other not in number for other in needed):
                         break
-                    here = [number[other] for other in needed if self.pipeline.stage_of(other.part) == stage]
-                    elsewhere = [number[other] for other in needed if self.pipeline.stage_of(other.part) != stage]
+                    stage_of = {other: self.pipeline.place_of(other.part)[0] for other in needed}
+                    here = [number[other] for other in needed if stage_of[other] == stage]
+                    elsewhere = [number[other] for other in needed if stage_of[other] != stage]
                     number[operation] = len(steps)
                     steps.append(_Step(stage, operation, here, elsewhere))
                     done[stage] += 1

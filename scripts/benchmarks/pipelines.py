@@ -22,7 +22,7 @@ import numpy as np
 
 from distca_hf.analysis.epoch import PackedEpoch, pack_epoch, plan_epoch
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.pipelines import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
+from distca_hf.analysis.pipeline_estimates import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline, Schedule

@@ -35,6 +35,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
@@ -218,8 +219,8 @@ def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoad
     """Returns all documents in one micro-batch."""
     tokens_per_rank = max(CAPACITY_TOKENS // transport.world_size, LONGEST_TOKENS)
     config = DistCAConfig(tokens_per_rank=tokens_per_rank, pad_to_multiple_of=32)
-    settings = documents_dataset(), config, transport, torch.device("cpu")
-    return PlacedLoader(*settings, whole_documents=whole_documents)
+    planner = PlacedPlanner(config, transport.world_size, whole_documents=whole_documents)
+    return PlacedLoader(documents_dataset(), planner, transport, torch.device("cpu"))
 
 
 def step_alone(model: PreTrainedModel) -> Step:

@@ -12,7 +12,7 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
-from support.layouts import random_plan
+from support.layouts import padding_rows, random_plan
 from support.parity import SCALE, SPEC, live_plan
 
 
@@ -49,7 +49,7 @@ def test_error_is_at_most_twice_that_of_whole_attention_in_bf16(kind: str, num_c
 
     def run(transport: Transport) -> Tensors:
         live = live_plan(layout, transport, DistCAConfig(), plan=plan, num_chunks=num_chunks)
-        rows, padding = rows_of_rank(layout, transport.rank), int(layout.padding_rows[transport.rank])
+        rows, padding = rows_of_rank(layout, transport.rank), int(padding_rows(layout)[transport.rank])
         *inputs, dout = (torch.cat([x[rows], x.new_zeros((padding, *x.shape[1:]))]) for x in tensors)
         inputs = [x.requires_grad_() for x in inputs]
         out, *_ = flash_attn(*inputs, SPEC, live.handle)

@@ -43,7 +43,7 @@ def test_documents_that_are_cut_are_refused_with_the_way_to_whole_ones() -> None
     rows = Dataset.from_dict({"input_ids": random_documents(1, lengths=(150,))})
 
     def step(transport: Transport) -> str:
-        (batch,) = PlacedLoader(rows, DistCAConfig(tokens_per_rank=96), transport, CPU)
+        (batch,) = PlacedLoader(rows, PlacedPlanner(DistCAConfig(tokens_per_rank=96), 2), transport, CPU)
         with pytest.raises(PlanError) as refused:
             models[transport.rank](**batch)
         return str(refused.value)

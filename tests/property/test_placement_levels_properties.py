@@ -12,6 +12,7 @@ from distca_hf.cost import CAUSAL, Cost, DocumentCost, Mask, Work
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.topology import Topology
+from support.layouts import padding_rows
 
 
 class NotCausal:
@@ -141,7 +142,7 @@ def assert_tokens_are_placed_once_and_equally(layout: Layout, case: Case, length
     assert layout.document_tokens.tolist() == lengths
     assert int(layout.segment_tokens.sum()) == total
     assert set(layout.rank_tokens.tolist()) <= {total // case.num_ranks, -(-total // case.num_ranks)}
-    assert not layout.padding_rows.any()
+    assert not padding_rows(layout).any()
     for node in range(case.topology.num_nodes):
         ranks = case.topology.ranks_of(node)
         of_node = int(layout.rank_tokens[ranks.start : ranks.stop].sum())

@@ -18,7 +18,7 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
-from support.layouts import random_layout, random_plan, striped_layout
+from support.layouts import padding_rows, random_layout, random_plan, striped_layout
 from support.parity import HEADS
 
 
@@ -74,7 +74,7 @@ def run_layers(
     def run(transport: Transport) -> list[Layer]:
         config = DistCAConfig(kernel="reference", kv_residency=kv_residency)
         live = live_plan(plan, transport, config, tuple((Mask(window), 1) for window in known), num_chunks)
-        rows, padding = rows_of_rank(layout, transport.rank), int(layout.padding_rows[transport.rank])
+        rows, padding = rows_of_rank(layout, transport.rank), int(padding_rows(layout)[transport.rank])
         layers = [Layer(window) for window in windows]
         graphs = []
         for layer, inputs in zip(layers, whole, strict=True):

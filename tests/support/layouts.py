@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from distca_hf.arrays import IntArray
 from distca_hf.layout import Layout, Stripe
 from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -98,3 +99,8 @@ def striped_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40)
         rng.shuffle(held)
     rows = [sum(stop - start for _, start, stop in held) + rng.choice([0, 0, 3]) for held in segments]
     return Layout.from_segments(lengths, segments, rows, stripes)
+
+
+def padding_rows(layout: Layout) -> IntArray:
+    """`[ranks]` padding rows of each rank."""
+    return layout.rank_rows - layout.rank_tokens

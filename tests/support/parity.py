@@ -18,6 +18,7 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import attend_documents, rows_of_rank
 from support.counting import CountingKernel
+from support.layouts import padding_rows
 
 
 SCALE = 0.4
@@ -151,7 +152,7 @@ def compare(case: Case, transport: Transport) -> Difference:
     config = DistCAConfig(kernel=case.kernel, kv_residency=case.kv_residency)
     live = live_plan(layout, transport, config, plan=case.plan, num_chunks=case.num_chunks)
     rows = rows_of_rank(layout, rank)
-    padding = int(layout.padding_rows[rank])
+    padding = int(padding_rows(layout)[rank])
 
     def held(x: torch.Tensor, fill: float) -> torch.Tensor:
         return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])

@@ -15,6 +15,7 @@ from datasets import Dataset
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor
 from distca_hf.config import DistCAConfig
 from distca_hf.placement.place import place
@@ -110,7 +111,7 @@ def trace(lengths: list[int], tokens_per_rank: int) -> Tracer:
         if transport.rank == layout.segment_rank[held[stop.argmax()]]:
             sys.setprofile(tracer)
         try:
-            loader = PlacedLoader(dataset, config, transport, torch.device("cpu"), shuffle=False)
+            loader = PlacedLoader(dataset, PlacedPlanner(config, 2), transport, torch.device("cpu"), shuffle=False)
             loader.preparer.prepare(loader._packed(Cursor()), Cursor())
         finally:
             sys.setprofile(None)

@@ -28,7 +28,7 @@ from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.layer_masks import empty_windows, layer_windows
 from distca_hf.integrations.models.mixers import unknown_mixers
-from distca_hf.integrations.models.parts import (
+from distca_hf.integrations.models.structure import (
     attention_layers,
     passes_keywords_on,
     source_of,

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, transformers_model
 from distca_hf.parallel_context import DeviceMesh
 
 

@@ -26,7 +26,7 @@ from distca_hf.integrations.models.distributed import (
     wrong_expert_gradients,
 )
 from distca_hf.integrations.models.heads import whole_heads_of_layers
-from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, transformers_model
 from distca_hf.parallel_context import DeviceMesh, ParallelContext
 from distca_hf.torch_private import sharded_by_fsdp2
 

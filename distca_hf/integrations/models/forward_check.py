@@ -20,7 +20,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
 from distca_hf.integrations.models.layer_masks import layer_masks_of
-from distca_hf.integrations.models.parts import transformers_model, weights_beside_text
+from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.integrations.models.towers import towers
 from distca_hf.integrations.models.weights_check import replicated_parameters
 from distca_hf.runtime.live_plan import LivePlan

@@ -35,7 +35,7 @@ from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
-from distca_hf.integrations.models.parts import (
+from distca_hf.integrations.models.structure import (
     attention_layers,
     forward_accepts,
     names_by_position,

@@ -13,7 +13,7 @@ from torch import nn
 
 from distca_hf.cost import Heads, TokenBytes, divide_heads, head_groups
 from distca_hf.integrations.models.distributed import heads_divided_by, model_mesh
-from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, transformers_model
 
 
 # Common names that a configuration may map to others of its own. Where layers have heads of their own, Transformers

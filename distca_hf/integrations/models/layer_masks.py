@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from distca_hf.cost import LayerMasks, Mask
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.models.parts import attention_layers, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, transformers_model
 
 
 def layer_masks_of(model: nn.Module) -> LayerMasks:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.integrations.models.parts import attention_layers, source_of, text_modules, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
 
 
 # Layer types of configurations whose tokens attend to tokens before them, or do not see each other.

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.parts import transformers_model, weights_beside_text
+from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 
 
 # Names that configurations have for the experts of a layer, and for the experts of one token.

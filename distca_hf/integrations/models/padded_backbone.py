@@ -19,7 +19,7 @@ from distca_hf.batches.batch_documents import Batch
 from distca_hf.batches.padded import PaddedRows, padded_rows_of
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.hooks import Hook
-from distca_hf.integrations.models.parts import names_by_position
+from distca_hf.integrations.models.structure import names_by_position
 from distca_hf.torch_private import hidden_from_dynamo
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch
-from distca_hf.integrations.models.parts import looks_attention_up, text_decoder, text_modules
+from distca_hf.integrations.models.structure import looks_attention_up, text_decoder, text_modules
 from distca_hf.telemetry import get_logger
 
 

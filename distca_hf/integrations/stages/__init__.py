@@ -2,7 +2,7 @@
 
 from distca_hf.integrations.stages.checkpoint import save_parts
 from distca_hf.integrations.stages.divided_model import DividedModel
-from distca_hf.integrations.stages.part import ModelPart
+from distca_hf.integrations.stages.model_part import ModelPart
 from distca_hf.integrations.stages.schedules import check_schedule, parts_of_stage
 from distca_hf.integrations.stages.step import StepInputs, StepLoss
 

@@ -19,7 +19,7 @@ from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, and_more
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from distca_hf.integrations.models.forward_watch import enable
-from distca_hf.integrations.stages.part import ModelPart
+from distca_hf.integrations.stages.model_part import ModelPart
 from distca_hf.integrations.stages.stack import LayerStack
 from distca_hf.parallel_context import ParallelContext, numbered
 

@@ -27,10 +27,8 @@ def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
     Args:
         schedule: a class of `torch.distributed.pipelining`.
     """
-    parts = [chunk * pipeline.num_stages + stage for chunk in range(pipeline.chunks)]
-    if _names(schedule) & V_SHAPED:
-        parts[1::2] = [(chunk + 1) * pipeline.num_stages - 1 - stage for chunk in range(1, pipeline.chunks, 2)]
-    return parts
+    turned = pipeline.num_stages - 1 - stage if _names(schedule) & V_SHAPED else stage
+    return [pipeline.part_of(turned if chunk % 2 else stage, chunk) for chunk in range(pipeline.chunks)]
 
 
 def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules: Sequence[nn.Module]) -> None:

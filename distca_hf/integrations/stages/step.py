@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.stages.part import ModelPart
+from distca_hf.integrations.stages.model_part import ModelPart
 from distca_hf.runtime.live_plan import LivePlan
 
 

@@ -14,16 +14,14 @@ from transformers import Trainer
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes, causal_pairs_of
+from distca_hf.cost import causal_pairs_of
 from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
-from distca_hf.integrations.models.layer_masks import layer_masks_of
-from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.integrations.models.parts import transformers_model
+from distca_hf.integrations.models.planner import planner_for
+from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
@@ -231,24 +229,17 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
 
 def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
-    args, config, head_groups = trainer.args, context.config, head_groups_of(trainer.model)
-    whole_documents = needs_whole_documents(trainer.model)
-    needs_bytes = context.servers is not None or whole_documents
+    args, config = trainer.args, context.config
     return PlacedLoader(
         _dataset(trainer),
-        config,
+        planner_for(trainer.model, context, context.servers),
         context.training_transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
         # A step's micro-batches are taken one right after the other: have all of the next step ready.
         prefetch=max(config.prefetch, args.gradient_accumulation_steps + 1),
-        head_groups=head_groups,
         micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
         unlearnt_token=unlearnt_token(trainer.data_collator),
-        servers=context.servers,
-        token_bytes=token_bytes_of(trainer.model) if needs_bytes else TokenBytes(),
-        layer_masks=layer_masks_of(trainer.model),
-        whole_documents=whole_documents,
     )
 
 
@@ -298,19 +289,14 @@ def _evaluation_loader(
     """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
     if dataset is None or isinstance(dataset, str):
         dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
-    device, head_groups = trainer.args.device, head_groups_of(trainer.model)
-    whole_documents = needs_whole_documents(trainer.model)
+    device = trainer.args.device
     return PlacedLoader(
         dataset,
-        context.config,
+        planner_for(trainer.model, context),
         context.transport(device),
         device,
         shuffle=False,
-        head_groups=head_groups,
         unlearnt_token=unlearnt_token(trainer.data_collator),
-        token_bytes=token_bytes_of(trainer.model) if whole_documents else TokenBytes(),
-        layer_masks=layer_masks_of(trainer.model),
-        whole_documents=whole_documents,
     )
 
 

@@ -28,7 +28,7 @@ from distca_hf.data.media import media_columns, media_refusal
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import tensor_ranks
 from distca_hf.integrations.models.distributed_check import refused_distribution
-from distca_hf.integrations.models.parts import (
+from distca_hf.integrations.models.structure import (
     calls_super,
     passes_keywords_on,
     takes_shift_labels,

@@ -26,6 +26,7 @@ from distca_hf.analysis.request import ModelShape, PlanRequest, plan_micro_steps
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cli import app
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
@@ -92,11 +93,10 @@ def loader_of(lengths: list[int], request: PlanRequest, heads: tuple[int, int], 
     )
     return PlacedLoader(
         dataset_of(lengths),
-        config,
+        PlacedPlanner(config, request.num_ranks, head_groups_of(model_of(heads))),
         OneOfMany(request.num_ranks),
         torch.device("cpu"),
-        seed,
-        head_groups=head_groups_of(model_of(heads)),
+        seed=seed,
         micro_steps=request.micro_steps,
     )
 

@@ -15,6 +15,7 @@ from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_ord
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.epochs import EpochPacker
@@ -45,11 +46,10 @@ def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeyp
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     trained = PlacedLoader(
         Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths]}),
-        DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=8),
+        PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=8), 8, request.model.heads.groups),
         OneOfEight(),
         torch.device("cpu"),
         seed=7,
-        head_groups=request.model.heads.groups,
         micro_steps=micro_steps,
     )
     facts = [batch["distca_plan"].facts for batch in trained]

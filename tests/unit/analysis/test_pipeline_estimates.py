@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, pack_epoch, plan_epoch
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.pipelines import (
+from distca_hf.analysis.pipeline_estimates import (
     PipelineEstimates,
     Wires,
     WithoutPipeline,

@@ -9,6 +9,7 @@ import torch
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 
@@ -19,7 +20,9 @@ COLUMNS = ("input_ids", "position_ids", "labels", "shift_labels")
 
 def _loader(transport: LoopbackTransport) -> PlacedLoader:
     config = distca_hf.DistCAPlugin(tokens_per_rank=96)
-    return PlacedLoader(random_dataset(60), config, transport, torch.device("cpu"), seed=5)
+    return PlacedLoader(
+        random_dataset(60), PlacedPlanner(config, transport.world_size), transport, torch.device("cpu"), seed=5
+    )
 
 
 def _stream(loader: PlacedLoader) -> Any:

@@ -60,7 +60,9 @@ def test_servers_on_another_node_are_reached_in_chunks(nodes: tuple[int, ...], n
 def prepared(transport: LoopbackTransport, servers: Servers | None) -> tuple[Prepared, list[int]]:
     """The first micro-batch of a rank, and the lengths of its documents."""
     config = DistCAConfig(tokens_per_rank=256, pad_to_multiple_of=1)
-    loader = PlacedLoader(random_dataset(40), config, transport, torch.device("cpu"))
+    loader = PlacedLoader(
+        random_dataset(40), PlacedPlanner(config, transport.world_size), transport, torch.device("cpu")
+    )
     preparer = replace(loader.preparer, planner=replace(loader.preparer.planner, servers=servers))
     epoch = loader._packed(Cursor())
     lengths = loader._source.document_tokens[epoch.micro_batch(0)]

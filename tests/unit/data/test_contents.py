@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.taking import check_cuts
 from distca_hf.comm.transport import Transport
 from distca_hf.data import collate
@@ -140,7 +141,11 @@ def _first_batch(change: Callable[[list[list[int]]], None]) -> Callable[[Transpo
             change(rows)
         config = distca_hf.DistCAPlugin(tokens_per_rank=100)
         loader = PlacedLoader(
-            Dataset.from_dict({"input_ids": rows}), config, transport, torch.device("cpu"), shuffle=False
+            Dataset.from_dict({"input_ids": rows}),
+            PlacedPlanner(config, transport.world_size),
+            transport,
+            torch.device("cpu"),
+            shuffle=False,
         )
         with pytest.raises(PlanMismatchError) as refused:
             next(iter(loader))

@@ -52,6 +52,7 @@ from transformers import (
 import distca_hf
 from distca_hf import DistCAPlugin
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError, UnsupportedAttentionError
@@ -237,7 +238,7 @@ def refusal(model: nn.Module) -> str:
 
 def loader_of(dataset: Dataset, transport: Transport, capacity_tokens: int = 384) -> PlacedLoader:
     config = DistCAConfig(tokens_per_rank=capacity_tokens // transport.world_size, pad_to_multiple_of=32)
-    return PlacedLoader(dataset, config, transport, CPU)
+    return PlacedLoader(dataset, PlacedPlanner(config, transport.world_size), transport, CPU)
 
 
 def documents_dataset() -> Dataset:

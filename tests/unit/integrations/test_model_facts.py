@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distca_hf.integrations.models.forward_check import ConfigFacts, module_facts
-from distca_hf.integrations.models.parts import attention_layers
+from distca_hf.integrations.models.structure import attention_layers
 from support.models import tiny_model
 
 

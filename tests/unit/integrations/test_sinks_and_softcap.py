@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTr
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import UnsupportedAttentionError
@@ -58,7 +59,9 @@ def build(name: str, implementation: str = "distca") -> PreTrainedModel:
 def loader_of(transport: Transport, **settings: Any) -> PlacedLoader:
     """The first micro-batch holds nearly all documents."""
     config = DistCAConfig(tokens_per_rank=TOKENS // transport.world_size, pad_to_multiple_of=16, **settings)
-    return PlacedLoader(random_dataset(count=12), config, transport, torch.device("cpu"))
+    return PlacedLoader(
+        random_dataset(count=12), PlacedPlanner(config, transport.world_size), transport, torch.device("cpu")
+    )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 from distca_hf.errors import PackingError
 from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.placement.place import fill_in_order, place
-from support.layouts import reads_rows_in_order
+from support.layouts import padding_rows, reads_rows_in_order
 
 
 Range = tuple[int, int, int]  # document, start, stop
@@ -293,4 +293,4 @@ def test_plain_packing_fills_rank_after_rank(lengths: list[int], num_ranks: int)
 
     layout.validate()
     assert [held_by(layout, rank) for rank in range(num_ranks)] == fill_token_by_token(lengths, num_ranks)
-    assert not layout.padding_rows.any()
+    assert not padding_rows(layout).any()

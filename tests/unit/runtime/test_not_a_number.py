@@ -14,7 +14,7 @@ from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import rows_of_rank, run_ranks
-from support.layouts import random_layout, random_plan
+from support.layouts import padding_rows, random_layout, random_plan
 from support.parity import SPEC, Case, live_plan
 
 
@@ -31,7 +31,7 @@ def results_of(case: Case, plan: Plan, spoilt: int | None, which: int, value: fl
     def run(transport: Transport) -> list[torch.Tensor]:
         live = live_plan(plan.layout, transport, DistCAConfig(kernel=case.kernel), plan=plan)
         rows = rows_of_rank(plan.layout, transport.rank)
-        padding = int(plan.layout.padding_rows[transport.rank])
+        padding = int(padding_rows(plan.layout)[transport.rank])
         q, k, v, dout = (torch.cat([x[rows], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)]) for x in tensors)
         held = [x.requires_grad_() for x in (q, k, v)]
         out, *_ = flash_attn(*held, SPEC, live.handle)

@@ -91,7 +91,7 @@ def print_preparation(name: str, lengths: IntArray, num_ranks: int, tokens_per_r
     dataset = Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int32) for length in lengths[:enough]]})
     config = settings(tokens_per_rank)
     transport = OneOfMany(1, num_ranks)
-    loader = PlacedLoader(dataset, config, transport, torch.device("cpu"), head_groups=HEAD_GROUPS)
+    loader = PlacedLoader(dataset, PlacedPlanner(config, num_ranks, HEAD_GROUPS), transport, torch.device("cpu"))
     planner = loader.preparer.planner
     document_tokens = loader._source.document_tokens
     packed = EpochPacker(document_tokens, planner.capacity_tokens).epoch(0)

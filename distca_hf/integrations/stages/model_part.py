@@ -1,4 +1,4 @@
-"""Part: the layers of a model that one chunk of a pipeline stage runs, as `torch.distributed.pipelining` calls them.
+"""Model part: the layers of a model that a chunk of a pipeline stage runs, called by `torch.distributed.pipelining`.
 
 schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
     part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
@@ -54,7 +54,7 @@ class ModelPart(nn.Module):
         super().__init__()
         self.layers, self._autocast_dtype = tuple(layers), autocast_dtype
         self.model, self.number, self.rows = model, number, rows
-        self.num_parts, self.chunk = pipeline.num_parts, number // pipeline.num_stages
+        self.num_parts, (_, self.chunk) = pipeline.num_parts, pipeline.place_of(number)
         self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
         self._hidden, self._dtype = (1, rows, model.config.get_text_config().hidden_size), model.dtype
 

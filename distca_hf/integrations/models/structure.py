@@ -1,4 +1,4 @@
-"""Model parts: the Transformers model inside others, its text decoder, attention layers and functions.
+"""Structure of a model: the Transformers model inside others, its text decoder, attention layers and functions.
 
 Some properties of a function are known only from its source before it runs. Without a source every answer is no.
 """

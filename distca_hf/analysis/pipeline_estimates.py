@@ -1,4 +1,4 @@
-"""Pipelines: the part of the time in which GPUs compute, by how an optimizer step's documents meet a pipeline.
+"""Pipeline estimates: the part of the time in which GPUs compute, by how documents of a step meet a pipeline.
 
 | way | documents of a step | GPUs |
 |---|---|---|

@@ -1,0 +1,49 @@
+"""Planner: what placement has to know of a model is read once, for all loaders of its batches."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.cost import TokenBytes
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.operations import pass_costs_of
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.planning.served import Servers
+
+
+def planner_for(
+    model: nn.Module | None,
+    context: ParallelContext,
+    servers: Servers | None = None,
+    pipeline: Pipeline | None = None,
+) -> PlacedPlanner:
+    """Returns a planner for batches of a model, which the ranks of a context share.
+
+    Args:
+        model: None: any model of full causal attention, whose heads are not divided.
+        servers: attention servers that take part.
+        pipeline: stages that batches pass.
+
+    Raises:
+        AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
+            config nor its layers say how many heads there are, or how wide they are.
+    """
+    members = context.members
+    planner = PlacedPlanner(context.config, len(members.token_ranks), servers=servers, pipeline=pipeline)
+    if model is None:
+        return planner
+    whole_documents = needs_whole_documents(model)
+    needs_bytes = servers is not None or whole_documents
+    return replace(
+        planner,
+        head_groups=head_groups_of(model, members.grid.shape[2]),
+        token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
+        layer_masks=layer_masks_of(model),
+        whole_documents=whole_documents,
+        costs=LLAMA_8B_COSTS if pipeline is None else pass_costs_of(model),
+    )
