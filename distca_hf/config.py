@@ -104,7 +104,8 @@ class Debug(Settings):
     check_weights_every_steps: int = _setting(
         "debug.check_weights_every_steps",
         0,
-        "Trainer: steps between two comparisons of weights that all ranks should hold alike, bit by bit; 0: never.",
+        "Trainer: steps between two comparisons of weights, or parts of them, that several ranks hold, bit by bit; "
+        "0: never.",
         formerly=("check_weights_every_steps",),
         at_least=0,
     )

@@ -108,12 +108,7 @@ class PackPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
-        flags = {
-            "learns nothing": int(number == 0 and _learns_nothing(batch)),
-            "holds images": int(bool(media_of(batch))),
-        }
-        if self._transport.grid.shape[2] > 1:
-            flags[CHECKSUM] = _checksum(lengths, tokens, batch)
+        flags = self._flags(batch, lengths, is_first=number == 0)
         lengths_of_ranks = self._all_lengths(lengths, number, flags, images_wait)
         if lengths_of_ranks is None:
             return None
@@ -168,6 +163,16 @@ class PackPlanner:
         except Exception:
             Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise
+
+    def _flags(self, batch: Batch, lengths: IntArray | None, is_first: bool) -> dict[str, int]:
+        """Returns what ranks show each other of a batch beside its lengths."""
+        flags = {
+            "learns nothing": int(is_first and _learns_nothing(batch)),
+            "holds images": int(bool(media_of(batch))),
+        }
+        if self._transport.grid.shape[2] > 1:
+            flags[CHECKSUM] = _checksum(lengths, tokens_of(batch), batch)
+        return flags
 
     def _all_lengths(
         self, lengths: IntArray | None, number: int, flags: dict[str, int], images_wait: bool

@@ -4,6 +4,7 @@ Four ranks, two data ranks of two tensor ranks each. The rank that does harm has
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -253,10 +254,10 @@ def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
 
 
 class Tap(TrainerCallback):
-    """Changes weights of one rank after the third step: a part that its tensor neighbour holds, too, and one of its
+    """Changes weights of one rank in the fourth step: a part that its tensor neighbour holds, too, and one of its
     own."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if dist.get_rank() == HARM and state.global_step == 3:
             for name in ("input_layernorm", "self_attn.q_proj"):
                 model.get_parameter(f"model.layers.0.{name}.weight").to_local().data.view(-1)[3] += 1
@@ -301,7 +302,7 @@ def test_trainer_is_stopped_by_name_where_divided_weights_go_wrong(initial: Path
 
     for outcome in outcomes:
         words = outcome.result
-        assert "step 4: weights differ between ranks in 1 of 3 parameters" in words["weights"]
+        assert re.search(r"step 4: weights differ between ranks in 1 of [34] parameters", words["weights"])
         assert "first in model.layers.0.input_layernorm.weight, whose checksum is " in words["weights"]
         assert "on rank 2 (data 1, tensor 0), " in words["weights"]
         assert f"on {NAME}. " in words["weights"]
@@ -312,8 +313,9 @@ def test_trainer_is_stopped_by_name_where_divided_weights_go_wrong(initial: Path
         assert "call train() without resume_from_checkpoint" in words["resume"]
         assert "self_attn.q_proj has an adapter, and is divided between 2 tensor ranks (colwise)" in words["q_proj"]
         assert "mlp.down_proj has an adapter, and is divided between 2 tensor ranks (rowwise)" in words["down_proj"]
-    said = "9 of 12 parameters are sharded (FSDP, ZeRO-3) so that every rank holds another part"
-    assert [outcome.output.count(said) for outcome in outcomes] == [1, 0, 0, 0]
+    # Transformers 5.19 has the embeddings whole on tensor ranks, and later ones divide them.
+    said = re.compile(r"[89] of 12 parameters are sharded \(FSDP, ZeRO-3\) so that every rank holds another part")
+    assert [len(said.findall(outcome.output)) for outcome in outcomes] == [1, 0, 0, 0]
 
 
 # --- one rank ends
