@@ -108,8 +108,9 @@ def heads_divided_by(model: nn.Module) -> int:
     return ranks if any(style in DIVIDED for _, _, style in styles) else 1
 
 
-def can_train_tensor_parallel(model: nn.Module) -> bool:
-    """Returns whether this Transformers trains with tensor parallelism: not before 5.19, which brought its mesh."""
+def has_data_and_tensor_mesh(model: nn.Module) -> bool:
+    """Returns whether this Transformers has a mesh of data and tensor ranks. Since 5.19 it has. It trains with tensor
+    parallelism since then, and its Trainer knows models that were divided as they were loaded."""
     return hasattr(transformers_model(model), "_mesh_manager")
 
 

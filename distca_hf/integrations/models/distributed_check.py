@@ -18,7 +18,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import (
     ModelMesh,
     adapters_that_fail,
-    can_train_tensor_parallel,
+    has_data_and_tensor_mesh,
     heads_divided_by,
     model_mesh,
     undividable_attention,
@@ -138,7 +138,7 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
     if wants_sequence_parallel(model):
         yield "enable_sequence_parallel=True has no effect in Transformers, or one that is not known; leave it out"
     yield from _accelerate(mesh, tensor)
-    if tensor > 1 and not can_train_tensor_parallel(model):
+    if tensor > 1 and not has_data_and_tensor_mesh(model):
         yield (
             f"tp_size={tensor} with Transformers {transformers.__version__}, which trains with tensor parallelism "
             f"from {LOWEST_TENSOR} on, and divides experts between data ranks from {LOWEST_EXPERTS} on: update it "

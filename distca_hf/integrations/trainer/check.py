@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import transformers
 from accelerate import DistributedType
 from torch import nn
 from transformers import (
@@ -26,8 +27,8 @@ from transformers import (
 from distca_hf.config import DistCAConfig
 from distca_hf.data.media import media_columns, media_refusal
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.distributed import tensor_ranks
-from distca_hf.integrations.models.distributed_check import refused_distribution
+from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
+from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
 from distca_hf.integrations.models.structure import (
     calls_super,
     passes_keywords_on,
@@ -119,6 +120,12 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
         yield (
             f"average_tokens_across_devices=False with tp_size={tensor}: Trainer divides the labels of each rank by "
             f"tp_size then, so that losses and gradients are {tensor} times as large; leave it True"
+        )
+    if args.world_size > 1 and model_mesh(trainer.model) is not None and not has_data_and_tensor_mesh(trainer.model):
+        yield (
+            f"Trainer of Transformers {transformers.__version__} does not know that the model was divided when it was "
+            f"loaded (DistributedConfig), and would wrap it in DDP; from {LOWEST_TENSOR} on it does (pip install "
+            "--upgrade transformers). A loop of your own trains such a model here, too"
         )
     if args.n_gpu > 1:
         yield (

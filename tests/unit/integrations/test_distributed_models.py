@@ -21,7 +21,7 @@ from distca_hf.cost import divide_heads
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models import distributed_check
 from distca_hf.integrations.models.distributed import (
-    can_train_tensor_parallel,
+    has_data_and_tensor_mesh,
     heads_divided_by,
     model_mesh,
     tensor_ranks,
@@ -273,8 +273,8 @@ def test_a_projection_of_all_three_in_a_row_is_not_cut(load: Load) -> None:
 def test_tensor_parallelism_before_it_trains(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(changes={"num_key_value_heads": 4}, tp_size=4)
 
-    assert can_train_tensor_parallel(model) == (VERSION >= (5, 19))
-    monkeypatch.setattr(distributed_check, "can_train_tensor_parallel", lambda model: False)
+    assert has_data_and_tensor_mesh(model) == (VERSION >= (5, 19))
+    monkeypatch.setattr(distributed_check, "has_data_and_tensor_mesh", lambda model: False)
     told = reasons(model)
     assert (
         f"tp_size=4 with Transformers {transformers.__version__}, which trains with tensor parallelism from " in told

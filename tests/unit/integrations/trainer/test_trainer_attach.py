@@ -264,6 +264,22 @@ def test_labels_of_a_rank_are_not_counted_under_tensor_parallelism(
     attach(make(**packs))
 
 
+def test_models_that_a_trainer_would_wrap_once_more(
+    make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer before Transformers 5.19 puts DDP around weights that FSDP2 divides, which fails in torch."""
+    check = "distca_hf.integrations.trainer.check"
+    monkeypatch.setattr(f"{check}.model_mesh", lambda model: "a mesh")
+    monkeypatch.setattr(f"{check}.has_data_and_tensor_mesh", lambda model: False)
+    trainer = make()
+    attach(trainer)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with pytest.raises(
+        ConfigError, match=r"was loaded \(DistributedConfig\), and would wrap it in DDP; from 5\.19 on"
+    ):
+        attach(trainer)
+
+
 def test_callback_alone_cannot_sort_packs(make: Callable[..., Trainer]) -> None:
     plugin = distca_hf.DistCAPlugin(sort_packs=True)
     with pytest.raises(ConfigError, match=r"sort_packs .* call plugin\.attach\(trainer\) instead"):
