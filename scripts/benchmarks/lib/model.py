@@ -309,7 +309,10 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
     """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
+    # FSDP casts what a layer is given in forward, but not in recomputation: OLMo's rotary embeddings are fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
+    )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, mp_policy=policy)
