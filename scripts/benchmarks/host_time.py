@@ -26,7 +26,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-
 from torch.distributed.device_mesh import init_device_mesh
 
 from distca_hf.comm.groups import Members, grid_of_mesh, open_transport

@@ -50,7 +50,7 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
         whole.__init__(self, *args, **kwargs)
         self.set_output_embeddings(nn.Identity())  # before anything is divided
 
-    headless = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+    headless: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
     causal_lm: PreTrainedModel = headless.from_pretrained(
         None,
         config=config,

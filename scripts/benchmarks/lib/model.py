@@ -171,7 +171,8 @@ class Backbone(LossModel):
         self.register_buffer("weight", torch.linspace(0, 2, hidden_size, device=causal_lm.device), persistent=False)
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        return (self.hidden_states(**batch).float().square() @ self.weight).mean()
+        squares = self.hidden_states(**batch).float().square()
+        return (squares @ self.get_buffer("weight")).mean()
 
     def hidden_states(self, **batch: Any) -> torch.Tensor:
         """Returns `[1, T, hidden size]` outputs of the last layer, after the last norm."""

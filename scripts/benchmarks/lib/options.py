@@ -83,7 +83,7 @@ def _open_group(device_type: str, bind: bool) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", **{"device_id": device} if bind else {})
+    dist.init_process_group("nccl", device_id=device if bind else None)
     return device
 
 
