@@ -62,7 +62,7 @@ COLUMNS = (
     *("schedule", "micro-batches", "heaviest ÷ mean", "predicted ms", "measured ms", "÷ predicted"),
     *("÷ as packed: predicted", "measured"),
 )
-SAMPLE_STEPS = 4
+SAMPLE_STEPS = 16
 
 
 @dataclass(frozen=True)
