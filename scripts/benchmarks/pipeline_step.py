@@ -99,8 +99,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("pipeline_step_output"), help="of the model meanwhile; all ranks see it"
     )
+    options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} is there already, and would be replaced and removed: give another --folder")
     # Stages exchange among some ranks of the job; as in examples/pipeline.py no group is bound to a device.
-    on_all_ranks(measure, parser.parse_args(), bind=False)
+    on_all_ranks(measure, options, bind=False)
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
