@@ -273,8 +273,8 @@ Numerics = Annotated[
     bool,
     typer.Option(
         "--numerics",
-        help="train a step of a tiny version on two ranks, and compare logits, loss and gradients with those of each "
-        "document alone",
+        help="print how far logits, loss and gradients of a tiny version on two ranks are from those of each document "
+        "alone",
     ),
 ]
 
@@ -294,12 +294,12 @@ def check(
     """Says whether a model works, layer by layer: with which limits and kernels, whether documents may be cut, and
     which tokens per rank fit the GPU's memory.
 
-    The model is built without weights and checked as training checks it; a tiny version of it trains a step on the
-    CPU. No GPU is needed. Memory is an estimate.
+    The model is built without weights and checked as training checks it; a tiny version of it trains a step on two
+    ranks of this CPU, and its numbers must be those of each document alone. No GPU is needed. Memory is an estimate.
 
     Exit status: 0 works, 1 refused, 2 bad input.
 
-    Compare the numbers, too: distca check Qwen3ForCausalLM --numerics
+    Show the numbers, too: distca check Qwen3ForCausalLM --numerics
     """
     from distca_hf.analysis.check.command import run_check
 

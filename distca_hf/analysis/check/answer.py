@@ -9,7 +9,6 @@ import numpy as np
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.gpus import Gpu
 from distca_hf.analysis.check.kernels import KernelChoice
-from distca_hf.analysis.check.numerics import Numerics
 from distca_hf.analysis.check.verdict import Verdict
 from distca_hf.analysis.memory import GIB, USABLE_SHARE, DecoderSize, Fit, Sharding, TrainingSetup
 from distca_hf.batches.placed import PlacedPlanner
@@ -77,7 +76,6 @@ class CheckAnswer:
         size: numbers of weights; None if they could not be counted.
         fits: memory by way to shard weights; empty if it is not known.
         with_liger_tokens: most tokens per rank that fit with Liger's fused loss, by way to shard weights.
-        numerics: None where it was not asked for.
     """
 
     candidate: Candidate
@@ -86,12 +84,11 @@ class CheckAnswer:
     size: DecoderSize | None
     fits: dict[Sharding, Fit]
     with_liger_tokens: dict[Sharding, int]
-    numerics: Numerics | None = None
 
     @property
     def works(self) -> bool:
-        """Whether the model can train: it is not refused, and its numbers agree where they were compared."""
-        return self.verdict.status != "refused" and (self.numerics is None or self.numerics.agree)
+        """Whether the model can train."""
+        return self.verdict.status != "refused"
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, with bytes and tokens as whole numbers."""
@@ -119,7 +116,7 @@ class CheckAnswer:
             "fits": {sharding: fit.fits for sharding, fit in self.fits.items()},
             "largest_tokens_per_rank": {sharding: fit.largest_tokens for sharding, fit in self.fits.items()},
             "largest_tokens_per_rank_with_liger": self.with_liger_tokens,
-            "numerics": None if self.numerics is None else self.numerics.as_json(),
+            "numerics": None if verdict.numerics is None else verdict.numerics.as_json(),
         }
 
 

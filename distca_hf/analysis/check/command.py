@@ -16,10 +16,9 @@ from rich.console import Console
 from distca_hf.analysis.check.answer import CheckAnswer, Job, memory_of
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.gpus import find_gpu
-from distca_hf.analysis.check.numerics import Numerics, compare
 from distca_hf.analysis.check.print_answer import print_answer
 from distca_hf.analysis.check.sizes import decoder_size
-from distca_hf.analysis.check.verdict import judge, make_tiny
+from distca_hf.analysis.check.verdict import judge
 from distca_hf.analysis.memory import Checkpointing
 from distca_hf.errors import ConfigError
 from distca_hf.telemetry import get_logger
@@ -52,21 +51,20 @@ def run_check(
         raise ConfigError(f"--checkpointing {checkpointing} must be one of {', '.join(get_args(Checkpointing))}")
     job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger)
     with _quiet():
-        answer = check(find_candidate(model, trust_remote_code), job, numerics)
+        answer = check(find_candidate(model, trust_remote_code), job)
     if as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS))
+        print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS), numerics)
     return WORKS if answer.works else REFUSED
 
 
-def check(candidate: Candidate, job: Job, numerics: bool = False) -> CheckAnswer:
+def check(candidate: Candidate, job: Job) -> CheckAnswer:
     """Judges a model for a training, and estimates its memory.
 
     Args:
         candidate: the model.
         job: the training.
-        numerics: whether a tiny version is compared with itself on two ranks.
 
     Raises:
         ConfigError: the model cannot be built.
@@ -74,26 +72,7 @@ def check(candidate: Candidate, job: Job, numerics: bool = False) -> CheckAnswer
     verdict, outline = judge(candidate, job.gpu, job.capacity_tokens)
     size = decoder_size(outline, list(verdict.kinds))
     fits, with_liger = ({}, {}) if size is None else memory_of(job, size, verdict.whole_documents)
-    compared = _compare(candidate) if numerics and verdict.status != "refused" else None
-    return CheckAnswer(candidate, job, verdict, size, fits, with_liger, compared)
-
-
-def _compare(candidate: Candidate) -> Numerics:
-    """Compares a tiny version.
-
-    Raises:
-        ConfigError: there is none, or it does not run, which is not known to be a fault of distca.
-    """
-    tiny = make_tiny(candidate)
-    if tiny is None:
-        raise ConfigError(f"model {candidate.name}: --numerics needs a tiny version, and none could be built")
-    try:
-        return compare(tiny)
-    except Exception as error:  # a model's code may raise anything
-        words = " ".join(str(error).split())
-        raise ConfigError(
-            f"model {candidate.name}: --numerics could not run a tiny version: {type(error).__name__}: {words}"
-        ) from error
+    return CheckAnswer(candidate, job, verdict, size, fits, with_liger)
 
 
 @contextlib.contextmanager

@@ -228,7 +228,8 @@ def _class_of(name: str) -> type[PreTrainedModel] | None:
 
 
 def _is_model_class(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None
+    is_class = isinstance(found, type) and issubclass(found, PreTrainedModel)
+    return is_class and getattr(found, "config_class", None) is not None
 
 
 def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:

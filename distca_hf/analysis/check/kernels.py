@@ -10,7 +10,7 @@ import torch
 
 from distca_hf.analysis.check.gpus import Gpu
 from distca_hf.integrations.models.check import KernelNeed
-from distca_hf.kernels.registry import KERNELS, options_of, why_not
+from distca_hf.kernels.registry import KERNELS, why_not
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,6 @@ class KernelChoice:
         if not self.able or any(KERNELS[name].module is None for name in self.able):
             return ""
         return KERNELS[self.able[0]].install
-
-    @property
-    def options(self) -> list[str]:
-        """What the layers ask for besides, in words."""
-        words = {"window_tokens": "window", "softcap": "softcap"}
-        asked = [words[option] for option in options_of(self.need.spec) if option in words]
-        return asked + ["values of another width"] * (self.need.heads.dim != self.need.heads.value_dim)
 
 
 def kernels_for(needs: dict[KernelNeed, list[str]], gpu: Gpu, weights: torch.dtype) -> list[KernelChoice]:

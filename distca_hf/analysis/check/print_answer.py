@@ -33,15 +33,15 @@ CHECKPOINTING = {
 }
 
 
-def print_answer(answer: CheckAnswer, console: Console) -> None:
-    """Prints the verdict with reasons and limits, layers, kernels, memory and numerics."""
-    for number, each in enumerate(_blocks(answer)):
+def print_answer(answer: CheckAnswer, console: Console, with_numerics: bool = False) -> None:
+    """Prints the verdict with reasons and limits, layers, kernels, memory, and numerics if they are asked for."""
+    for number, each in enumerate(_blocks(answer, with_numerics)):
         if number:
             console.print()
         console.print(each, highlight=False)
 
 
-def _blocks(answer: CheckAnswer) -> Iterator[RenderableType]:
+def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType]:
     verdict = answer.verdict
     yield _verdict(answer)
     if verdict.kinds:
@@ -55,8 +55,8 @@ def _blocks(answer: CheckAnswer) -> Iterator[RenderableType]:
         yield _kernels(answer)
     if answer.fits and verdict.status != "refused":
         yield _memory(answer)
-    if answer.numerics is not None:
-        yield _numerics(answer.numerics)
+    if with_numerics:
+        yield "No numbers were compared." if verdict.numerics is None else _numerics(verdict.numerics)
 
 
 def _verdict(answer: CheckAnswer) -> RenderableType:

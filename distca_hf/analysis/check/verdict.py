@@ -2,11 +2,10 @@
 
 Three looks, the first two with the functions that training runs. The model's modules and configuration are checked on
 torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the device that is asked about. Then
-a tiny version of the model trains a step (`trial`), because some classes ask for what is not computed in their first
-forward pass alone.
+a tiny version of the model trains a step on two ranks (`numerics`). Some classes ask for what is not computed in their
+first forward pass alone, and one that mixes tokens in a way that its structure does not show has other numbers.
 """
 
-import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,8 +14,9 @@ from transformers import PreTrainedModel
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.gpus import Gpu
 from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
+from distca_hf.analysis.check.numerics import Numerics, compare
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
-from distca_hf.analysis.check.trial import TinyModel, step_alone, step_placed
+from distca_hf.analysis.check.trial import TinyModel, step_alone
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.integrations.models.check import (
     IMPLEMENTATION,
@@ -48,6 +48,7 @@ class Verdict:
         kernels: for layers that need the same.
         longest_document_tokens: longest document that is accepted; None if any is.
         whole_documents: whether documents stay whole on a rank.
+        numerics: of the tiny version; None if it was not tried, or refused before.
     """
 
     status: Status
@@ -58,6 +59,7 @@ class Verdict:
     kernels: tuple[KernelChoice, ...]
     longest_document_tokens: int | None
     whole_documents: bool
+    numerics: Numerics | None
 
     @property
     def cuts_documents(self) -> bool:
@@ -72,6 +74,7 @@ class _Findings:
     reasons: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    numerics: Numerics | None = None
 
 
 def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = True) -> tuple[Verdict, PreTrainedModel]:
@@ -116,6 +119,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         kernels=tuple(choices),
         longest_document_tokens=longest,
         whole_documents=whole,
+        numerics=found.numerics,
     )
     return verdict, model
 
@@ -184,21 +188,27 @@ def _limits(
     if not position_limits.has_table and trained is not None and trained < capacity_tokens:
         found.notes.append(f"it was made for documents of up to {trained:,} tokens; longer ones bring a warning")
     for package in dict.fromkeys(choice.needs_package for choice in choices if choice.needs_package):
-        asking = [choice for choice in choices if choice.needs_package == package]
-        what = " and ".join(dict.fromkeys(option for choice in asking for option in choice.options)) or "its heads"
-        found.limits.append(f"on {gpu.name} {what} cannot be computed without FlashAttention: {package}")
+        without = next(choice.unable["torch_varlen"] for choice in choices if choice.needs_package == package)
+        found.limits.append(
+            f"on {gpu.name} FlashAttention alone computes its layers ({package}): torch's own kernel {without}"
+        )
     if towers(model):
         found.limits.append("documents of text; packs may hold images. Its towers attend with sdpa, each rank alone")
 
 
 def _try(candidate: Candidate, found: _Findings) -> None:
-    """Trains a step of a tiny version, and adds what came of it."""
+    """Trains a step of a tiny version on two ranks, and adds what came of it."""
     tiny = make_tiny(candidate)
     if tiny is None:
         found.limits.append("it was not tried: no tiny version of its configuration could be built")
         return
     try:
-        step_placed(tiny, num_ranks=1)
+        found.numerics = compare(tiny)
+        if not found.numerics.agree:
+            found.reasons.append(
+                "its tokens see each other by other means than attention, or it attends otherwise than it says: a tiny "
+                f"version on two ranks differs from each document alone, {found.numerics.in_words()}"
+            )
     except DistCAError as refusal:
         opening = f"{candidate.class_name} cannot run on distca: "
         found.reasons.append(str(refusal).removeprefix(opening).removesuffix(f". {REMEDY}"))
@@ -227,7 +237,7 @@ def make_tiny(candidate: Candidate) -> TinyModel | None:
 def _fails_alone(tiny: TinyModel) -> bool:
     """Returns whether a step without distca fails as well."""
     try:
-        step_alone(copy.copy(tiny).build_plain())
+        step_alone(tiny.build_plain())
     except Exception:  # whatever it raises
         return True
     return False

@@ -47,7 +47,7 @@ log = get_logger(__name__)
 
 # Name of the attention implementation in Transformers' registers.
 IMPLEMENTATION = "distca"
-REMEDY = "Else train it without distca_hf"
+REMEDY = "`distca check` shows it layer by layer. Else train it without distca_hf"
 # Names of modules that look positions up in a table.
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 

@@ -143,9 +143,12 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(words)
 
 
-def in_words(kinds: Sequence[LayerKind]) -> str:
-    """Returns all kinds in one line: "layers 0-4: window 1,024, 32/16 heads of 128; layers 5: full, ..."."""
-    return "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in grouped(kinds))
+def verdict_in_short(model: PreTrainedModel) -> str:
+    """Returns a line about an accepted model for the log of a training: its layers, and where all is said."""
+    kinds = layer_kinds(model)
+    layers = "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in grouped(kinds))
+    name = model.config.name_or_path or model.config.model_type
+    return f"{type(model).__name__} works. {layers}. The whole answer: distca check {name}"
 
 
 def _refused(config: PreTrainedConfig, number: int, has_mixer: bool, attends: bool, others_attend: bool) -> str:
