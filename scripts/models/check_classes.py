@@ -3,8 +3,8 @@
     python scripts/models/check_classes.py [--kind text|images] [--only MODEL_TYPE ...]
 
 Every class is judged as the command judges it, by the tiny configuration that `sweep.py` trains, on a CPU. Prints
-every class of which the two say something else, and seconds of the slowest. Exits with 1 if a class is said to work that
-was refused or wrong in training, or the other way round.
+every class of which the two say something else, and seconds of the slowest. Exits with 1 if a class is said to work
+that was refused in training, or the other way round.
 """
 
 import argparse

@@ -206,7 +206,7 @@ def _try(candidate: Candidate, found: _Findings) -> None:
         found.numerics = compare(tiny)
         if not found.numerics.agree:
             found.reasons.append(
-                "its tokens see each other by other means than attention, or it attends otherwise than it says: a tiny "
+                "its tokens see each other otherwise than by attention, or it attends otherwise than it says: a tiny "
                 f"version on two ranks differs from each document alone, {found.numerics.in_words()}"
             )
     except DistCAError as refusal:
