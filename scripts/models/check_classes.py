@@ -21,7 +21,6 @@ from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.gpus import find_gpu
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, tiny_config
 from distca_hf.analysis.check.verdict import judge
-from distca_hf.errors import ConfigError
 from sweep import KINDS, NOT_BUILT, PAGE, REFUSED, WORKS, Kind, be_quiet
 
 
@@ -71,8 +70,8 @@ def compare(config_class: type[PreTrainedConfig], kind: Kind, on_page: str) -> C
         config = tiny_config(config_class)
         candidate = Candidate(config_class.model_type, config, kind.auto_class.from_config, model_class)
         verdict, _ = judge(candidate, find_gpu("cpu"), LONGEST_TOKENS)
-    except (ConfigError, ValueError, TypeError) as error:  # of a configuration that does not go with small sizes
-        said, detail = NOT_BUILT, str(error)
+    except Exception as error:  # of a configuration or a class that does not go with small sizes
+        said, detail = NOT_BUILT, f"{type(error).__name__}: {error}"
     else:
         said = REFUSED if verdict.status == "refused" else WORKS
         untried = [limit for limit in verdict.limits if limit.startswith(UNTRIED)]

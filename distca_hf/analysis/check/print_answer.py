@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.check.answer import CheckAnswer
+from distca_hf.analysis.check.answer import MOST_TOKENS, CheckAnswer
 from distca_hf.analysis.check.kernels import KernelChoice
 from distca_hf.analysis.check.numerics import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.memory import USABLE_SHARE
@@ -126,7 +126,8 @@ def _memory(answer: CheckAnswer) -> RenderableType:
 
 
 def _tokens(tokens: int) -> str:
-    return f"{tokens:,}" if tokens else "none fits"
+    more = " or more" if tokens == MOST_TOKENS else ""
+    return f"{tokens:,}{more}" if tokens else "none fits"
 
 
 def _numerics(numerics: Numerics) -> RenderableType:
