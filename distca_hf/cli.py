@@ -279,7 +279,7 @@ Numerics = Annotated[
 ]
 
 
-@app.command(epilog="Example: distca check path/config.json --gpus 16 --tokens-per-rank 65536 --liger")
+@app.command(epilog="Example: distca check llama3-8b --gpus 16 --tokens-per-rank 65536 --liger")
 def check(
     model: CheckedModel,
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 16_384,

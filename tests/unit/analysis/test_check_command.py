@@ -12,6 +12,7 @@ from distca_hf.analysis.check import command
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.cli import app
+from support.commands import REPOSITORY
 
 
 SIZES: dict[str, Any] = {
@@ -177,10 +178,21 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
     assert (found["class"], found["status"]) == ("OwnForCausalLM", "works")
 
 
+def test_the_page_shows_what_is_printed() -> None:
+    """The example of docs/check.md, up to the place where it is cut off."""
+    page = (REPOSITORY / "docs" / "check.md").read_text()
+    _, _, rest = page.partition("$ distca check gemma2 --gpu a100\n")
+    shown = rest.partition("\n...\n")[0].splitlines()
+    printed = [line.rstrip() for line in run("gemma2", "--gpu", "a100").stdout.splitlines()]
+
+    assert len(shown) > 15
+    assert printed[: len(shown)] == shown
+
+
 def test_the_help_has_examples() -> None:
     text = " ".join(run("--help").stdout.split())
 
-    assert "distca check path/config.json --gpus 16" in text
+    assert "distca check llama3-8b --gpus 16" in text
     assert "0 works, 1 refused, 2 bad input" in text
 
 
