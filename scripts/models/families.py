@@ -123,7 +123,8 @@ Models that people ask for, with the settings of their published checkpoints. *W
 check of `attach` and `enable`, and that its class was trained on placed documents with the losses and gradients of
 sdpa ([all classes](#all-classes)). *With a limit* means that it works as long as no document is longer; longer ones
 are refused by name. A model that is *refused* is refused before the first step: train it as you do now, with
-`flash_attention_2` for example. Documents beyond `max_position_embeddings` bring a warning.
+`flash_attention_2` for example. Documents beyond `max_position_embeddings` bring a warning. For your own model ask
+[`distca check`](check.md).
 
 Made by `python scripts/models/families.py` with Transformers {transformers.__version__} and
 distca_hf {distca_hf.__version__}.

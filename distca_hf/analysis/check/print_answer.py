@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,8 @@ PARTS = {
     "head": "logits and loss",
     "received": "keys and values of other ranks",
 }
+# Spaces above, right, below and left of an indented line.
+INDENTED = (0, 0, 0, 2)
 CHECKPOINTING = {
     "saved": "layers checkpointed, attention's outputs kept",
     "recomputed": "layers checkpointed, attention computed twice",
@@ -80,16 +83,18 @@ def _verdict(answer: CheckAnswer) -> RenderableType:
 
 
 def _kernels(answer: CheckAnswer) -> RenderableType:
-    """Returns the kernels of all layers that need the same: the ones that can, and why others cannot."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(overflow="fold", min_width=20)
-    table.add_column(overflow="fold")
+    """Returns the kernels that can compute layers, and why others cannot; layers with the same kernels together."""
+    together: dict[tuple[tuple[str, ...], str], list[KernelChoice]] = {}
     for choice in answer.verdict.kernels:
-        table.add_row(_need(choice), ", ".join(choice.able) or "none")
-        if choice.unable:
-            table.add_row("", f"not {choice.why_not}")
-    words = "The first one that is installed and runs is taken: `distca env` shows those of a machine."
-    return block(f"kernels on {answer.job.gpu.name}, the fastest first", table, words)
+        together.setdefault((choice.able, choice.why_not), []).append(choice)
+    lines: list[RenderableType] = [Text(f"kernels on {answer.job.gpu.name}, the fastest first", style="bold")]
+    for (able, why_not), choices in together.items():
+        lines += [_need(choice) for choice in choices]
+        lines.append(Padding(", ".join(able) or "none", INDENTED))
+        if why_not:
+            lines.append(Padding(f"not {why_not}", INDENTED))
+    lines.append("The first one that is installed and runs is taken: `distca env` shows those of a machine.")
+    return Group(*lines)
 
 
 def _need(choice: KernelChoice) -> str:

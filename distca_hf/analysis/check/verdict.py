@@ -6,6 +6,7 @@ a tiny version of the model trains a step on two ranks (`numerics`). Some classe
 first forward pass alone, and one that mixes tokens in a way that its structure does not show has other numbers.
 """
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,6 +104,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
                 "its loss alone is against it: on packs and padded rows that others make (DistCACallback) it may have "
                 "any loss, and attention tasks move"
             )
+        found.reasons += _needs_more_than_text(model)
     choices = _kernels(model, gpu, capacity_tokens, found)
     whole = any(kind.mixer for kind in kinds) and any(kind.attends for kind in kinds)
     if not found.reasons:
@@ -122,6 +124,18 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         numerics=found.numerics,
     )
     return verdict, model
+
+
+def _needs_more_than_text(model: PreTrainedModel) -> list[str]:
+    """Returns why documents of text alone cannot run: arguments that the model's forward pass must be given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    others = [name for name in needed if name != "input_ids"]
+    return [f"every batch needs {' and '.join(others)}, and documents are text alone"] if others else []
 
 
 def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
