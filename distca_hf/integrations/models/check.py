@@ -289,7 +289,7 @@ def refused_loss(model: PreTrainedModel) -> Iterator[str]:
 
 
 class KernelNeed(NamedTuple):
-    """What a kernel must compute for some layers.
+    """Heads, window and softcap that a kernel must compute for some layers.
 
     Attributes:
         heads: heads of a layer on this rank.
@@ -320,7 +320,7 @@ class KernelNeed(NamedTuple):
 
 
 def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[KernelNeed, list[str]]:
-    """Returns what kernels must compute for a model, each with the names of its layers. A window as long as every
+    """Returns the needs of a model for kernels, each with the names of its layers. A window as long as every
     document is none.
 
     Raises:

@@ -15,7 +15,8 @@ from distca_hf.analysis.check.trial import TinyModel
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.request import PRESETS
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.layer_kinds import grouped, layer_kinds, ranges
 from support import strange_models
 
@@ -255,3 +256,25 @@ def test_a_saved_folder_is_judged_by_the_class_that_it_names(tmp_path: Path) -> 
         candidate = find_candidate(str(path))
         assert candidate.class_name == "LlamaForSequenceClassification"
         assert candidate.config.num_hidden_layers == 2
+
+
+REFUSED = {
+    "gpt2": {},
+    "bloom": {},
+    "llama4_text": {},
+    "mamba": {},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_training_refuses_for_the_same_reasons(name: str) -> None:
+    """The check of `attach` and `enable` lists what the command lists."""
+    config = CONFIG_MAPPING[name](**REFUSED[name])
+    reasons = verdict_of(name, "cpu", **REFUSED[name]).reasons
+
+    with pytest.raises(UnsupportedAttentionError) as error:
+        check_model(_outline(config), longest_document_tokens=1)
+    assert reasons
+    assert [reason for reason in reasons if reason not in str(error.value)] == []
+    assert "`distca check` shows it layer by layer" in str(error.value)
