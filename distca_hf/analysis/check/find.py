@@ -34,6 +34,8 @@ from distca_hf.errors import ConfigError, did_you_mean
 from distca_hf.integrations.models.check import IMPLEMENTATION
 
 
+# Follows the name of a model whose sizes nobody gave.
+DEFAULT_SIZES = "default sizes"
 # Auto classes with their mappings, in the order in which a class for a model type is looked for.
 AUTO: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -100,13 +102,13 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
     if name.lower() in PRESETS:
         return _of_preset(name.lower())
     if name in CONFIG_MAPPING:
-        return _of_config(_default(CONFIG_MAPPING[name]), f"{name}, default sizes")
+        return _of_config(_default(CONFIG_MAPPING[name]), f"{name}, {DEFAULT_SIZES}")
     if Path(name).exists():
         raise ConfigError(f"model {name}: the folder has no {CONFIG_FILE}, and a file must be a .json")
     model_class = _class_of(name)
     if model_class is not None:
         config_class: Any = model_class.config_class
-        return _of_class(model_class, _default(config_class), f"{config_class.model_type}, default sizes")
+        return _of_class(model_class, _default(config_class), f"{config_class.model_type}, {DEFAULT_SIZES}")
     if "/" in name:
         return _of_config(load_config(name, trust_remote_code), name)
     known = [*PRESETS, *CONFIG_MAPPING]

@@ -98,7 +98,7 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
 
 
 def _need(choice: KernelChoice) -> str:
-    """Returns what layers need, in words."""
+    """Returns the need of some layers, in words."""
     heads, need = choice.need.heads, choice.need
     width = f"{heads.dim}" + (f" (values {heads.value_dim})" if heads.dim != heads.value_dim else "")
     window = f"window {need.window_tokens:,}" if need.window_tokens else "full"

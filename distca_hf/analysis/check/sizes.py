@@ -10,7 +10,7 @@ from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.analysis.request import MLP_MATRICES
 from distca_hf.integrations.models.layer_kinds import LayerKind, decoder_layers
 from distca_hf.integrations.models.operations import share_of_experts
-from distca_hf.integrations.models.parts import attention_layers
+from distca_hf.integrations.models.parts import attention_layers, weights_beside_text
 
 
 def decoder_size(model: PreTrainedModel, kinds: list[LayerKind]) -> DecoderSize | None:
@@ -37,12 +37,14 @@ def decoder_size(model: PreTrainedModel, kinds: list[LayerKind]) -> DecoderSize 
         passed = _passed(modules[name], share) - of_attention
         mlp_size = max(0.0, passed) / (MLP_MATRICES * hidden_size)
         counted[LayerSize(1, _numbers(modules[name]), mlp_size, kind.heads, kind.window_tokens)] += 1
+    in_layers = {weight for name in names for weight in modules[name].parameters()}
+    elsewhere = in_layers | set(weights_beside_text(model).values())
     head = getattr(model.get_output_embeddings(), "weight", None)
     return DecoderSize(
         hidden_size=hidden_size,
         vocabulary=0 if head is None else int(head.shape[0]),
         parameters=_numbers(model),
-        embedding_parameters=embedding.numel() + (0 if head is None or head is embedding else head.numel()),
+        embedding_parameters=sum(weight.numel() for weight in model.parameters() if weight not in elsewhere),
         layers=tuple(
             LayerSize(count, layer.parameters, layer.mlp_size, layer.heads, layer.window_tokens)
             for layer, count in counted.items()

@@ -1,6 +1,6 @@
 """Trial: a step of a tiny model on documents that are placed on ranks, beside the same documents each alone.
 
-Ranks are threads of this process. What they compute is what training computes: the loader places documents, `enable`
+Ranks are threads of this process. They compute as training does: the loader places documents, `enable`
 checks and watches the model, and attention is exact on the CPU. So a class that asks for anything that is not computed
 is refused here as it is there, in its first forward pass.
 """

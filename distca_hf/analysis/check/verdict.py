@@ -12,7 +12,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from distca_hf.analysis.check.find import Candidate
+from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
 from distca_hf.analysis.check.gpus import Gpu
 from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
 from distca_hf.analysis.check.numerics import Numerics, compare
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass
 class _Findings:
-    """What was found so far."""
+    """Reasons, limits and notes so far."""
 
     reasons: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
@@ -152,7 +152,8 @@ def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
     try:
         model = candidate.outline(implementation=None)
     except Exception as error:  # likewise
-        raise ConfigError(f"{where}: {_named(error)}") from error
+        hint = "; default sizes need not go together: give a config.json" if DEFAULT_SIZES in candidate.name else ""
+        raise ConfigError(f"{where}: {_named(error)}{hint}") from error
     if IMPLEMENTATION not in str(refusal):
         raise ConfigError(f"{where}: {_named(refusal)}") from refusal
     words = " ".join(str(refusal).split())

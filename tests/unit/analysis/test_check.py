@@ -18,6 +18,7 @@ from distca_hf.analysis.request import PRESETS
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.layer_kinds import grouped, layer_kinds, ranges
+from distca_hf.integrations.models.parts import weights_beside_text
 from support import strange_models
 
 
@@ -211,7 +212,7 @@ def test_built_in_names_have_the_sizes_of_distca_plan(name: str) -> None:
     expected = known.size.decoder(known.heads)
 
     assert size.parameters == pytest.approx(expected.parameters, rel=1e-3)
-    assert size.embedding_parameters == expected.embedding_parameters
+    assert size.embedding_parameters == pytest.approx(expected.embedding_parameters, rel=1e-3)
     (layer,), (expected_layer,) = size.layers, expected.layers
     assert layer.count == expected_layer.count
     assert (layer.parameters, layer.mlp_size) == pytest.approx(
@@ -230,6 +231,20 @@ def test_weights_are_counted_as_distca_plan_counts_them() -> None:
             planned.layers,
             planned.vocabulary,
         )
+
+
+def test_all_weights_outside_of_layers_are_gathered_together() -> None:
+    """Gemma 4 has an embedding for each layer, and towers of multimodal models are no part of the text."""
+    for name in ("gemma4_text", "gemma3"):
+        model = find_candidate(name).outline()
+        size = decoder_size(model, layer_kinds(model))
+        assert size is not None
+        beside = sum(weight.numel() for weight in weights_beside_text(model).values())
+        in_layers = sum(layer.count * layer.parameters for layer in size.layers)
+
+        assert size.embedding_parameters + in_layers + beside == size.parameters
+        assert size.embedding_parameters >= size.head_parameters
+        assert (beside > 0) == (name == "gemma3")
 
 
 def test_numbers_of_layers_in_words() -> None:
