@@ -221,9 +221,26 @@ class Schedule:
             `[...]` float64 seconds until all stages have ended.
         """
         layers = np.ones(self.pipeline.num_parts) if part_layers is None else np.asarray(part_layers, dtype=np.float64)
-        shares = layers / layers.sum()
-        passes = (np.moveaxis(backward_seconds, -1, 0), np.moveaxis(forward_seconds, -1, 0))
-        free = [np.zeros(passes[0].shape[1:])] * self.pipeline.num_stages
+        shares = (layers / layers.sum())[:, np.newaxis]
+        return self.step_seconds_of_parts(
+            forward_seconds[..., np.newaxis, :] * shares, backward_seconds[..., np.newaxis, :] * shares, hop_seconds
+        )
+
+    def step_seconds_of_parts(
+        self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0
+    ) -> Seconds:
+        """Simulates an optimizer step whose parts take times of their own, as `step_seconds`.
+
+        Args:
+            forward_seconds, backward_seconds: `[..., parts, micro_batches]` float64 seconds of a micro-batch in each
+                part, on one rank of its stage. Leading dimensions are steps that are simulated side by side.
+            hop_seconds: as for `step_seconds`.
+
+        Returns:
+            `[...]` float64 seconds until all stages have ended.
+        """
+        passes = (backward_seconds, forward_seconds)
+        free = [np.zeros(forward_seconds.shape[:-2])] * self.pipeline.num_stages
         ends: list[Seconds] = []
         for stage, (is_forward, part, micro_batch), here, elsewhere in self._steps:
             begin = free[stage]
@@ -231,6 +248,6 @@ class Schedule:
                 begin = np.maximum(begin, ends[other])
             for other in elsewhere:
                 begin = np.maximum(begin, ends[other] + hop_seconds)
-            free[stage] = begin + passes[is_forward][micro_batch] * shares[part]
+            free[stage] = begin + passes[is_forward][..., part, micro_batch]
             ends.append(free[stage])
         return np.max(free, axis=0)

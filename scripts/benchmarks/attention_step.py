@@ -43,6 +43,7 @@ import distca_hf
 from distca_hf.kernels.interface import Kernel
 from lib.baselines.attention import register_ways
 from lib.check import check_modes
+from lib.divided import DividedBackbone, build_divided_model
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
@@ -68,7 +69,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
+    parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
     options = parse_shared(parser, BUILDERS)
+    if options.ep_size > 1:
+        if not options.fsdp or options.liger:
+            parser.error("--ep-size is measured with FSDP2, and without liger's layers")
+        options.reduce_dtype = torch.float32  # Transformers has it so
     left_out = {"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"}
     options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
     return options
@@ -86,7 +92,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         check_lengths(lengths, num_ranks)
     register_ways()
     config = read_config(options, longest)
-    model = Backbone(build_model(config, options, device))
+    if options.ep_size > 1:
+        model: Backbone = DividedBackbone(build_divided_model(config, options))
+    else:
+        model = Backbone(build_model(config, options, device))
     shape = probe(model)
     kernel = kernel_for(shape, options.kernel, device, options.dtype)
     wires = Wires(distca_hf.DistCAPlugin().transport(device), device)

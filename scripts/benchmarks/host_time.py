@@ -7,8 +7,10 @@ Calls are those of a forward pass of so many layers, one behind the other, with 
 device; documents are so small that the device keeps up. One line per rank and repeat; `beyond` the kernel function's
 own time are launches of exchanges (in one chunk) and copies, views, and the dispatch of the operator.
 
-With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns. The last line of a rank is
-the median of the differences.
+With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns. With `--tensor 2` ranks are
+a grid of data and tensor ranks. Each repeat runs twice: in that grid, where a rank attends with its part of the heads;
+and in a flat job of the ranks that share documents, with as many heads. Both have the same plan. A grid with one data
+rank exchanges nothing. The last line of a rank is the median of the differences.
 """
 
 import argparse
@@ -24,8 +26,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from distca_hf.comm.groups import open_transport
+from distca_hf.comm.groups import Members, grid_of_mesh, open_transport
+from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.placement.place import place
@@ -50,23 +54,34 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="passes")
     parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
-    parser.add_argument("--unchecked", action="store_true", help="also without the checks of a call, in turns")
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument("--unchecked", action="store_true", help="also without the checks of a call, in turns")
+    compared.add_argument("--tensor", type=int, default=1, help="tensor ranks; also a flat job, in turns")
     parser.add_argument("--profile", action="store_true", help="print where rank 0 spent its time in one more pass")
-    on_all_ranks(measure, parser.parse_args())
+    options = parser.parse_args()
+    # NCCL opens groups of some ranks alone only in a job whose group is bound to no device.
+    on_all_ranks(measure, options, bind=options.tensor == 1)
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Prints the time of every repeat on this rank."""
-    live = _plan(options, device)
-    kernel, attend = _attention(options, device, live)
+    if options.tensor > 1:
+        in_grid, flat = _transports(options, device)
+        kernel, attend = _attention(options, device, _plan(options, in_grid, device))
+        _, attend_flat = _attention(options, device, _plan(options, flat, device))
+    else:
+        kernel, attend = _attention(options, device, _plan(options, open_transport(device, 60.0), device))
     differences = []
     for repeat in range(options.repeats):
-        checked = _beyond(options, device, kernel, attend, f"repeat {repeat}")
+        beyond = _beyond(options, device, kernel, attend, f"repeat {repeat}")
         if options.unchecked:
             with _unchecked():
-                differences.append(checked - _beyond(options, device, kernel, attend, f"repeat {repeat}, unchecked"))
+                differences.append(beyond - _beyond(options, device, kernel, attend, f"repeat {repeat}, unchecked"))
+        if options.tensor > 1:
+            differences.append(beyond - _beyond(options, device, kernel, attend_flat, f"repeat {repeat}, flat"))
     if differences:
-        words = f"rank {dist.get_rank()}: checks cost {1e6 * statistics.median(differences):.1f} µs a call"
+        subject = "checks cost" if options.unchecked else f"{options.tensor} tensor ranks cost"
+        words = f"rank {dist.get_rank()}: {subject} {1e6 * statistics.median(differences):.1f} µs a call"
         print(f"{words} (median of {len(differences)} pairs of passes)", flush=True)
     if options.profile:
         profile = cProfile.Profile()
@@ -108,9 +123,22 @@ def _nothing(*arguments: object) -> None:
     """Takes the place of a check; a mock costs more than the check."""
 
 
-def _plan(options: argparse.Namespace, device: torch.device) -> LivePlan:
+def _transports(options: argparse.Namespace, device: torch.device) -> tuple[Transport, Transport]:
+    """Opens transports in a grid of data and tensor ranks, and over the ranks of it that share documents, as a job."""
+    data_ranks, rest = divmod(dist.get_world_size(), options.tensor)
+    for name in ("heads", "kv_heads"):
+        if rest or getattr(options, name) % options.tensor:
+            numbers = f"{dist.get_world_size()} ranks, {options.heads} query and {options.kv_heads} KV heads"
+            raise SystemExit(f"--tensor {options.tensor} does not divide all of {numbers}")
+        setattr(options, name, getattr(options, name) // options.tensor)
+    mesh = init_device_mesh(device.type, (data_ranks, options.tensor), mesh_dim_names=("data", "tensor"))
+    grid = grid_of_mesh(mesh, data="data", tensor="tensor")
+    in_grid = open_transport(device, 60.0, members=Members(range(dist.get_world_size()), grid))
+    return in_grid, open_transport(device, 60.0, members=Members.of(mesh["data"].get_group()))
+
+
+def _plan(options: argparse.Namespace, transport: Transport, device: torch.device) -> LivePlan:
     """Returns a placed plan in the middle of training: every rank has agreed to it."""
-    transport = open_transport(device, 60.0)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
     mine = rank_plan(plan, transport.rank)
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from distca_hf.cost import causal_pairs
 from support.commands import REPOSITORY
@@ -47,6 +49,19 @@ def test_host_time_of_attention_calls_is_told_for_every_rank(tmp_path: Path) -> 
         assert kernels >= 1
         assert beyond > 0
         assert call == pytest.approx(of_kernel + beyond, abs=1)
+
+
+def test_host_time_in_a_grid_is_compared_with_a_flat_job(tmp_path: Path) -> None:
+    size = ["--device", "cpu", "--documents", "64,24x8", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+    options = ["--head-dim", "8", "--repeats", "2", "--tensor", "2"]
+    printed = run_script(2 * RANKS, tmp_path, ["scripts/benchmarks/host_time.py", *size, *options])
+
+    passes = re.findall(r"rank (\d), repeat (\d)(, flat)?: \d+ µs a call, \d+ in (\d+) kernels", printed)
+    expected = [(str(rank), str(repeat), kind) for rank in range(4) for repeat in range(2) for kind in ("", ", flat")]
+    assert [one[:3] for one in passes] == expected
+    assert {one[3] for one in passes} == {"2"}, "data ranks share a document in either"
+    words = r"rank (\d): 2 tensor ranks cost -?\d+\.\d µs a call \(median of 2 pairs of passes\)"
+    assert re.findall(words, printed) == ["0", "1", "2", "3"]
 
 
 def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
@@ -104,6 +119,34 @@ def test_mixers_run_on_whole_documents_in_every_mode(tmp_path: Path) -> None:
     for name, mode in modes.items():  # one full layer: forward, recomputed forward and backward
         work = mode["kernels"]["forward"]["seconds"], mode["kernels"]["backward"]["seconds"]
         assert all(min(seconds) > 0 for seconds in work), name
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__).release < (5, 23), reason="Transformers divides experts rightly since 5.23"
+)
+def test_experts_of_both_ranks_compute_in_every_mode(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    experts = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    config.write_text(json.dumps(CONFIG | experts | {"model_type": "qwen3_moe", "head_dim": DIM}))
+    options = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--documents", f"{TOKENS},8x64"]
+    command = ["scripts/benchmarks/attention_step.py", *options, "--ep-size", "2", "--modes", "local,ideal,placed"]
+    quick = ["--no-exposed", "--no-kernels", "--rounds", "1", "--warmup", "0"]
+    printed = run_script(RANKS, tmp_path, [*command, *quick, "--out", out])
+    facts = json.loads(out.read_text())
+
+    assert "FSDP2, gradients summed in float32, experts over 2 ranks" in printed
+    assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
+    modes = facts["modes"]
+    assert modes["placed"]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
+    assert modes["placed"]["exchanged_bytes"] > 0
+    # Matrix products of a token: queries, keys, values and outputs; the router; two of eight experts.
+    width = CONFIG["hidden_size"]
+    assert isinstance(width, int)
+    weights = width * (2 * HEADS + 2 * KV_HEADS) * DIM + 8 * width + 2 * 3 * 32 * width
+    tokens = facts["load"]["tokens"]
+    pairs = LAYERS * (causal_pairs(0, TOKENS) + 8 * causal_pairs(0, 64)) / RANKS
+    linear = facts["load"]["model_flops"] / 3 - pairs * 4 * DIM * HEADS
+    assert linear == pytest.approx(2 * weights * LAYERS * tokens)
 
 
 @pytest.mark.parametrize(("preset", "longest"), [("A", 65_536), ("B", 131_072), ("C", 65_536)])

@@ -30,6 +30,7 @@ def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torc
             if options.fsdp
             else "no FSDP"
         )
+        + (f", experts over {options.ep_size} ranks" if options.ep_size > 1 else "")
         + (f", compiled by {options.compile}" if options.compile else "")
         + (", liger" if options.liger else ""),
     ]

@@ -95,6 +95,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "layer_types": 2 * ["sliding_attention", "full_attention"],
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
     # Shape of a hybrid: three layers of four carry a state, and documents stay whole.
     "qwen3.5-27b": {
         "model_type": "qwen3_5_text",
@@ -155,8 +171,13 @@ class Backbone(LossModel):
         self.register_buffer("weight", torch.linspace(0, 2, hidden_size, device=causal_lm.device), persistent=False)
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        hidden = self.causal_lm.base_model(**{"use_cache": False, **batch}).last_hidden_state
-        return (hidden.float().square() @ self.weight).mean()
+        squares = self.hidden_states(**batch).float().square()
+        return (squares @ self.get_buffer("weight")).mean()
+
+    def hidden_states(self, **batch: Any) -> torch.Tensor:
+        """Returns `[1, T, hidden size]` outputs of the last layer, after the last norm."""
+        hidden: torch.Tensor = self.causal_lm.base_model(**{"use_cache": False, **batch}).last_hidden_state
+        return hidden
 
     @property
     def root(self) -> nn.Module:
@@ -260,15 +281,30 @@ def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall
     causal_lm.set_attn_implementation("distca")
 
 
+@contextmanager
+def _countable_experts(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Computes experts one by one meanwhile: torch counts no flops of grouped matrix products."""
+    used = causal_lm.get_experts_implementation()
+    causal_lm.set_experts_implementation("eager")
+    yield
+    causal_lm.set_experts_implementation(used)
+
+
 def probe(model: LossModel) -> Shape:
-    """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments."""
-    positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
+    """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments.
+
+    A collective call: where experts are divided, their flops are those of all ranks' tokens, and the mean is taken.
+    """
+    causal_lm = model.causal_lm
+    positions = torch.arange(PROBE_TOKENS, device=causal_lm.device)[None]
     counter = FlopCounterMode(display=False)
-    with without_attention(model.causal_lm) as calls, torch.no_grad(), counter:
+    with without_attention(causal_lm) as calls, _countable_experts(causal_lm), torch.no_grad(), counter:
         model.forward(input_ids=torch.zeros_like(positions), position_ids=positions)
     call = calls[0]
+    flops = torch.tensor(counter.get_total_flops(), dtype=torch.float64, device=causal_lm.device)
+    dist.all_reduce(flops)
     return Shape(
-        linear_flops=counter.get_total_flops() / PROBE_TOKENS,
+        linear_flops=float(flops) / dist.get_world_size() / PROBE_TOKENS,
         masks=layer_masks_of(model),
         heads=call.query.shape[1],
         kv_heads=call.key.shape[1],
@@ -280,7 +316,7 @@ def probe(model: LossModel) -> Shape:
 
 
 def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:
-    """Adds checkpointing, then FSDP2 and compilation of every decoder layer; in place."""
+    """Adds checkpointing, then FSDP2, if Transformers has not, and compilation of every decoder layer; in place."""
     if options.checkpointing != "none":
         keywords: dict[str, Any] = {"use_reentrant": False}
         if options.checkpointing == "saved":
@@ -288,7 +324,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
         if options.checkpointing == "offloaded":
             keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
-    if options.fsdp:
+    if options.fsdp and options.ep_size == 1:
         _shard(model.layers, model.root, options, device)
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one variant for each way to attend
@@ -309,7 +345,10 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
     """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
+    # FSDP casts what a layer is given in forward, but not in recomputation: OLMo's rotary embeddings are fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
+    )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, mp_policy=policy)

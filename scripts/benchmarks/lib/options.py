@@ -55,7 +55,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
     parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    parser.set_defaults(accumulation=1)
+    parser.set_defaults(accumulation=1, ep_size=1)
     return parser
 
 
@@ -76,19 +76,21 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     return options
 
 
-def _open_group(device_type: str) -> torch.device:
-    """Opens the process group; returns this rank's device."""
+def _open_group(device_type: str, bind: bool) -> torch.device:
+    """Opens the process group, bound to this rank's device or not; returns the device."""
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device if bind else None)
     return device
 
 
-def on_all_ranks(measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace) -> None:
+def on_all_ranks(
+    measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace, *, bind: bool = True
+) -> None:
     """Measures on this rank's device, between the beginning and the end of the process group."""
-    measure(options, _open_group(options.device))
+    measure(options, _open_group(options.device, bind))
     dist.barrier()
     dist.destroy_process_group()

@@ -83,6 +83,13 @@ def test_two_stages_by_hand() -> None:
     assert schedule.step_seconds(forward, backward, hop_seconds=10.0) == 41.0
 
 
+def test_parts_with_times_of_their_own_by_hand() -> None:
+    """Stage 0: F0 F1 B0 B1. Stage 1: F0 B0 F1 B1, with a head that takes as long again as its layers."""
+    forward, backward = np.array([[1.0, 2.0], [2.0, 4.0]]), np.array([[3.0, 7.0], [6.0, 14.0]])
+    # Stage 1 has F0 from 1 to 3, B0 to 9, F1 to 13 and B1 to 27. Stage 0 has B0 from 9 to 12, and B1 from 27 to 34.
+    assert Schedule(Pipeline(2), 2).step_seconds_of_parts(forward, backward) == 34.0
+
+
 def test_steps_side_by_side_are_those_one_by_one() -> None:
     random = np.random.default_rng(0)
     forward, backward = random.random((5, 3, 8)), random.random((5, 3, 8))

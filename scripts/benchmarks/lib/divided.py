@@ -1,0 +1,66 @@
+"""A mixture of experts as Transformers divides it between ranks: expert parallelism, and FSDP2 over all ranks.
+
+Tokens travel to the ranks of their experts and back, in every layer, forward and backward. So ranks wait for each
+other there in every mode, also in `local` and `ideal`, and the host reads split sizes back from the device. Experts
+get the same tokens in all exact modes, and nearly the same in `ideal`: modes differ in attention alone.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from distca_hf.integrations.models.distributed_check import LOWEST_WHOLE_EXPERTS
+from lib.model import Backbone
+
+
+class DividedBackbone(Backbone):
+    """A causal language model without its head, divided when it was made.
+
+    FSDP2's root is the causal language model, so that is what runs; in place of the head it has one that does nothing.
+    """
+
+    def hidden_states(self, **batch: Any) -> torch.Tensor:
+        """Returns `[1, T, hidden size]` outputs of the last layer, after the last norm."""
+        hidden: torch.Tensor = self.causal_lm(**{"use_cache": False, **batch}).logits
+        return hidden
+
+
+def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -> PreTrainedModel:
+    """Returns the model without its head, and with random weights that are made where they are held.
+
+    Weights are fp32 and layers compute in `dtype`. Transformers lets FSDP2 sum gradients in fp32.
+
+    Raises:
+        SystemExit: this Transformers does not train whole experts rightly.
+    """
+    if Version(transformers.__version__) < Version(LOWEST_WHOLE_EXPERTS):
+        raise SystemExit(f"--ep-size needs Transformers {LOWEST_WHOLE_EXPERTS}, this is {transformers.__version__}")
+    from transformers.distributed import DistributedConfig  # older ones have none
+
+    torch.manual_seed(0)
+    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, *args, **kwargs)
+        self.set_output_embeddings(nn.Identity())  # before anything is divided
+
+    headless: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+    causal_lm: PreTrainedModel = headless.from_pretrained(
+        None,
+        config=config,
+        state_dict={},  # of which all weights are missing, so that they are initialised
+        dtype=torch.float32,
+        attn_implementation="distca",
+        distributed_config=DistributedConfig(
+            fsdp_size=dist.get_world_size(),
+            ep_size=options.ep_size,
+            fsdp_mixed_precision=options.dtype == torch.bfloat16,
+        ),
+    )
+    return causal_lm.train()

@@ -1,0 +1,169 @@
+"""Stages of a pipeline that trains: a Llama over all ranks with torch's schedules, and the times of its parts alone.
+
+Built as `examples/pipeline.py` is: weights in fp32, layers in bf16 on GPUs, activation checkpointing with saved
+attention. Data ranks of a stage average gradients by DDP. There is no optimizer.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+
+import distca_hf
+from distca_hf import Pipeline
+from distca_hf.data.pipelines import Seconds
+from distca_hf.integrations.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
+from lib.rates import synchronize
+
+
+HOPS = 10
+
+
+class Stages:
+    """The parts of this rank's stage, and the schedule that runs them with the other stages.
+
+    Args:
+        checkpoint: folder of the whole model.
+        plugin: settings, with the mesh.
+        pipeline: stages and chunks.
+        mesh: of stages x data ranks.
+        device: of this rank.
+        micro_batches: of a step.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        plugin: distca_hf.DistCAPlugin,
+        pipeline: Pipeline,
+        mesh: DeviceMesh,
+        device: torch.device,
+        micro_batches: int,
+    ) -> None:
+        self.plugin = plugin
+        model = DividedModel(checkpoint, pipeline)
+        self.outline = model.outline
+        self._mesh, self._device, self._pipeline = mesh, device, pipeline
+        kind: Any = ScheduleInterleaved1F1B if pipeline.chunks > 1 else Schedule1F1B
+        autocast = torch.bfloat16 if device.type == "cuda" else None
+        numbers = parts_of_stage(kind, pipeline, mesh.get_local_rank("stage"))
+        self._parts = [model.load(number, plugin, autocast).train() for number in numbers]
+        for part in self._parts:
+            part.model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapped = [self._averaged(part) for part in self._parts]
+        check_schedule(kind, pipeline, micro_batches, wrapped)
+        stages = [
+            PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=self._stage_group)
+            for part, module in zip(self._parts, wrapped, strict=True)
+        ]
+        self._loss = StepLoss(self._parts[-1].model)
+        given = stages if pipeline.chunks > 1 else stages[0]
+        self._schedule = kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _averaged(self, part: ModelPart) -> nn.Module:
+        if self.data_ranks == 1:
+            return part
+        return nn.parallel.DistributedDataParallel(part, process_group=self._mesh.get_group("data"))
+
+    @property
+    def data_ranks(self) -> int:
+        """Data ranks of a stage."""
+        return self._mesh["data"].size()
+
+    @property
+    def _stage_group(self) -> dist.ProcessGroup:
+        return self._mesh.get_group("stage")
+
+    def step(self, step: StepInputs) -> tuple[float, float]:
+        """Runs forward and backward of a step; returns seconds until the slowest rank is done, and the loss."""
+        self._zero_grad()
+        gc.collect()  # or a rank may do so in the midst of a step
+        losses: list[torch.Tensor] = []
+        dist.barrier()
+        synchronize(self._device)
+        began = time.perf_counter()
+        self._loss.begin(step)
+        arguments = {"target": step.target(self._parts), "losses": losses, "return_outputs": False}
+        self._schedule.step(*step.arguments(self._parts), **step.keywords, **arguments)
+        synchronize(self._device)
+        seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self._device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        loss = sum((one.detach().double() for one in losses), torch.zeros_like(seconds))  # on the last stage
+        dist.all_reduce(loss)
+        return float(seconds), float(loss) / self.data_ranks
+
+    def _zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+    def part_seconds(self, step: StepInputs, micro_batches: Sequence[int], rounds: int) -> Seconds:
+        """Times the parts without a pipeline, one after the other, on some micro-batches of a step.
+
+        Returns:
+            `[2, parts, micro_batches]` seconds forward (the last part's with the loss), and backward: medians of the
+            rounds, of the slowest data rank. Gradients are added to the ones of earlier micro-batches, as in a step.
+        """
+        self._loss.begin(step)
+        shape = (2, self._pipeline.num_parts, len(micro_batches), rounds)
+        seconds = torch.zeros(shape, dtype=torch.float64)
+        for round_ in range(-1, rounds):  # one to warm up
+            for part in self._parts:
+                for place, micro_batch in enumerate(micro_batches):
+                    timed = self._run(part, step, micro_batch)
+                    if round_ >= 0:
+                        seconds[:, part.number, place, round_] = torch.tensor(timed, dtype=torch.float64)
+        medians = seconds.quantile(0.5, dim=-1).to(self._device)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        of_all: Seconds = medians.cpu().numpy()
+        return of_all
+
+    def _run(self, part: ModelPart, step: StepInputs, micro_batch: int) -> tuple[float, float]:
+        """Runs one micro-batch through one part; returns seconds forward and backward."""
+        one = slice(micro_batch, micro_batch + 1)
+        columns = {name: values[one] for name, values in step.keywords.items()}
+        given = step.input_ids[one] if part.is_first else self._hidden_states(part).requires_grad_()
+        synchronize(self._device)
+        began = time.perf_counter()
+        output = part(given, **columns)
+        if part.is_last:
+            output = self._loss(output, step.shift_labels[one])
+        synchronize(self._device)
+        forward_seconds = time.perf_counter() - began
+        gradient = torch.ones_like(output)
+        synchronize(self._device)
+        began = time.perf_counter()
+        output.backward(gradient)
+        synchronize(self._device)
+        return forward_seconds, time.perf_counter() - began
+
+    def _hidden_states(self, part: ModelPart) -> torch.Tensor:
+        """Returns random activations, as stages send them."""
+        width = part.model.config.get_text_config().hidden_size
+        return torch.randn(1, part.rows, width, device=self._device, dtype=part.model.dtype)
+
+    def hop_seconds(self) -> float:
+        """Returns the seconds in which activations come from the first stage to the second while nothing else runs:
+        half of a round trip."""
+        stage, first_two = self._mesh.get_local_rank("stage"), dist.get_process_group_ranks(self._stage_group)[:2]
+        hidden = self._hidden_states(self._parts[0])
+        began = 0.0
+        for hop in range(2 * HOPS + 2):
+            if hop == 2:  # a round trip to warm up
+                synchronize(self._device)
+                began = time.perf_counter()
+            if stage == hop % 2:
+                dist.send(hidden, first_two[1 - stage], group=self._stage_group)
+            elif stage == 1 - hop % 2:
+                dist.recv(hidden, first_two[1 - stage], group=self._stage_group)
+        synchronize(self._device)
+        seconds = torch.tensor((time.perf_counter() - began) / (2 * HOPS), dtype=torch.float64, device=self._device)
+        dist.broadcast(seconds, 0)  # rank 0 is on the first stage
+        return float(seconds)

@@ -1,0 +1,259 @@
+"""Times steps of a pipeline against what their simulation predicts: plain, as packed, and shaped.
+
+    torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --layers 8 --lengths pretrain
+    torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --device cpu --config c.json --tokens-per-rank 256
+
+Ranks are two stages or more of a Llama with random weights (`lib/stages.py`). An optimizer step has documents of the
+shipped lengths: the first ones of an epoch of a sample. Those that are too long are split. Loaders are the product's:
+
+    plain        documents fill the ranks of a stage in order, which wait for the busiest one; with several data ranks
+    as packed    documents of a micro-batch are placed
+    shaped       they are also divided anew among the micro-batches, by simulated time (`pipeline=`)
+
+Predicted seconds come from runs without a pipeline. Each part of the model runs alone on a light, a middle and a heavy
+micro-batch. Two numbers are fitted to that, for each part and for forward and backward: seconds of a micro-batch of no
+attended pairs, and seconds of a pair. All micro-batches follow from these, and the step from the simulation of the
+schedule (`distca_hf/data/pipelines.py`). Parts have times of their own, because the first has the embedding, and the
+last the head and the loss. A hop between stages is timed alone, too. Left out are DDP's sums of gradients. There is no
+optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
+
+Shaping itself knows no measured times: it divides by the costs that the loader assumes of every such model. The
+vocabulary is small by default, so that the last part is about as long as the others.
+"""
+
+import argparse
+import gc
+import shutil
+import statistics
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from datasets import Dataset
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import distca_hf
+from distca_hf import Pipeline
+from distca_hf.analysis.epoch import pack_epoch
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.arrays import IntArray
+from distca_hf.data.pipelines import Schedule
+from distca_hf.integrations.stages import StepInputs
+from distca_hf.layout import Layout
+from distca_hf.placement.place import fill_in_order
+from lib.model import PRESETS, read_config
+from lib.options import on_all_ranks
+from lib.part_times import PartTimes
+from lib.rounds import equal_losses
+from lib.stages import Stages
+from lib.tables import head, row
+
+
+COLUMNS = (
+    *("schedule", "micro-batches", "heaviest ÷ mean", "predicted ms", "measured ms", "÷ predicted"),
+    *("÷ as packed: predicted", "measured"),
+)
+SAMPLE_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """Micro-batches of a step.
+
+    Attributes:
+        pairs: `[micro_batches]` attended pairs of a layer, of the busiest data rank.
+        tokens: of all ranks, without padding.
+    """
+
+    inputs: StepInputs
+    pairs: IntArray
+    tokens: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--config", type=Path, help="config.json of a Llama")
+    model.add_argument(
+        "--preset", choices=[*PRESETS], default="llama3-8b", help="sizes of the model, without --config"
+    )
+    parser.add_argument("--layers", type=int, help="decoder layers of all stages, if not as many as the model has")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
+    parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
+    parser.add_argument("--tokens-per-rank", type=int, default=32_768, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
+    parser.add_argument("--rounds", type=int, default=3, help="times that every step is measured, in turns")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("pipeline_step_output"), help="of the model meanwhile; all ranks see it"
+    )
+    options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} is there already, and would be replaced and removed: give another --folder")
+    # Stages exchange among some ranks of the job; as in examples/pipeline.py no group is bound to a device.
+    on_all_ranks(measure, options, bind=False)
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Measures one schedule after the other; rank 0 prints.
+
+    Raises:
+        SystemExit: numbers of ranks or documents do not fit, or losses of the same tokens differ.
+    """
+    datasets.disable_progress_bars()
+    data_ranks, rest = divmod(dist.get_world_size(), options.stages)
+    if rest:
+        raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
+    mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
+    config = read_config(options, data_ranks * options.tokens_per_rank)
+    config.vocab_size = options.vocabulary
+    documents = first_step(options, data_ranks)
+    if dist.get_rank() == 0:
+        print_header(options, config, documents, device)
+        write_model(options.folder, config, device)
+    dist.barrier()
+    # Without a pipeline the loader pads rows to a multiple of `pad_to_multiple_of`, and so to one shape, too.
+    tokens = options.tokens_per_rank
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, pad_to_multiple_of=tokens)
+    plugin.use_mesh(mesh, data="data", stages="stage")
+    losses: list[float] = []
+    notes: list[str] = []
+    for chunks in map(int, options.chunks.split(",")):
+        pipeline = Pipeline(options.stages, chunks)
+        stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches)
+        of_ways, note = compare(options, stages, pipeline, documents)
+        losses += of_ways
+        notes.append(note)
+        del stages
+        gc.collect()  # before the next parts are read
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(options.folder)
+        print("", *notes, sep="\n", flush=True)
+    if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
+        raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
+    """Returns documents with random tokens: those of the first step of an epoch, in the order of packing. The epoch
+    is one of a few steps, because one of all documents would take long to pack in so small micro-batches."""
+    request = PlanRequest(
+        *(data_ranks, options.tokens_per_rank, data_ranks, options.micro_batches, preset("llama3-8b")),
+        overlong="split",
+        pipeline=Pipeline(options.stages),
+    )
+    random = np.random.RandomState(options.seed)
+    sample = random.permutation(read_lengths(Path(options.lengths)).tokens)
+    enough = SAMPLE_STEPS * options.micro_batches * request.capacity_tokens
+    packed = pack_epoch(sample[: np.searchsorted(np.cumsum(sample), enough) + 1], request, options.seed)
+    lengths = np.concatenate(packed.first_step(options.micro_batches).micro_batches).tolist()
+    ids = [random.randint(0, options.vocabulary, tokens, dtype=np.int32) for tokens in lengths]
+    return Dataset.from_dict({"input_ids": ids})
+
+
+def write_model(folder: Path, config: Any, device: torch.device) -> None:
+    """Writes a checkpoint with random weights."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def print_header(options: argparse.Namespace, config: Any, documents: Dataset, device: torch.device) -> None:
+    """Prints versions, machine, model and documents, and the beginning of the table."""
+    lengths = [len(ids) for ids in documents["input_ids"]]
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    facts = [
+        f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        f"{options.stages} stages x {dist.get_world_size() // options.stages} data ranks, {machine}",
+        f"{config.model_type}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}",
+        f"{options.micro_batches} micro-batches of {options.tokens_per_rank} tokens per data rank",
+        f"{options.lengths}, {len(lengths)} documents, {sum(lengths)} tokens, longest {max(lengths)}",
+    ]
+    print(f"{'; '.join(facts)}\n\n{head(COLUMNS, text_columns=2)}", flush=True)
+
+
+def compare(
+    options: argparse.Namespace, stages: Stages, pipeline: Pipeline, documents: Dataset
+) -> tuple[list[float], str]:
+    """Prints lines of the table for a schedule; returns the loss of each way, and a note about the prediction."""
+    ways = ("plain", "as packed", "shaped") if stages.data_ranks > 1 else ("as packed", "shaped")
+    steps = {way: read_step(options, way, stages, pipeline, documents) for way in ways}
+    tokens = {way: step.tokens for way, step in steps.items()}
+    if len(set(tokens.values())) > 1:
+        raise SystemExit(f"ways have other tokens: {tokens}")
+    times = fit(options, stages, steps["as packed"])
+    hop_seconds, schedule = stages.hop_seconds(), Schedule(pipeline, options.micro_batches)
+    predicted = {
+        way: float(schedule.step_seconds_of_parts(*times.of(step.pairs), hop_seconds)) for way, step in steps.items()
+    }
+    rounds: dict[str, list[float]] = {way: [] for way in ways}
+    losses: dict[str, float] = {}
+    for _ in range(1 + options.rounds):  # one to warm up
+        for way, step in steps.items():
+            seconds, losses[way] = stages.step(step.inputs)
+            rounds[way].append(seconds)
+    measured = {way: statistics.median(seconds[1:]) for way, seconds in rounds.items()}
+    name = "1F1B" if pipeline.chunks == 1 else f"interleaved, {pipeline.chunks} chunks"
+    for way, step in steps.items():
+        both = predicted[way], measured[way]
+        ratios = measured[way] / predicted[way], *(one[way] / one["as packed"] for one in (predicted, measured))
+        cells = [f"{step.pairs.max() / step.pairs.mean():.2f}", *(f"{1e3 * one:.1f}" for one in both)]
+        if dist.get_rank() == 0:
+            print(row([name, way, *cells, *(f"{ratio:.3f}" for ratio in ratios)]), flush=True)
+    spread = max((max(seconds[1:]) - min(seconds[1:])) / measured[way] for way, seconds in rounds.items())
+    hop, spread_words = f"a hop {1e3 * hop_seconds:.2f} ms", f"rounds of a step within {100 * spread:.1f} %"
+    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_words}"
+
+
+def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: Pipeline, documents: Dataset) -> Step:
+    """Returns the micro-batches of the step as the product's loader makes them. A collective call.
+
+    Raises:
+        SystemExit: the documents need more micro-batches than a step has.
+    """
+    shaped = {"pipeline": pipeline, "micro_steps": options.micro_batches} if way == "shaped" else {}
+    with mock.patch("distca_hf.batches.placed.place", _fill_in_order) if way == "plain" else nullcontext():
+        loader = stages.plugin.dataloader(documents, shuffle=False, model=stages.outline, **shaped)
+        if len(loader) != options.micro_batches:
+            raise SystemExit(
+                f"{way}: {options.micro_batches} micro-batches do not hold all documents, {len(loader)} do: choose "
+                "another --seed"
+            )
+        batches = list(loader)
+    pairs = np.array([max(batch["distca_plan"].facts.work) for batch in batches])
+    tokens = torch.stack([batch["attention_mask"].sum() for batch in batches]).sum()
+    dist.all_reduce(tokens)
+    return Step(StepInputs.of(batches), pairs, int(tokens))
+
+
+def _fill_in_order(document_tokens: IntArray, num_ranks: int, **settings: object) -> Layout:
+    """Takes the place of placement."""
+    return fill_in_order(document_tokens, num_ranks)
+
+
+def fit(options: argparse.Namespace, stages: Stages, step: Step) -> PartTimes:
+    """Times parts alone on a light, a middle and a heavy micro-batch, and fits lines. A collective call."""
+    by_pairs = np.argsort(step.pairs, kind="stable")
+    chosen = sorted({int(by_pairs[place]) for place in (0, len(by_pairs) // 2, -1)})
+    return PartTimes.fit(step.pairs[chosen], stages.part_seconds(step.inputs, chosen, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
