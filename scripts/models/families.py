@@ -2,9 +2,9 @@
 
     python scripts/models/families.py [--out PAGE.md]
 
-Of each family tiny models are built (`shared/tiny_configs.py`) with the windows, rotary embeddings and layers of
-published checkpoints, and given to the check that `attach` and `enable` make. The longest documents that it accepts
-are found by bisection. The script fails if a family is refused for another reason than the one written here.
+Of each family tiny models are built (`distca_hf/analysis/check/tiny_config.py`) with the windows, rotary embeddings
+and layers of published checkpoints, and given to the check that `attach` and `enable` make. The longest documents that
+it accepts are found by bisection. The script fails if a family is refused for another reason than the one here.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import distca_hf
+from distca_hf.analysis.check.tiny_config import HEAD_DIM, tiny_config
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from shared.page_sections import write_section
-from shared.tiny_configs import HEAD_DIM, tiny_config
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -123,7 +123,8 @@ Models that people ask for, with the settings of their published checkpoints. *W
 check of `attach` and `enable`, and that its class was trained on placed documents with the losses and gradients of
 sdpa ([all classes](#all-classes)). *With a limit* means that it works as long as no document is longer; longer ones
 are refused by name. A model that is *refused* is refused before the first step: train it as you do now, with
-`flash_attention_2` for example. Documents beyond `max_position_embeddings` bring a warning.
+`flash_attention_2` for example. Documents beyond `max_position_embeddings` bring a warning. For your own model ask
+[`distca check`](check.md).
 
 Made by `python scripts/models/families.py` with Transformers {transformers.__version__} and
 distca_hf {distca_hf.__version__}.

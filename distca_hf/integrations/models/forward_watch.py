@@ -31,6 +31,7 @@ from distca_hf.integrations.models.distributed_check import check_divided_heads,
 from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import step_flops
@@ -349,6 +350,7 @@ def enable(
             watch.leave({model, inner})
         watch = ForwardWatch(model, plugin, whole_documents)
         watch.enter()
+        log.info("%s", verdict_in_short(inner))
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(
             config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running

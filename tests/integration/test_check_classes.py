@@ -1,0 +1,61 @@
+"""`distca check` beside the sweep: of classes that the page of models lists, the command says what training showed.
+
+Here of some of each kind; `scripts/models/check_classes.py` compares all.
+"""
+
+import importlib
+from types import ModuleType
+
+import pytest
+import transformers
+
+from support.commands import REPOSITORY
+
+
+# Model types: full layers, windows, softcap, sinks, MLA, mixers, tokens of no attention, shared keys, a table of
+# positions; refused by their type of layers, by the lack of attention, by Transformers, by their loss, by what they
+# ask for or leave out in a forward pass; and one that cannot be built.
+SAMPLE = (
+    *("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1", "nemotron_h", "gemma3n_text", "gpt2"),
+    *("gemma4_text", "phimoe", "llama4_text", "deepseek_v32", "mamba", "bloom", "falcon", "nemotron", "stablelm"),
+    *("gemma4_unified", "zaya", "xlnet", "musicgen"),
+)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
+    return importlib.import_module("check_classes")
+
+
+def test_verdicts_are_the_outcomes_of_training(script: ModuleType) -> None:
+    made_with = (REPOSITORY / "docs" / "models.md").read_text().partition("## All classes")[2]
+    if f"Transformers {transformers.__version__}," not in made_with.partition("\n\n")[2][:300]:
+        pytest.skip(f"the page was made with another Transformers than {transformers.__version__}")
+    found = script.compare_all("text", SAMPLE)
+
+    assert {each.model_type for each in found} == set(SAMPLE)
+    assert {each.on_page for each in found} == {"works", "refused", "not built"}
+    assert [each for each in found if each.verdict != each.on_page] == []
+
+
+def test_all_classes_of_the_page_are_compared(script: ModuleType) -> None:
+    assert len(script.outcomes_of_page("text")) == 195
+    assert len(script.outcomes_of_page("images")) == 100
+
+
+@pytest.mark.parametrize(
+    ("on_page", "verdict", "agrees", "is_false"),
+    [
+        ("works", "works", True, False),
+        ("refused", "works", False, True),
+        ("works", "refused", False, False),
+        ("not built", "works", True, False),
+    ],
+)
+def test_a_false_verdict_is_noticed(
+    on_page: str, verdict: str, agrees: bool, is_false: bool, script: ModuleType
+) -> None:
+    compared = script.Compared("A", "a", on_page, verdict, "", 0.1)
+
+    assert (compared.agrees, compared.is_false) == (agrees, is_false)

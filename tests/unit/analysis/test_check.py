@@ -1,0 +1,295 @@
+"""distca check: verdicts on models that the package knows and on others, kernels, limits, and sizes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from distca_hf.analysis.check.find import Candidate, find_candidate
+from distca_hf.analysis.check.gpus import GPUS, find_gpu
+from distca_hf.analysis.check.numerics import compare
+from distca_hf.analysis.check.sizes import decoder_size
+from distca_hf.analysis.check.tiny_config import WINDOW_TOKENS, tiny_config, tiny_version
+from distca_hf.analysis.check.trial import TinyModel
+from distca_hf.analysis.check.verdict import Verdict, judge
+from distca_hf.analysis.find_model import find_model
+from distca_hf.analysis.request import PRESETS
+from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.integrations.models.check import check_model
+from distca_hf.integrations.models.layer_kinds import grouped, layer_kinds, ranges
+from distca_hf.integrations.models.structure import weights_beside_text
+from support import strange_models
+
+
+CAPACITY = 8 * 16_384
+
+
+def verdict_of(name: str, gpu: str = "h200", tries: bool = False, **changes: object) -> Verdict:
+    """Returns the verdict on the default sizes of a model type, with some changes."""
+    config = CONFIG_MAPPING[name](**changes)
+    candidate = Candidate(name, config, AutoModelForCausalLM.from_config, name)
+    return judge(candidate, find_gpu(gpu), CAPACITY, tries)[0]
+
+
+def layers(verdict: Verdict) -> list[str]:
+    return [f"{ranges(numbers)}: {kind.in_words()}" for numbers, kind in grouped(verdict.kinds)]
+
+
+LAYERS = {
+    "llama": ["0-31: full, 32/32 heads of 128"],
+    "gemma3_text": [
+        "0-4, 6-10, 12-16, ... 24-25: window 4,096, 8/4 heads of 256",
+        "5, 11, 17, 23: full, 8/4 heads of 256",
+    ],
+    "gpt_oss": [
+        "0, 2, ... 34: window 128, 64/8 heads of 64, sinks",
+        "1, 3, ... 35: full, 64/8 heads of 64, sinks",
+    ],
+    "gemma2": [
+        "0, 2, ... 24: window 4,096, 8/4 heads of 256, softcap 50",
+        "1, 3, ... 25: full, 8/4 heads of 256, softcap 50",
+    ],
+    "deepseek_v3": ["0-60: full, 128/128 heads of 192 (values 128), MLA"],
+    "qwen3_next": [
+        "0-2, 4-6, 8-10, ... 44-46: state (Qwen3NextGatedDeltaNet)",
+        "3, 7, ... 47: full, 16/2 heads of 256",
+    ],
+    "falcon_h1": ["0-31: state (FalconH1Mixer), full, 32/8 heads of 128"],
+    "nemotron_h": [
+        "0: state (NemotronHMamba2Mixer)",
+        "1, 3: tokens alone",
+        "2: full, 32/8 heads of 128",
+    ],
+    "llama4_text": [
+        "0-2, 4-6, 8-10, ... 44-46: refused: chunked_attention",
+        "3, 7, ... 47: full, 40/8 heads of 128",
+    ],
+    "bloom": ["0-1: refused: attention that is not looked up by name"],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_told_apart(name: str) -> None:
+    assert layers(verdict_of(name)) == LAYERS[name]
+
+
+def test_kinds_are_those_of_the_model_whatever_its_name() -> None:
+    """Windows, heads and sinks follow the configuration."""
+    changes = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    verdict = verdict_of("gpt_oss", sliding_window=77, num_attention_heads=32, **changes)
+
+    assert layers(verdict) == ["0, 2: full, 32/8 heads of 64, sinks", "1: window 77, 32/8 heads of 64, sinks"]
+
+
+KERNELS = {
+    ("llama", "h200"): ("works", ("flash4", "flash3", "flash2", "torch_varlen")),
+    ("llama", "rtx4090"): ("works", ("flash2", "torch_varlen")),
+    ("llama", "rtx5090"): ("works", ("flash4", "flash2", "torch_varlen")),
+    ("llama", "v100"): ("refused", ()),
+    ("llama", "cpu"): ("works", ("cpu", "reference")),
+    ("gemma2", "a100"): ("works with limits", ("flash2",)),
+    ("gemma2", "b200"): ("works with limits", ("flash2",)),  # FlashAttention 4 lacks it there for heads of 256
+    ("deepseek_v3", "h100"): ("works with limits", ("flash4",)),
+    ("deepseek_v3", "a100"): ("refused", ()),
+}
+
+
+@pytest.mark.parametrize(("name", "gpu"), KERNELS)
+def test_kernels_are_those_that_can_compute_the_layers(name: str, gpu: str) -> None:
+    verdict = verdict_of(name, gpu)
+    status, able = KERNELS[name, gpu]
+
+    assert (verdict.status, {choice.able for choice in verdict.kernels}) == (status, {able})
+    if status == "works with limits":
+        assert any("FlashAttention alone computes its layers" in limit for limit in verdict.limits)
+
+
+def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:
+    on_gpu, on_cpu = verdict_of("gemma4_text"), verdict_of("gemma4_text", "cpu")
+
+    assert "no kernel for h200 computes 5 of its layers" in on_gpu.reasons[0]
+    assert "head dimensions up to 256, the model has 512" in on_gpu.reasons[0]
+    assert on_cpu.status == "works"
+
+
+def test_limits_are_named() -> None:
+    hybrid = verdict_of("qwen3_next")
+    assert not hybrid.cuts_documents
+    assert any("plugin.dataloader(model=...)" in limit for limit in hybrid.limits)
+    assert any("ZeRO-3" in limit for limit in hybrid.limits)
+
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096}
+    longrope = verdict_of("phi3", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors)
+    assert (longrope.status, longrope.longest_document_tokens) == ("works with limits", 4096)
+    assert "documents have up to 4,096 tokens: its RoPE changes with the batch" in longrope.limits
+
+    table = verdict_of("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    assert "documents have up to 1,024 tokens: its table of positions ends there" in table.limits
+
+
+def test_dynamic_rope_and_dropout_are_refused() -> None:
+    dynamic = verdict_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert "rope_type 'dynamic'" in dynamic.reasons[0]
+    assert "attention dropout 0.1 is not computed" in verdict_of("gpt2").reasons[0]
+
+
+def test_a_loss_of_its_own_is_refused_but_for_packs() -> None:
+    reward, _ = judge(find_candidate("LlamaForSequenceClassification"), find_gpu("h200"), CAPACITY, tries=False)
+
+    assert reward.status == "refused"
+    assert "packs and padded rows" in reward.notes[0]
+
+
+STRANGE = {
+    "StrangeForCausalLM": "",
+    "RollingForCausalLM": "tokens see each other otherwise than by attention",
+    "ConvolvingForCausalLM": "model.layers.0.mlp.conv (and 31 more) mixes neighbouring tokens",
+    "BiasedForCausalLM": "score_bias",
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_classes_that_nobody_knows_are_judged(name: str) -> None:
+    """By their structure, by what they ask for in a forward pass, or by their numbers."""
+    candidate = find_candidate(f"support.strange_models.{name}")
+    verdict, _ = judge(candidate, find_gpu("h200"), CAPACITY)
+
+    assert candidate.class_name == name
+    if STRANGE[name]:
+        assert verdict.status == "refused"
+        assert STRANGE[name] in verdict.reasons[0]
+    else:
+        assert verdict.status == "works", verdict.reasons
+        assert verdict.numerics is not None
+        assert verdict.numerics.agree
+
+
+def test_numbers_of_a_class_that_is_wrong_differ() -> None:
+    config = tiny_config(strange_models.StrangeConfig)
+    right = compare(TinyModel(config, strange_models.StrangeForCausalLM._from_config))
+    wrong = compare(TinyModel(config, strange_models.RollingForCausalLM._from_config))
+
+    assert right.agree
+    assert right.logits is not None
+    assert max(right.logits, right.loss, right.gradients) < 1e-5
+    assert not wrong.agree
+    assert min(wrong.logits or 0.0, wrong.gradients) > 1e-2
+
+
+def test_a_model_that_draws_random_numbers_is_compared_in_evaluation_mode() -> None:
+    found = compare(TinyModel(tiny_config(CONFIG_MAPPING["phimoe"]), AutoModelForCausalLM.from_config))
+
+    assert (found.agree, found.in_training_mode) == (True, False)
+
+
+def tiny_of(name: str, **changes: object) -> PreTrainedConfig:
+    return tiny_version(CONFIG_MAPPING[name](**changes))
+
+
+def test_a_tiny_version_keeps_flags_and_kinds_of_layers() -> None:
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    tiny = tiny_of("gpt_oss", num_hidden_layers=3, layer_types=kinds, attention_bias=False, rms_norm_eps=0.5)
+
+    assert (tiny.layer_types, tiny.num_hidden_layers) == (["full_attention", "sliding_attention"], 2)
+    assert (tiny.attention_bias, tiny.rms_norm_eps, tiny.sliding_window) == (False, 0.5, WINDOW_TOKENS)
+    assert tiny_of("mistral", sliding_window=None).sliding_window is None
+    assert tiny_of("llama", tie_word_embeddings=True, hidden_act="gelu").hidden_act == "gelu"
+    assert not any(kind.window_tokens for kind in layer_kinds(_outline(tiny_of("mistral", sliding_window=None))))
+
+
+def _outline(config: PreTrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-0.6b", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_built_in_names_have_the_sizes_of_distca_plan(name: str) -> None:
+    model = find_candidate(name).outline()
+    size, known = decoder_size(model, layer_kinds(model)), PRESETS[name]
+    assert size is not None
+    assert known.size is not None
+    expected = known.size.decoder(known.heads)
+
+    assert size.parameters == pytest.approx(expected.parameters, rel=1e-3)
+    assert size.embedding_parameters == pytest.approx(expected.embedding_parameters, rel=1e-3)
+    (layer,), (expected_layer,) = size.layers, expected.layers
+    assert layer.count == expected_layer.count
+    assert (layer.parameters, layer.mlp_size) == pytest.approx(
+        (expected_layer.parameters, expected_layer.mlp_size), rel=1e-2
+    )
+
+
+def test_weights_are_counted_as_distca_plan_counts_them() -> None:
+    for name in ("gpt2", "deepseek_v3", "gemma3_text"):
+        model = find_candidate(name).outline()
+        size, planned = decoder_size(model, layer_kinds(model)), find_model(name).size
+        assert size is not None
+        assert planned is not None
+        assert (size.parameters, size.num_layers, size.vocabulary) == (
+            planned.parameters,
+            planned.layers,
+            planned.vocabulary,
+        )
+
+
+def test_all_weights_outside_of_layers_are_gathered_together() -> None:
+    """Gemma 4 has an embedding for each layer, and towers of multimodal models are no part of the text."""
+    for name in ("gemma4_text", "gemma3"):
+        model = find_candidate(name).outline()
+        size = decoder_size(model, layer_kinds(model))
+        assert size is not None
+        beside = sum(weight.numel() for weight in weights_beside_text(model).values())
+        in_layers = sum(layer.count * layer.parameters for layer in size.layers)
+
+        assert size.embedding_parameters + in_layers + beside == size.parameters
+        assert size.embedding_parameters >= size.head_parameters
+        assert (beside > 0) == (name == "gemma3")
+
+
+def test_numbers_of_layers_in_words() -> None:
+    assert ranges([0, 1, 2, 3, 4, 6, 7]) == "0-4, 6-7"
+    assert ranges([3]) == "3"
+    assert ranges([0, 2, 4, 6, 8]) == "0, 2, ... 8"
+    assert ranges([0, 2]) == "0, 2"
+    assert ranges([0, 1, 3, 4, 6, 7, 9, 10, 12, 13]) == "0-1, 3-4, 6-7, ... 12-13"
+    assert ranges(range(5)) == "0-4"
+
+
+def test_every_gpu_has_a_generation_that_the_kernels_know() -> None:
+    assert {gpu.compute_capability for gpu in GPUS.values()} <= {None, 7, 8, 9, 10, 11, 12}
+    assert find_gpu("H200") is GPUS["h200"]
+    with pytest.raises(ConfigError, match="Did you mean 'h100'"):
+        find_gpu("h101")
+
+
+def test_a_saved_folder_is_judged_by_the_class_that_it_names(tmp_path: Path) -> None:
+    config = LlamaConfig(num_hidden_layers=2, architectures=["LlamaForSequenceClassification"])
+    config.save_pretrained(tmp_path)
+
+    for path in (tmp_path, tmp_path / "config.json"):
+        candidate = find_candidate(str(path))
+        assert candidate.class_name == "LlamaForSequenceClassification"
+        assert candidate.config.num_hidden_layers == 2
+
+
+REFUSED = {
+    "gpt2": {},
+    "bloom": {},
+    "llama4_text": {},
+    "mamba": {},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_training_refuses_for_the_same_reasons(name: str) -> None:
+    """The check of `attach` and `enable` lists what the command lists."""
+    config = CONFIG_MAPPING[name](**REFUSED[name])
+    reasons = verdict_of(name, "cpu", **REFUSED[name]).reasons
+
+    with pytest.raises(UnsupportedAttentionError) as error:
+        check_model(_outline(config), longest_document_tokens=1)
+    assert reasons
+    assert [reason for reason in reasons if reason not in str(error.value)] == []
+    assert "`distca check` shows it layer by layer" in str(error.value)

@@ -1,0 +1,210 @@
+"""distca check, as a user calls it: text at 80 columns, JSON, exit statuses, and one line on bad input."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, LlamaConfig
+from typer.testing import CliRunner, Result
+
+from distca_hf.analysis.check import command
+from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.request import preset
+from distca_hf.cli import app
+from support.commands import REPOSITORY
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
+
+
+def as_json(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == (1 if found["status"] == "refused" else 0)
+    return found
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_text_is_readable_at_eighty_columns(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # of whatever runs the tests
+    result = run(llama, "--gpus", 4, "--tokens-per-rank", 65536, "--numerics")
+    text = result.stdout
+
+    assert result.exit_code == 0, result.output
+    assert max(len(line.rstrip()) for line in text.splitlines() if str(llama) not in line) <= 80
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0].startswith("LlamaForCausalLM")
+    for line in (
+        "works on h200",
+        "documents: may be cut between ranks (placed)",
+        "0-3 full, 8/4 heads of 32",
+        "4 layers: full, heads of 32",
+        "flash4, flash3, flash2, torch_varlen",
+        "FSDP2 ZeRO-3",
+        "fits 126.0 yes yes",
+        "relative differences",
+    ):
+        assert line in lines, text
+    for difference in ("logits", "loss", "gradients"):
+        (found,) = [line for line in lines if re.fullmatch(rf"{difference} \d\.\de-\d+", line)]
+        assert 0 <= float(found.split()[1]) < 1e-5
+
+
+def test_json_has_all_and_agrees_with_the_estimates() -> None:
+    found = as_json("llama3-8b", "--gpus", 8, "--tokens-per-rank", 65536, "--gpu", "h100", "--liger")
+    shape = preset("llama3-8b")
+    assert shape.size is not None
+    expected = estimate_memory(shape.size.decoder(shape.heads), TrainingSetup(8, liger=True), 65536)
+
+    assert (found["class"], found["model_type"], found["status"]) == ("LlamaForCausalLM", "llama", "works")
+    assert found["layers"][0]["layers"] == list(range(32))
+    assert found["layers"][0]["heads"]["key_value"] == 8
+    assert found["kernels"][0]["able"] == ["flash4", "flash3", "flash2", "torch_varlen"]
+    memory = found["memory_bytes"]["fsdp2"]
+    assert memory["total"] - memory["received"] == pytest.approx(expected.total, rel=0.01)
+    assert found["fits"] == {"fsdp2": True, "zero3": True}
+    largest = found["largest_tokens_per_rank"]["fsdp2"]
+    assert 65536 <= largest < 131_072
+    assert found["largest_tokens_per_rank_with_liger"] == found["largest_tokens_per_rank"]
+    assert found["numerics"]["agree"] is True
+    assert found["room_bytes"] == round(0.9 * 80 * 2**30)
+
+
+def test_the_largest_tokens_fit_and_more_do_not() -> None:
+    options = ("llama3.2-1b", "--gpus", 2, "--gpu", "l4")
+    largest = as_json(*options)["largest_tokens_per_rank"]["fsdp2"]
+
+    assert as_json(*options, "--tokens-per-rank", largest)["fits"]["fsdp2"]
+    assert not as_json(*options, "--tokens-per-rank", largest + 2048)["fits"]["fsdp2"]
+
+
+def test_a_refused_model_ends_with_one(tmp_path: Path) -> None:
+    Gemma2Config(**SIZES, head_dim=32, attention_dropout=0.1).save_pretrained(tmp_path)
+    result = run(tmp_path)
+
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert "refused on h200" in text
+    assert "refused: attention dropout 0.1 is not computed; set it to 0" in text
+    assert "GiB per GPU" not in text
+
+
+def test_on_a_cpu_no_memory_is_estimated(llama: Path) -> None:
+    found = as_json(llama, "--gpu", "cpu")
+
+    assert (found["status"], found["fits"], found["room_bytes"]) == ("works", {}, None)
+
+
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "no such model": (("lama",), "Did you mean 'llama'?"),
+    "no such file": (("nowhere/config.json",), "cannot be read"),
+    "no such module": (("support.nowhere.Model",), "cannot be imported"),
+    "no such class": (("support.strange_models.Nothing",), "support.strange_models has no Nothing"),
+    "no model class": (("os.path",), "is no model class"),
+    "no such GPU": (("llama", "--gpu", "h2000"), "Did you mean 'h200'?"),
+    "no GPUs": (("llama", "--gpus", "0"), "--gpus 0 must be between 1 and 8192"),
+    "no tokens": (("llama", "--tokens-per-rank", "0"), "--tokens-per-rank 0 must be"),
+    "too many tokens": (("llama", "--gpus", "8192", "--tokens-per-rank", "2000000"), "--tokens-per-rank 2000000 must"),
+    "checkpointing": (("llama", "--checkpointing", "some"), "must be one of saved, recomputed, none"),
+    "defaults that do not build": (("nemotron",), "default sizes need not go together: give a config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(case: str) -> None:
+    arguments, words = BAD[case]
+    refusal(*arguments, words=words)
+
+
+FILES = {
+    "binary.json": (b"\xff\xfe\x00", "cannot be read"),
+    "list.json": (b"[1, 2]", "must be a JSON object"),
+    "foreign.json": (b'{"hidden_size": 5}', "has no model_type"),
+    "unknown.json": (b'{"model_type": "llamma"}', "has no model type 'llamma'. Did you mean 'llama'?"),
+    "code.json": (b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}', "give --trust-remote-code"),
+    "wrong.json": (b'{"model_type": "llama", "hidden_size": "many"}', "is not one of llama"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_configuration_is_one_line(name: str, tmp_path: Path) -> None:
+    content, words = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    refusal(tmp_path / name, words=words)
+
+
+def test_a_folder_without_a_configuration_is_one_line(tmp_path: Path) -> None:
+    refusal(tmp_path, words="has no config.json")
+
+
+def refusal(*arguments: object, words: str) -> None:
+    """Asserts that a command is refused with one line, these words in it."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("distca: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+
+
+def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    own = {"model_type": "own_llama", "architectures": ["OwnForCausalLM"]}
+    own["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **own}))
+
+    refusal(tmp_path, words="--trust-remote-code")
+    found = as_json(tmp_path, "--trust-remote-code")
+    assert (found["class"], found["status"]) == ("OwnForCausalLM", "works")
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    """The example of docs/check.md, up to the place where it is cut off."""
+    page = (REPOSITORY / "docs" / "check.md").read_text()
+    _, _, rest = page.partition("$ distca check gemma2 --gpu a100\n")
+    shown = rest.partition("\n...\n")[0].splitlines()
+    printed = [line.rstrip() for line in run("gemma2", "--gpu", "a100").stdout.splitlines()]
+
+    assert len(shown) > 15
+    assert printed[: len(shown)] == shown
+
+
+def test_the_help_has_examples() -> None:
+    text = " ".join(run("--help").stdout.split())
+
+    assert "distca check llama3-8b --gpus 16" in text
+    assert "0 works, 1 refused, 2 bad input" in text
+
+
+def test_words_of_libraries_come_back_after_it(llama: Path) -> None:
+    """The command is quiet while it looks, and leaves levels as they were."""
+    import logging
+
+    import torch
+
+    before = logging.getLogger("distca_hf").level, torch.get_num_threads()
+    with command._quiet():
+        assert logging.getLogger("distca_hf").level == logging.CRITICAL
+    assert (logging.getLogger("distca_hf").level, torch.get_num_threads()) == before
