@@ -3,7 +3,7 @@
 Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives go over the
 default group, as in FSDP. With several nodes, both are measured among the ranks of one node, and to ranks of others.
 
-All functions are collective calls: every rank makes the same ones in the same order. A time is that of the slowest one.
+All functions are collective calls: every rank makes the same ones in the same order. Times are those of the slowest.
 """
 
 import statistics

@@ -115,9 +115,7 @@ class Grid:
             squares, queries, keys = self._sizes(kind)
             of_kind = [(number, 0) for number in squares] + [(number, prefix) for number in queries for prefix in keys]
             tasks += [TaskSize(*size, kind.heads, kind.kv_heads, kind.window_tokens) for size in of_kind]
-        return sorted(
-            tasks, key=lambda size: (size.queries * size.keys * size.heads, size.window_tokens), reverse=True
-        )
+        return sorted(tasks, key=most_work)
 
     def _sizes(self, kind: TaskSize) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         if kind.window_tokens:
