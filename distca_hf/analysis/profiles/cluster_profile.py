@@ -133,6 +133,7 @@ class LinkTimes:
         attention_beside: seconds by which a second of exchange delays an attention kernel beside it.
         products_beside: seconds by which a second of gathering delays matrix products beside it.
         date, command: when and how.
+        ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
     """
 
     ranks: int
@@ -144,6 +145,7 @@ class LinkTimes:
     products_beside: float
     date: str
     command: str
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,8 @@ class Measuring:
         products_beside = ranks.delay_of(products, OnOwnStream(gather, ranks.device), alone)
         number = ranks.num_ranks if between else ranks.ranks_per_node
         times = (exchange, all_gather, reduce_scatter, attention_beside, products_beside)
-        return LinkTimes(number, sizes, *times, _now(), self._command)
+        of_a_node = ranks.ranks_per_node if between or ranks.has_several_nodes else 1
+        return LinkTimes(number, sizes, *times, _now(), self._command, of_a_node)
 
     @property
     def _command(self) -> str:

@@ -1,0 +1,199 @@
+"""Peers: ways to share attention without a planner. Each makes a `Load` of a micro-batch's lengths.
+
+| function | ranks hold | attention |
+|---|---|---|
+| plain_packing | documents in order, cut where a rank is full | of its own tokens |
+| packs | given packs, such as sorted ones | of its own tokens |
+| whole_documents | whole documents, the longest first to the least loaded rank | of its own documents |
+| even | an even part of everything, nothing sent: no way to train, but the least time of any | of its own tokens |
+| ulysses | a group's documents in order | some heads of all tokens of the group |
+| ring | every document of a group in zigzag | keys of one rank after the other, in a ring |
+| gathered | the same | keys of all ranks, gathered before |
+
+Groups are filled in order. Documents are cut at the borders of ranks (plain) or groups; attention across them is left
+out, in favour of these ways.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca_hf.analysis.baselines import assign_whole_documents, fill_groups
+from distca_hf.analysis.profiles.curves import FloatArray
+from distca_hf.analysis.simulate.costs import Amounts, Costs, Passes
+from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.arrays import IntArray, ceil_div
+
+
+# Bytes of a number of queries' results that ring attention reads and writes when it merges a step's output in fp32, and
+# at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
+RING_MERGE_BYTES, RING_END_BYTES = 30, 12
+RING_GRADIENT_BYTES, RING_GRADIENT_END_BYTES = 10, 12
+# Copies of an exchange that is packed or unpacked: each byte is read and written.
+READ_AND_WRITTEN = 2
+
+
+def packs(costs: Costs, held: Sequence[IntArray], whole: bool) -> Load:
+    """Returns ranks that compute their own documents alone.
+
+    Args:
+        held: for each rank the lengths of its documents.
+        whole: whether these are whole documents.
+    """
+    rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
+    lengths = np.concatenate(held)
+    attention = [
+        nothing_sent(costs.attention(lengths, np.zeros(len(lengths)), mask).sum_by(rank, len(held)), layers)
+        for mask, layers in costs.model.masks
+    ]
+    return Load(np.array([int(x.sum()) for x in held]), attention, whole=whole)
+
+
+def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns documents in order on ranks of equal tokens."""
+    held = fill_groups(document_tokens, num_ranks)
+    return packs(costs, held, whole=sum(len(x) for x in held) == len(document_tokens))
+
+
+def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns whole documents, each on the least loaded rank; ranks hold unequal tokens."""
+    numbers = assign_whole_documents(document_tokens, num_ranks)
+    return packs(costs, [document_tokens[held] for held in numbers], whole=True)
+
+
+def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns the same work, spread evenly without any transfer: whole documents of each length on all ranks alike, and
+    the rest in zigzag, with keys at hand."""
+    lengths, counts = np.unique(document_tokens, return_counts=True)
+    cut = np.repeat(lengths, counts % num_ranks)
+    kinds: list[Attention] = []
+    for mask, layers in costs.model.masks:
+        whole = costs.attention(lengths, np.zeros(len(lengths)), mask).times((counts - counts % num_ranks) / num_ranks)
+        seconds = Passes(np.array([whole.forward.sum()]), np.array([whole.backward.sum()]))
+        for chunk in range(2 * num_ranks):
+            part = cut / (2 * num_ranks)
+            of_chunk = costs.attention(part, chunk * part, mask).times(1 / num_ranks)
+            seconds += Passes(np.array([of_chunk.forward.sum()]), np.array([of_chunk.backward.sum()]))
+        kinds.append(nothing_sent(seconds.times(np.ones(num_ranks)), layers))
+    tokens = np.full(num_ranks, int(ceil_div(document_tokens.sum(), num_ranks)))
+    return Load(tokens, kinds)
+
+
+def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
+    """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs behind."""
+    held = fill_groups(document_tokens, cluster.num_ranks // group)
+    load = packs(costs, held, whole=sum(len(x) for x in held) == len(document_tokens))
+    tokens = _per_rank(load.tokens, group)
+    query, key_value, output = costs.token_bytes
+    # A KV head goes to every rank that has one of its query heads.
+    copies = max(1.0, group / costs.model.heads.key_value)
+    sizes = [x * tokens for x in (query, key_value / 2 * copies, key_value / 2 * copies, output)]
+    seconds = np.sum([_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
+    all_bytes = np.sum(sizes, axis=0)
+    copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
+    waits = Waiting(seconds + copied, seconds + copied, seconds)
+    attention = [
+        waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
+        for x in load.attention
+    ]
+    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.whole)
+
+
+def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
+    """Returns zigzag context parallelism in a ring: keys and values of one rank after the other arrive while those before
+    are attended. With windows, steps are as long as without."""
+    held = fill_groups(document_tokens, cluster.num_ranks // group)
+    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
+    first, step = (
+        Passes(np.repeat([x[at].forward for x in kernels], group), np.repeat([x[at].backward for x in kernels], group))
+        for at in (0, 1)
+    )
+    query, key_value, _ = costs.token_bytes
+    numbers, keys = query / 2 * tokens, key_value / 2 * tokens
+    sends = _exchange(cluster, key_value * tokens, group)
+    sends_gradients = _exchange(cluster, 3 * key_value * tokens, group)  # keys and values, and fp32 gradients of both
+    steps = group - 1
+    merge = costs.copy_seconds(0.75 * RING_MERGE_BYTES * numbers)  # of half of the queries in half of the steps
+    add = costs.copy_seconds(0.75 * RING_GRADIENT_BYTES * numbers + RING_GRADIENT_BYTES * keys)
+    ends = costs.copy_seconds(RING_END_BYTES * numbers)
+    gradient_ends = costs.copy_seconds(RING_GRADIENT_END_BYTES * (numbers + keys))
+    late = cluster.attention_beside
+    forward = first.forward + ends + steps * merge + _steps(first.forward, step.forward, sends, steps, late)
+    backward = first.backward + gradient_ends + steps * add
+    backward = backward + _steps(first.backward, step.backward, sends_gradients, steps, late)
+    backward = backward + np.maximum(0.0, sends_gradients - sends) * (steps > 0)  # gradients come home behind the last
+    layers = costs.model.attention_layers
+    attention = [Attention(forward, forward, backward, steps * sends, layers)]
+    whole = sum(len(x) for x in held) == len(document_tokens)
+    return Load(tokens, attention, _most(steps * key_value * tokens), whole)
+
+
+def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int, whole: bool = True) -> Load:
+    """Returns zigzag context parallelism whose keys and values are gathered before, and their gradients reduced behind.
+
+    Args:
+        held: for each group the lengths of its documents.
+    """
+    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    _, key_value, _ = costs.token_bytes
+    rows = np.repeat([float(x.sum()) for x in held], group)
+    received = key_value * rows * (group - 1) / group
+    seconds = _exchange(cluster, received, group)
+    copied = costs.copy_seconds(READ_AND_WRITTEN * key_value * rows) * (group > 1)
+    waits = Waiting(seconds + copied, seconds + copied, seconds)
+    attention = []
+    for mask, layers in costs.model.masks:
+        of_groups = []
+        for lengths in held:
+            part = lengths / (2 * group)
+            chunks = [costs.attention(part, chunk * part, mask) for chunk in range(2 * group)]
+            of_groups.append(
+                [sum(float(getattr(x, of).sum()) for x in chunks) / group for of in ("forward", "backward")]
+            )
+        seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
+        attention.append(waits.attention(seconds_of, layers))
+    return Load(tokens, attention, _most(received), whole)
+
+
+def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
+    """Returns seconds of the first step of a ring, and of each later one: own keys, then half of a rectangle."""
+    chunk = lengths / (2 * group)
+    own = costs.attention(2 * chunk, np.zeros(len(lengths)))
+    if group == 1:
+        return _total(own), Passes(np.array(0.0), np.array(0.0))
+    early, late = costs.rectangle(2 * chunk, chunk), costs.rectangle(chunk, 2 * chunk)
+    return _total(own), _total((early + late).times(0.5))
+
+
+def _total(seconds: Passes) -> Passes:
+    return Passes(np.array(seconds.forward.sum()), np.array(seconds.backward.sum()))
+
+
+def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
+    """Returns the seconds of the steps behind the first one, each of which waits for keys that came meanwhile."""
+    if not steps:
+        return np.zeros_like(first)
+    waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)
+    return steps * step + waits + beside * steps * np.minimum(sends, np.maximum(first, step))
+
+
+def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
+    """Returns seconds of an exchange inside of groups of neighbours; in groups that span nodes, between nodes as many
+    bytes go as there are ranks on others."""
+    inside = min(group, cluster.ranks_per_node)
+    beyond = (group - inside) / max(1, group - 1)
+    return cluster.exchange(num_bytes * (1 - beyond), num_bytes * beyond)
+
+
+def _per_rank(group_tokens: IntArray, group: int) -> IntArray:
+    return np.repeat(ceil_div(group_tokens, group), group)
+
+
+def _spread(seconds: FloatArray, group: int) -> FloatArray:
+    return np.repeat(seconds / group, group)
+
+
+def _most(num_bytes: Amounts) -> float:
+    return float(np.max(num_bytes, initial=0.0))
