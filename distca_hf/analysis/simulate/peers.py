@@ -24,6 +24,8 @@ from distca_hf.analysis.simulate.costs import Amounts, Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.layout import Layout
+from distca_hf.placement.place import fill_in_order
 
 
 # Bytes of a number of queries' results that ring attention reads and writes when it merges a step's output in fp32, and
@@ -54,6 +56,11 @@ def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Lo
     """Returns documents in order on ranks of equal tokens."""
     held = fill_groups(document_tokens, num_ranks)
     return packs(costs, held, whole=sum(len(x) for x in held) == len(document_tokens))
+
+
+def packed_whole(document_tokens: IntArray, num_ranks: int) -> Layout:
+    """Returns packs of others: documents in order, whole, where they fill ranks of equal tokens; otherwise cut."""
+    return fill_in_order(document_tokens, num_ranks)
 
 
 def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:

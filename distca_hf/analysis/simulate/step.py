@@ -35,7 +35,8 @@ class Training:
         layers_checkpointed: whether layers are computed again in backward.
         has_head: whether the last matrix and the loss are computed.
         has_optimizer: whether AdamW makes a step.
-        shards: GPUs that weights are divided over.
+        reduce_bytes: of a number in sums of gradients over ranks.
+        root_copies: part of the weights outside of layers that there is; benchmarks leave the head out.
     """
 
     costs: Costs
@@ -43,9 +44,12 @@ class Training:
     layers_checkpointed: bool = True
     has_head: bool = True
     has_optimizer: bool = True
+    reduce_bytes: int = HALF_BYTES
+    root_copies: float = 1.0
 
     @property
     def shards(self) -> int:
+        """GPUs that weights are divided over."""
         return self.cluster.num_ranks
 
     def micro_batch_seconds(self, load: Load) -> float:
@@ -68,7 +72,7 @@ class Training:
     def _layer_seconds(self, layer: LayerSeconds, attention: Attention, load: Load) -> float:
         """Returns the seconds of a layer: of its slowest rank in each pass, or of the wires if they are slower."""
         gather = self.cluster.all_gather(self.costs.layer_weight_bytes)
-        reduce = self.cluster.reduce_scatter(self.costs.layer_weight_bytes)
+        reduce = self._reduce_seconds(self.costs.layer_weight_bytes)
         tensor = self._tensor_seconds(load)
         beside, sent = self.cluster.products_beside, float(attention.sent.max())
         first = layer.forward if self.layers_checkpointed else layer.kept
@@ -90,16 +94,21 @@ class Training:
         node = Cluster(self.cluster.profile, ranks, ranks, self.costs.notes)
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
+    def _reduce_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of summing the gradients of weights of so many bytes in bf16."""
+        return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
+
     def _ends(self, load: Load) -> float:
         """Returns the seconds of embedding, head and loss, and of collectives with nothing beside them."""
         costs, size, tokens = self.costs, self.costs.model.size, float(load.tokens.max())
+        root_bytes = costs.root_weight_bytes * self.root_copies
         collectives = sum(
-            self.cluster.all_gather(num_bytes) + self.cluster.reduce_scatter(num_bytes)
-            for num_bytes in (costs.root_weight_bytes, costs.layer_weight_bytes)
+            self.cluster.all_gather(num_bytes) + self._reduce_seconds(num_bytes)
+            for num_bytes in (root_bytes, costs.layer_weight_bytes)
         )
         # Rows of the embedding are read and written, and its gradient is cleared and added to.
         rows = tokens * size.hidden_size * HALF_BYTES
-        embedding = float(costs.copy_seconds(5 * rows + 2 * costs.root_weight_bytes))
+        embedding = float(costs.copy_seconds(5 * rows + 2 * root_bytes))
         shards = size.parameters / self.shards / costs.tensor_ranks
         casts = float(costs.copy_seconds(3 * CAST_BYTES * shards))
         head = float(costs.head_seconds(load.tokens).max()) if self.has_head else 0.0
