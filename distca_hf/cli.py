@@ -301,6 +301,68 @@ def profile(
         command.launch(line)
 
 
+# Argument and options of `distca check` whose help takes several lines.
+CheckedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="a model type or class of Transformers (llama, Qwen3ForCausalLM: default sizes), a class that can be "
+        "imported (package.module.Class), the path of a config.json or of its folder, llama3-8b or another built-in "
+        "name, or a name on the Hub; no weights are read",
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run the Python code that lies beside the configuration")
+]
+Numerics = Annotated[
+    bool,
+    typer.Option(
+        "--numerics",
+        help="train a step of a tiny version on two ranks, and compare logits, loss and gradients with those of each "
+        "document alone",
+    ),
+]
+
+
+@app.command(epilog="Example: distca check path/config.json --gpus 16 --tokens-per-rank 65536 --liger")
+def check(
+    model: CheckedModel,
+    tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 16_384,
+    gpus: Annotated[int, typer.Option(help="GPUs that share weights")] = 8,
+    gpu: Annotated[str, typer.Option(help="their kind: h200, h100, b200, a100, l40s, rtx4090, ..., or cpu")] = "h200",
+    checkpointing: Checkpointing = "saved",
+    liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
+    numerics: Numerics = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Says whether a model works, layer by layer: with which limits and kernels, whether documents may be cut, and
+    which tokens per rank fit the GPU's memory.
+
+    The model is built without weights and checked as training checks it; a tiny version of it trains a step on the
+    CPU. No GPU is needed. Memory is an estimate.
+
+    Exit status: 0 works, 1 refused, 2 bad input.
+
+    Compare the numbers, too: distca check Qwen3ForCausalLM --numerics
+    """
+    from distca_hf.analysis.check.command import run_check
+
+    with _one_line_errors():
+        status = run_check(
+            model,
+            tokens_per_rank=tokens_per_rank,
+            gpus=gpus,
+            gpu=gpu,
+            checkpointing=checkpointing,
+            liger=liger,
+            numerics=numerics,
+            trust_remote_code=trust_remote_code,
+            as_json=as_json,
+        )
+    raise typer.Exit(status)
+
+
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""

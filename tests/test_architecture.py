@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"placement"},
     {"data", "planning"},
     {"comm", "kernels"},
-    {"parallel_context", "runtime"},
+    {"parallel_context", "runtime", "testing"},
     {"batches"},
     {"integrations", "patches"},
     {"analysis", "plugin"},

@@ -177,10 +177,7 @@ class PlanAnswer:
         """Returns the JSON object of the first step, with `whole_epoch`, `estimates`, `choices` and `pipeline`."""
         estimates = None
         if self.estimates is not None:
-            memory = {
-                sharding: {**asdict(memory), "total": memory.total}
-                for sharding, memory in self.estimates.memory.items()
-            }
+            memory = {sharding: memory.as_json() for sharding, memory in self.estimates.memory.items()}
             estimates = {
                 **asdict(self.estimates.speed),
                 "memory_bytes": memory,

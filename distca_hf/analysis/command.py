@@ -17,10 +17,11 @@ from rich.table import Table
 
 from distca_hf.analysis.answer import make_answer
 from distca_hf.analysis.epoch import divide_batch, pack_epoch, plan_epoch
-from distca_hf.analysis.estimates import GIB, Assumptions, Checkpointing
+from distca_hf.analysis.estimates import Assumptions
 from distca_hf.analysis.find_model import find_model, read_model
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
 from distca_hf.analysis.pipelines import Wires
 from distca_hf.analysis.print_answer import print_answer

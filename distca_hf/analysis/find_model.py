@@ -40,7 +40,7 @@ def find_model(name: str) -> ModelShape:
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return read_model(Path(name))
     if "/" in name:
-        return _shape_of(_load(name), name, f"the configuration of {name}")
+        return _shape_of(load_config(name), name, f"the configuration of {name}")
     model_type = _type_of(name)
     if model_type is None:
         return preset(name)  # raises, with a list of all names
@@ -50,8 +50,11 @@ def find_model(name: str) -> ModelShape:
     return _shape_of(config, f"{model_type} (default sizes)", f"the default configuration of {model_type}")
 
 
-def _load(name: str) -> "PretrainedConfig":
-    """Loads a configuration from the Hub, or from its cache.
+def load_config(name: str, trust_remote_code: bool = False) -> "PretrainedConfig":
+    """Loads a configuration from the Hub, from its cache, or from a folder.
+
+    Args:
+        trust_remote_code: whether Python code that lies beside it may run.
 
     Raises:
         ConfigError: the Hub has no configuration of this name, or cannot be reached.
@@ -59,7 +62,7 @@ def _load(name: str) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # of the network, the Hub, or the file
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
-from distca_hf.analysis.estimates import GIB, USABLE_SHARE, Estimates
+from distca_hf.analysis.estimates import Estimates
 from distca_hf.analysis.first_step import Outcome, StepReport
+from distca_hf.analysis.memory import GIB, USABLE_SHARE
 from distca_hf.analysis.pipelines import PipelineEstimates
 from distca_hf.arrays import IntArray, ceil_div
 

@@ -14,6 +14,7 @@ from typing import get_args
 
 import numpy as np
 
+from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
@@ -100,6 +101,11 @@ class ModelSize:
         """Returns the width of a gated MLP with as many weights as a token passes in a layer besides attention."""
         beside = self.layer_parameters / self.layers - attention_parameters(heads, self.hidden_size)
         return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
+
+    def decoder(self, heads: Heads) -> DecoderSize:
+        """Returns the sizes that memory depends on; all layers are alike and see whole documents."""
+        layer = LayerSize(self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads)
+        return DecoderSize(self.hidden_size, self.vocabulary, self.parameters, self.embedding_parameters, (layer,))
 
 
 def attention_parameters(heads: Heads, hidden_size: int) -> int:

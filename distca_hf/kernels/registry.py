@@ -268,9 +268,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
     reasons: list[str] = []
     better: list[str] = []  # kernels that could compute, were they there
     for candidate, entry in KERNELS.items():
-        reason = _refusal(entry, operands, spec)
-        if reason is None and not entry.automatic and operands.device_type != "cpu":
-            reason = "is exact but slow, and only taken when asked for by name"
+        reason = why_not(candidate, operands, spec)
         if reason is None:
             kernel, reason = _made(entry, operands, spec)
             if kernel is not None:
@@ -284,6 +282,21 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             better.append(f"{candidate} {reason}")
         reasons.append(f"{candidate} {reason}")
     raise UnsupportedAttentionError(f"no attention kernel for {operands}: " + "; ".join(reasons))
+
+
+def why_not(name: str, operands: Operands, spec: AttentionSpec) -> str | None:
+    """Returns why "auto" does not take a kernel for a layer; None if it does where the kernel is installed and runs.
+
+    Args:
+        name: of the table.
+        operands, spec: of a call; the device need not be there.
+    """
+    reason = _refusal(KERNELS[name], operands, spec)
+    if reason is None and operands.num_heads % operands.num_kv_heads:
+        return f"has {operands.num_heads} query heads, which are no multiple of {operands.num_kv_heads} KV heads"
+    if reason is None and not KERNELS[name].automatic and operands.device_type != "cpu":
+        return "is exact but slow, and only taken when asked for by name"
+    return reason
 
 
 def _refusal(entry: Entry, operands: Operands, spec: AttentionSpec) -> str | None:

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.baselines import whole_documents
-from distca_hf.analysis.estimates import TrainingSetup, estimate_memory, step_cost
+from distca_hf.analysis.estimates import step_cost
+from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.flops import H200, H200_LIGER
 from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
@@ -33,7 +35,8 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
     Args:
         documents: as "131072,96x4096".
         num_ranks: ranks.
-        way: "local" (in order), "whole" (whole documents to the least loaded rank) or "placed".
+        way: "local" (in order), "whole" (whole documents to the least loaded rank), "placed", or "fixed" (in order,
+            tasks move).
     """
     lengths = np.array(parse_documents(documents))
     if way == "local":
@@ -42,6 +45,10 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
     if way == "whole":
         packs = whole_documents(lengths, num_ranks, TOKEN_BYTES)
         return packs.tokens, packs.work, 0
+    if way == "fixed":
+        plan = plan_by_moving(fill_in_order(lengths, num_ranks), HEADS.groups, token_bytes=TOKEN_BYTES)
+        received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()
+        return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
     tokens_per_rank = ceil_div(int(lengths.sum()), num_ranks)
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank), num_ranks, HEADS.groups)
     plan = planner.plan(lengths)
@@ -62,9 +69,13 @@ def estimated_gib(row: PeakRow) -> float:
     """Returns the peak of the rank with most tokens, as estimated."""
     tokens, _, received = loads(row.documents, row.num_ranks, row.way)
     setup = TrainingSetup(
-        row.num_ranks, checkpointing=row.checkpointing, liger=row.liger, optimizer_bytes=row.optimizer_bytes
+        row.num_ranks,
+        checkpointing=row.checkpointing,
+        liger=row.liger,
+        optimizer_bytes=row.optimizer_bytes,
+        kv_budget_bytes=row.kv_budget_bytes,
     )
-    return estimate_memory(row.size, HEADS, setup, int(tokens.max()), received).total / 2**30
+    return estimate_memory(row.size.decoder(HEADS), setup, int(tokens.max()), received).total / 2**30
 
 
 def main() -> None:

@@ -31,13 +31,13 @@ from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 import distca_hf
+from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS
+from distca_hf.analysis.check.trial import CAPACITY_TOKENS, Step, documents_dataset, loss_alone
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from distca_hf.integrations.models.distributed import heads_divided_by
 from shared.page_sections import write_section
-from shared.tiny_configs import LONGEST_TOKENS
 from sweep import (
-    CAPACITY_TOKENS,
     LARGEST_DIFFERENCE,
     MOST_PARAMETERS,
     PAGE,
@@ -46,11 +46,8 @@ from sweep import (
     ROUGH_DIFFERENCE,
     TEXT,
     WRONG,
-    Step,
     be_quiet,
     build,
-    documents_dataset,
-    loss_alone,
     num_parameters,
 )
 

@@ -2,9 +2,9 @@
 
     python scripts/models/families.py [--out PAGE.md]
 
-Of each family tiny models are built (`shared/tiny_configs.py`) with the windows, rotary embeddings and layers of
-published checkpoints, and given to the check that `attach` and `enable` make. The longest documents that it accepts
-are found by bisection. The script fails if a family is refused for another reason than the one written here.
+Of each family tiny models are built (`distca_hf/analysis/check/tiny_config.py`) with the windows, rotary embeddings
+and layers of published checkpoints, and given to the check that `attach` and `enable` make. The longest documents that
+it accepts are found by bisection. The script fails if a family is refused for another reason than the one here.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import distca_hf
+from distca_hf.analysis.check.tiny_config import HEAD_DIM, tiny_config
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from shared.page_sections import write_section
-from shared.tiny_configs import HEAD_DIM, tiny_config
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

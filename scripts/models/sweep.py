@@ -3,13 +3,12 @@
     python scripts/models/sweep.py [--kind text|images] [--only MODEL_TYPE ...] [--out PAGE.md]
 
 Of every class that AutoModelForCausalLM or AutoModelForImageTextToText knows a tiny model is built
-(`shared/tiny_configs.py`) and checked. An accepted one trains one step on documents of text that are placed on 1, 2
-and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. A class that is accepted
-but differs, or fails in another way than by a refusal, makes the script exit with 1.
+(`distca_hf/analysis/check/trial.py`) and checked. An accepted one trains one step on documents of text that are placed
+on 1, 2 and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. A class that is
+accepted but differs, or fails in another way than by a refusal, makes the script exit with 1.
 """
 
 import argparse
-import random
 import sys
 import textwrap
 import time
@@ -18,10 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
-from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -34,21 +31,16 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import distca_hf
-from distca_hf.batches.loader import PlacedLoader
-from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.analysis.check import trial
+from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, tiny_config
+from distca_hf.analysis.check.trial import Step, TinyModel, largest, step_alone
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
-from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.testing import run_ranks
 from shared.page_sections import write_section
-from shared.tiny_configs import LONGEST_TOKENS, VOCABULARY, WINDOW_TOKENS, tiny_config
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RANKS = (1, 2, 3)
-DOCUMENT_TOKENS = (1, 5, 9, 17, 30, 48, LONGEST_TOKENS)
-CAPACITY_TOKENS = 192  # one micro-batch holds all documents, and on three ranks the longest one is cut
 LARGEST_DIFFERENCE = 1e-5
 # Scores without a scale, and random weights of norms: rounding in fp32 is larger, and 2.4e-07 in fp64.
 ROUGH_DIFFERENCE = 5e-5
@@ -117,25 +109,6 @@ class Outcome:
     detail: str
 
 
-@dataclass(frozen=True)
-class Step:
-    """Loss, and gradients of all parameters one after the other, of one training step."""
-
-    loss: float
-    gradients: torch.Tensor
-
-    def difference(self, other: "Step") -> float:
-        """Returns the larger one of the relative differences of losses and gradients."""
-        loss = abs(self.loss - other.loss) / abs(other.loss)
-        gradients = (self.gradients - other.gradients).norm() / other.gradients.norm()
-        return largest([loss, gradients.item()])
-
-
-def largest(differences: list[float]) -> float:
-    """Returns the largest number; not a number if any is not."""
-    return float(np.max(differences))
-
-
 def examine(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> Outcome:
     """Builds, checks and compares one class."""
     verdict, detail = _verdict(config_class, kind)
@@ -182,87 +155,30 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def tiny_model(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> TinyModel:
+    """Returns the tiny model of a class, which is built when it is asked for."""
+    trains = config_class.model_type not in RANDOM_IN_TRAINING
+    return TinyModel(tiny_config(config_class), kind.auto_class.from_config, trains)
+
+
 def num_parameters(config_class: type[PreTrainedConfig], kind: Kind) -> int:
     """Returns the number of parameters of the tiny model, without their memory."""
-    with torch.device("meta"):
-        return int(kind.auto_class.from_config(tiny_config(config_class)).num_parameters())
+    return tiny_model(config_class, kind).num_parameters()
 
 
 def build(config_class: type[PreTrainedConfig], implementation: str, kind: Kind = TEXT) -> PreTrainedModel:
     """Returns a tiny model in fp32 that trains; its weights are random, equal every time, and none is left at zero."""
-    torch.manual_seed(0)
-    model = kind.auto_class.from_config(tiny_config(config_class), attn_implementation=implementation).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.train(config_class.model_type not in RANDOM_IN_TRAINING)
+    return tiny_model(config_class, kind).build(implementation)
 
 
 def build_plain(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> PreTrainedModel:
     """Returns the same model with sdpa, or with eager attention if it does not know sdpa."""
-    try:
-        return build(config_class, "sdpa", kind)
-    except ValueError:
-        return build(config_class, "eager", kind)
-
-
-def documents_dataset() -> Dataset:
-    """Returns documents of random tokens, with uneven labels."""
-    rng = random.Random(0)
-    documents = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in DOCUMENT_TOKENS]
-    masks = [[int(at % 7 > row % 5) for at in range(len(ids))] for row, ids in enumerate(documents)]
-    return Dataset.from_dict({"input_ids": documents, "completion_mask": masks})
-
-
-def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
-    """Returns all documents in one micro-batch."""
-    tokens_per_rank = max(CAPACITY_TOKENS // transport.world_size, LONGEST_TOKENS)
-    config = DistCAConfig(tokens_per_rank=tokens_per_rank, pad_to_multiple_of=32)
-    settings = documents_dataset(), config, transport, torch.device("cpu")
-    return PlacedLoader(*settings, whole_documents=whole_documents)
-
-
-def step_alone(model: PreTrainedModel) -> Step:
-    """Runs the step on whole documents, each alone."""
-    return Step(loss_alone(model), gradients_of(model))
-
-
-def loss_alone(model: PreTrainedModel) -> float:
-    """Returns the loss of the step on whole documents, each alone, and computes its gradients."""
-    documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
-    labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
-    total = 0.0
-    for document in documents:
-        if (document.shift_labels != -100).any():
-            ids, targets = (torch.from_numpy(x)[None] for x in (document.input_ids, document.labels))
-            loss = model(input_ids=ids, labels=targets, num_items_in_batch=labels, use_cache=False).loss
-            loss.backward()
-            total += loss.item()
-    return total
+    return tiny_model(config_class, kind).build_plain()
 
 
 def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind = TEXT) -> Step:
-    """Runs the step on documents that are placed on ranks; returns their mean, as data parallelism makes it."""
-    models = [build(config_class, IMPLEMENTATION, kind) for _ in range(num_ranks)]
-
-    def step(transport: Transport) -> Step:
-        model = models[transport.rank]
-        distca_hf.enable(model, distca_hf.DistCAPlugin(), LONGEST_TOKENS)
-        (batch,) = loader_of(transport, needs_whole_documents(model))
-        loss = model(**batch).loss
-        loss.backward()
-        return Step(loss.item(), gradients_of(model))
-
-    steps = run_ranks(num_ranks, step, timeout_seconds=30.0)
-    gradients = torch.stack([step.gradients for step in steps]).mean(0)
-    return Step(sum(step.loss for step in steps) / num_ranks, gradients)
-
-
-def gradients_of(model: PreTrainedModel) -> torch.Tensor:
-    """Gradients of all parameters, one after the other; zeros where a parameter had no part."""
-    return torch.cat(
-        [torch.zeros_like(x).flatten() if x.grad is None else x.grad.flatten() for x in model.parameters()]
-    )
+    """Runs the step on documents that are placed on ranks."""
+    return trial.step_placed(tiny_model(config_class, kind), num_ranks)
 
 
 def section(outcomes: list[Outcome], kind: Kind) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import distca_hf
+from distca_hf.analysis.check.trial import gradients_of, loader_of
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.stated_documents import stated_lengths
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -56,7 +57,7 @@ def pack(documents: list[Any]) -> dict[str, Any]:
 
 def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[list[int]]) -> tuple[Any, PlanFacts]:
     """Runs a step on packs that stay; returns its mean over ranks, and facts of the plan."""
-    documents = sweep.loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
+    documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     documents.sort(key=lambda document: len(document.input_ids))
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     models = [sweep.build(config_class, "distca", kind) for _ in packs]
@@ -69,7 +70,7 @@ def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[
         assert plan is not None
         loss = model(**batch, distca_plan=plan, num_items_in_batch=torch.tensor(labels / len(packs))).loss
         loss.backward()
-        return sweep.Step(loss.item(), sweep.gradients_of(model)), plan.facts
+        return sweep.Step(loss.item(), gradients_of(model)), plan.facts
 
     steps, facts = zip(*run_ranks(len(packs), step, timeout_seconds=30.0), strict=True)
     gradients = torch.stack([step.gradients for step in steps]).mean(0)

@@ -27,9 +27,9 @@ def score(logits: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1)[..., 5].sum()
 
 
-def test_packs_with_images_have_the_gradients_of_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = multimodal_model("qwen2_5_vl", monkeypatch, "sdpa")
-    models = [multimodal_model("qwen2_5_vl", monkeypatch) for _ in PACKS]
+def test_packs_with_images_have_the_gradients_of_their_documents() -> None:
+    alone = multimodal_model("qwen2_5_vl", "sdpa")
+    models = [multimodal_model("qwen2_5_vl") for _ in PACKS]
     positions: list[list[torch.Tensor]] = []
     expected = 0.0
     for documents in PACKS:
@@ -80,8 +80,7 @@ def test_ranks_of_which_only_some_hold_images_are_named_where_images_wait() -> N
 
 def _step_with_one_image() -> str:
     """Returns the error of a step in which rank 0 alone holds an image, and the layers of a tower are sharded."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model = multimodal_model("qwen2_5_vl", monkeypatch)
+    model = multimodal_model("qwen2_5_vl")
     distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=64)
     for block in model.model.visual.blocks:
         fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
@@ -99,8 +98,7 @@ def test_a_tower_that_would_wait_for_ranks_without_images_is_stopped_by_name(tmp
 
 def _steps_under_ddp(find_unused: bool, is_frozen: bool) -> list[str]:
     """Returns errors of two steps in which rank 0 alone holds an image, and towers are trained by DDP."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model = multimodal_model("qwen2_5_vl", monkeypatch)
+    model = multimodal_model("qwen2_5_vl")
     model.model.visual.requires_grad_(not is_frozen)
     distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=64)
     wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from support.sweeping import assert_works, config_class_of
 
@@ -44,4 +45,4 @@ def test_windows_are_shorter_than_documents(model_type: str, sweep: ModuleType) 
         model = AutoModelForCausalLM.from_config(sweep.tiny_config(config_class_of(sweep.TEXT, model_type)))
 
     assert WINDOW_TOKENS in {mask.window_tokens for mask, _ in layer_masks_of(model)}
-    assert max(sweep.DOCUMENT_TOKENS) == LONGEST_TOKENS
+    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS

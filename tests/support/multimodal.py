@@ -1,13 +1,11 @@
 """Tiny multimodal models of Transformers, and documents for them with images."""
 
-import importlib
 from typing import Any
 
-import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from support.commands import REPOSITORY
+from distca_hf.analysis.check.tiny_config import tiny_config
 
 
 IMAGE_TOKEN, IMAGE_TOKENS = 100, 4
@@ -15,12 +13,9 @@ IMAGE_TOKEN, IMAGE_TOKENS = 100, 4
 GRID = (4, 4)
 
 
-def multimodal_model(
-    model_type: str, monkeypatch: pytest.MonkeyPatch, implementation: str | dict[str, str] = "distca"
-) -> PreTrainedModel:
+def multimodal_model(model_type: str, implementation: str | dict[str, str] = "distca") -> PreTrainedModel:
     """Returns a tiny model in fp32 that trains; its weights are random and equal every time."""
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
-    config = importlib.import_module("shared.tiny_configs").tiny_config(CONFIG_MAPPING[model_type])
+    config = tiny_config(CONFIG_MAPPING[model_type])
     config.image_token_id = IMAGE_TOKEN
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation).float()

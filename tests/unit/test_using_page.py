@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from distca_hf import errors
-from distca_hf.analysis.estimates import TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
@@ -109,7 +109,7 @@ def test_memory_on_the_page_of_sizes_is_estimated() -> None:
         for num_ranks, gib in zip(ranks, cells, strict=False):
             if gib:
                 setup = TrainingSetup(num_ranks, liger=liger)
-                memory = estimate_memory(llama.size, llama.heads, setup, int(tokens.replace(",", "")))
+                memory = estimate_memory(llama.size.decoder(llama.heads), setup, int(tokens.replace(",", "")))
                 assert 0 <= float(gib) + 0.5 - memory.total / 2**30 <= 5, row
                 compared += 1
     assert compared == 32

@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -107,6 +107,16 @@ class PositionLimits:
         """Whether the model looks positions up in a table."""
         return self._table is not None
 
+    @property
+    def longest_tokens(self) -> int | None:
+        """Longest document that is not refused; None if there is none."""
+        return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
+
+    @property
+    def trained_tokens(self) -> int | None:
+        """Longest document that the model was made for; None if its configuration does not say."""
+        return self._trained
+
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; one that is longer than the model was trained with is a warning, once.
 
@@ -161,7 +171,23 @@ def check_model(
                 f"{type(inner).__name__}{where} uses attn_implementation={implementation!r}; load it with "
                 f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
             )
-    reasons = [
+    reasons = refusals(model, longest_document_tokens, whole_documents)
+    if attention_layers(inner):
+        reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
+    if reasons:
+        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
+
+
+def refusals(model: nn.Module, longest_document_tokens: int, whole_documents: bool = False) -> list[str]:
+    """Returns all reasons against a model, on any device; none if it can run where a kernel computes its layers.
+
+    Args:
+        model, longest_document_tokens, whole_documents: as of `check_model`. Weights are not looked at, so that the
+            model may be on torch's meta device.
+    """
+    inner = transformers_model(model)
+    config = inner.config.get_text_config()
+    return [
         *undivided(inner),
         *_structure(inner, config),
         *_adapters(model),
@@ -173,10 +199,6 @@ def check_model(
         *_layerdrop(config),
         *([] if whole_documents else refused_loss(inner)),
     ]
-    if attention_layers(inner):
-        reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
-    if reasons:
-        raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
 
 def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
@@ -266,34 +288,66 @@ def refused_loss(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
+class KernelNeed(NamedTuple):
+    """What a kernel must compute for some layers.
+
+    Attributes:
+        heads: heads of a layer on this rank.
+        window_tokens: the window; 0 where no document is longer.
+        softcap: of the scores; 0 if they stay.
+    """
+
+    heads: Heads
+    window_tokens: int
+    softcap: float
+
+    def operands(self, device_type: str, compute_capability: int | None, weights: torch.dtype) -> Operands:
+        """Returns the operands of a call on a device. On a GPU fp32 weights are expected to compute in bf16."""
+        return Operands(
+            device_type=device_type,
+            compute_capability=compute_capability,
+            dtype=torch.bfloat16 if device_type == "cuda" and weights == torch.float32 else weights,
+            num_heads=self.heads.query,
+            num_kv_heads=self.heads.key_value,
+            head_dim=self.heads.dim,
+            value_dim=self.heads.value_dim,
+        )
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """How a call attends; the scale is that of no layer."""
+        return AttentionSpec(1.0, True, self.window_tokens, self.softcap)
+
+
+def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[KernelNeed, list[str]]:
+    """Returns what kernels must compute for a model, each with the names of its layers. A window as long as every
+    document is none.
+
+    Raises:
+        AttributeError, KeyError, RuntimeError, ValueError: neither config nor layers say how many heads there are.
+    """
+    heads_of_layer = heads_of_layers(model)
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
+    layers_of_need: dict[KernelNeed, list[str]] = {}
+    for name, window in layer_windows(model):
+        shorter = window if window and window < longest_document_tokens else 0
+        layers_of_need.setdefault(KernelNeed(heads_of_layer[name], shorter, softcap), []).append(name)
+    return layers_of_need
+
+
 def _kernel(
     model: PreTrainedModel, longest_document_tokens: int, kernel: KernelName, device: torch.device
 ) -> Iterator[str]:
-    """Yields why no kernel can compute the model's layers. On a GPU fp32 weights are expected to compute in bf16. A
-    window as long as every document is none."""
+    """Yields why no kernel can compute the model's layers."""
     try:
-        heads_of_layer = heads_of_layers(model)
+        needs = kernel_needs(model, longest_document_tokens)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:
         yield f"its heads can be read neither from its config nor from its layers ({error})"
         return
-    weights = text_decoder(model).dtype
-    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    layers_of_kind: dict[tuple[Heads, int], list[str]] = {}
-    for name, window in layer_windows(model):
-        kind = heads_of_layer[name], window if window and window < longest_document_tokens else 0
-        layers_of_kind.setdefault(kind, []).append(name)
-    for (heads, window_tokens), layers in layers_of_kind.items():
-        operands = Operands(
-            device_type=device.type,
-            compute_capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
-            dtype=torch.bfloat16 if device.type == "cuda" and weights == torch.float32 else weights,
-            num_heads=heads.query,
-            num_kv_heads=heads.key_value,
-            head_dim=heads.dim,
-            value_dim=heads.value_dim,
-        )
+    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    for need, layers in needs.items():
         try:
-            choose_kernel(kernel, operands, AttentionSpec(1.0, True, window_tokens, softcap))
+            choose_kernel(kernel, need.operands(device.type, capability, text_decoder(model).dtype), need.spec)
         except UnsupportedAttentionError as error:
             yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
             return

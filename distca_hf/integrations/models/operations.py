@@ -56,7 +56,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {getattr(head, "weight", None)}
     beside_text = set(weights_beside_text(inner).values())
-    share = _share_of_experts(inner.config.get_text_config())
+    share = share_of_experts(inner.config.get_text_config())
     for name, parameter in model.named_parameters():
         shape = _shape(parameter)
         if parameter in tables or parameter in beside_text or len(shape) < 2:
@@ -76,7 +76,7 @@ def _shape(parameter: nn.Parameter) -> Sequence[int]:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def _share_of_experts(config: PreTrainedConfig) -> float | None:
+def share_of_experts(config: PreTrainedConfig) -> float | None:
     """Returns which part of its experts a token takes; None if the configuration does not say."""
     total, taken = (
         next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)

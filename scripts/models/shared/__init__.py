@@ -1,1 +1,1 @@
-"""Tiny models and sections of a page, which the programs of this folder share."""
+"""Sections of a page, which the programs of this folder share."""

@@ -24,8 +24,8 @@ def enabled(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def test_towers_attend_with_sdpa_and_the_text_with_distca(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept = multimodal_model("qwen2_5_omni_thinker", monkeypatch), KeptLines()
+def test_towers_attend_with_sdpa_and_the_text_with_distca() -> None:
+    model, kept = multimodal_model("qwen2_5_omni_thinker"), KeptLines()
     logging.getLogger("distca_hf").addHandler(kept)
     enabled(enabled(model))
     logging.getLogger("distca_hf").removeHandler(kept)
@@ -37,23 +37,23 @@ def test_towers_attend_with_sdpa_and_the_text_with_distca(monkeypatch: pytest.Mo
     assert {*attention_layers(model).values()} == {layer.self_attn for layer in text_decoder(model).layers}
 
 
-def test_an_attention_that_was_chosen_for_a_tower_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_was_chosen_for_a_tower_stays() -> None:
     chosen = {"": "distca", "text_config": "distca", "vision_config": "eager"}
-    model = enabled(multimodal_model("internvl", monkeypatch, chosen))
+    model = enabled(multimodal_model("internvl", chosen))
 
     assert model.config.vision_config._attn_implementation == "eager"
 
 
-def test_masks_of_another_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_another_attention_are_refused() -> None:
     """Some models make the masks of their text by the outer configuration."""
-    model = multimodal_model("gemma3", monkeypatch, {"": "sdpa", "text_config": "distca", "vision_config": "sdpa"})
+    model = multimodal_model("gemma3", {"": "sdpa", "text_config": "distca", "vision_config": "sdpa"})
 
     with pytest.raises(ConfigError, match=r"\(Gemma3Config\) uses attn_implementation='sdpa'"):
         enabled(model)
 
 
-def test_operations_and_positions_are_those_of_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = multimodal_model("llava", monkeypatch)
+def test_operations_and_positions_are_those_of_the_text_alone() -> None:
+    model = multimodal_model("llava")
     text = AutoModelForCausalLM.from_config(LlamaConfig(**model.config.text_config.to_dict()))
     vision = model.model.vision_tower.embeddings.position_embedding
 
@@ -62,8 +62,8 @@ def test_operations_and_positions_are_those_of_the_text_alone(monkeypatch: pytes
     PositionLimits(model).check(longest_document_tokens=128, where="here")
 
 
-def test_a_layer_that_mixes_tokens_of_text_is_refused_in_the_decoder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = multimodal_model("llava", monkeypatch)
+def test_a_layer_that_mixes_tokens_of_text_is_refused_in_the_decoder_alone() -> None:
+    model = multimodal_model("llava")
     check_model(model, 64)
     model.model.language_model.layers[0].mlp.conv = torch.nn.Conv1d(1, 1, 1)
 
@@ -71,8 +71,8 @@ def test_a_layer_that_mixes_tokens_of_text_is_refused_in_the_decoder_alone(monke
         check_model(model, 64)
 
 
-def test_a_decoder_that_cannot_be_told_from_its_towers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = multimodal_model("llava", monkeypatch)
+def test_a_decoder_that_cannot_be_told_from_its_towers_is_refused() -> None:
+    model = multimodal_model("llava")
     other = copy.deepcopy(model)
     other.model.language_model.config = copy.deepcopy(other.config.text_config)
     shared = copy.deepcopy(model)
@@ -86,8 +86,8 @@ def test_a_decoder_that_cannot_be_told_from_its_towers_is_refused(monkeypatch: p
         check_model(shared, 64)
 
 
-def test_a_batch_with_images_is_evaluated_and_continued_as_with_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = (multimodal_model("qwen2_5_vl", monkeypatch, name).eval() for name in ("distca", "sdpa"))
+def test_a_batch_with_images_is_evaluated_and_continued_as_with_sdpa() -> None:
+    model, plain = (multimodal_model("qwen2_5_vl", name).eval() for name in ("distca", "sdpa"))
     enabled(model)
     batch = document(0, 24, image_at=6)
     generated = {"max_new_tokens": 5, "do_sample": False}
@@ -97,8 +97,8 @@ def test_a_batch_with_images_is_evaluated_and_continued_as_with_sdpa(monkeypatch
     assert torch.equal(model.generate(**batch, **generated), plain.generate(**batch, **generated))
 
 
-def test_kinds_of_tokens_that_a_model_passes_on_to_its_layers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = (multimodal_model("llava", monkeypatch, name).eval() for name in ("distca", "sdpa"))
+def test_kinds_of_tokens_that_a_model_passes_on_to_its_layers_change_nothing() -> None:
+    model, plain = (multimodal_model("llava", name).eval() for name in ("distca", "sdpa"))
     enabled(model)
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     input_ids = torch.tensor([[5, 6, *[IMAGE_TOKEN] * (224 // 32) ** 2, 7, 8]])
@@ -111,9 +111,9 @@ def test_kinds_of_tokens_that_a_model_passes_on_to_its_layers_change_nothing(mon
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-def test_kinds_of_tokens_are_text_or_refused(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_tokens_are_text_or_refused(trains: bool) -> None:
     """Gemma 3 lets the tokens of an image see each other in both directions, if it is told which these are."""
-    model, plain = (multimodal_model("gemma3", monkeypatch, name).train(trains) for name in ("distca", "sdpa"))
+    model, plain = (multimodal_model("gemma3", name).train(trains) for name in ("distca", "sdpa"))
     enabled(model)
     input_ids = document(0, 12)["input_ids"]
     kinds = torch.zeros_like(input_ids)
@@ -130,9 +130,9 @@ def test_kinds_of_tokens_are_text_or_refused(trains: bool, monkeypatch: pytest.M
         logits(model, token_type_ids=kinds)
 
 
-def test_placed_batches_have_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placed_batches_have_no_cache() -> None:
     """Qwen2.5-VL passes `use_cache` on among its keywords."""
-    model = enabled(multimodal_model("qwen2_5_vl", monkeypatch))
+    model = enabled(multimodal_model("qwen2_5_vl"))
     watch = watch_of(model)
 
     assert watch is not None

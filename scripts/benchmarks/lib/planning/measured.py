@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distca_hf.analysis.estimates import Checkpointing
+from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize
 
 
@@ -47,6 +47,7 @@ LLAMA, QWEN = _size(LLAMA_8B), _size(QWEN_4B)
 TRAINING = "131200,8x512,8x1024,8x2048,8x4096,8x8192,4016"
 A, B, C = "65536,2x32768,4x16384,32x2048", "131072,96x4096", "65536,48x4096"
 HALF_64K, HALF_128K = "65536,16x4096", "131072,32x4096"
+KV_BUDGET_BYTES = 4 * GIB  # the default of `kv_budget_gib`
 NVLINK, SLOW = "NVLink", "30 GB/s"
 
 
@@ -83,9 +84,11 @@ class PeakRow:
 
     Attributes:
         page, num_ranks, documents, size, checkpointing, liger: as of a `StepRow`.
-        way: "local", "placed", or "whole" (see `StepRow.whole`).
+        way: "local", "placed", "fixed" (packs in order, tasks move), or "whole" (see `StepRow.whole`).
         gib: measured.
         optimizer_bytes: of its state, for each weight; 0 where no optimizer ran.
+        kv_budget_bytes: most bytes of received rows that waited; 0 with `kv_residency="refetch"`, and in runs before
+            2026-11-22, when no rows waited yet.
     """
 
     page: str
@@ -97,6 +100,7 @@ class PeakRow:
     checkpointing: Checkpointing = "recomputed"
     liger: bool = False
     optimizer_bytes: int = 0
+    kv_budget_bytes: float = KV_BUDGET_BYTES
 
 
 def _table(
@@ -129,17 +133,24 @@ STEPS = [
 PEAKS = [
     PeakRow(FOUR_GPUS, 4, A, "local", 21.8),
     PeakRow(FOUR_GPUS, 4, A, "placed", 22.4),
+    PeakRow(FOUR_GPUS, 4, A, "fixed", 22.9),
     PeakRow(FOUR_GPUS, 4, B, "local", 40.1),
     PeakRow(FOUR_GPUS, 4, B, "placed", 41.8),
+    PeakRow(FOUR_GPUS, 4, B, "fixed", 41.4),
     PeakRow(FOUR_GPUS, 4, C, "local", 21.8),
     PeakRow(FOUR_GPUS, 4, C, "placed", 22.5),
+    PeakRow(FOUR_GPUS, 4, C, "fixed", 22.3),
     PeakRow(TWO_GPUS, 2, HALF_64K, "local", 23.7),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "placed", 23.7, kv_budget_bytes=0),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "fixed", 23.7, kv_budget_bytes=0),
     PeakRow(TWO_GPUS, 2, HALF_64K, "placed", 24.4),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "fixed", 25.0),
     PeakRow(TWO_GPUS, 2, HALF_64K, "placed", 25.2, checkpointing="saved"),
+    PeakRow(TWO_GPUS, 2, HALF_64K, "fixed", 26.3, checkpointing="saved"),
     PeakRow(FIRST_LIGHT, 4, TRAINING, "whole", 58.5, SMALL_VOCABULARY, optimizer_bytes=8),
-    PeakRow(FIRST_LIGHT, 4, TRAINING, "placed", 29.5, SMALL_VOCABULARY, optimizer_bytes=8),
-    PeakRow(PLANNING, 4, TRAINING, "placed", 31.5, SMALL_VOCABULARY, "saved", optimizer_bytes=8),
-    PeakRow(EVERYTHING, 4, TRAINING, "placed", 32.6, SMALL_VOCABULARY, "saved", optimizer_bytes=8),
+    PeakRow(FIRST_LIGHT, 4, TRAINING, "placed", 29.5, SMALL_VOCABULARY, optimizer_bytes=8, kv_budget_bytes=0),
+    PeakRow(PLANNING, 4, TRAINING, "placed", 31.5, SMALL_VOCABULARY, "saved", optimizer_bytes=8, kv_budget_bytes=0),
+    PeakRow(EVERYTHING, 4, TRAINING, "placed", 32.6, SMALL_VOCABULARY, "saved", optimizer_bytes=8, kv_budget_bytes=0),
     PeakRow(STEP, 4, "262144", "placed", 69, LLAMA, "saved", True, 8),
     PeakRow(STEP, 4, "262144,64x4096", "placed", 111, LLAMA, "saved", True, 8),
     PeakRow(STEP, 4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),

@@ -35,11 +35,9 @@ def losses(trainer: Trainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(
-    attached: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(attached: Callable[..., Trainer]) -> None:
     """Trainer would divide by micro-batches; `accepts_loss_kwargs` of the model itself counts more."""
-    model, says_so = (multimodal_model("qwen3_vl", monkeypatch) for _ in range(2))
+    model, says_so = (multimodal_model("qwen3_vl") for _ in range(2))
     says_so.accepts_loss_kwargs = True
     assert not model.accepts_loss_kwargs
     trainer = attached(model, random_dataset(40))
@@ -57,7 +55,7 @@ def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(
 def test_towers_that_ddp_would_count_on_are_refused(
     finds_unused: bool, is_frozen: bool, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = multimodal_model("qwen3_vl", monkeypatch)
+    model = multimodal_model("qwen3_vl")
     model.model.visual.requires_grad_(not is_frozen)
     quiet = quiet_arguments(tmp_path, use_cpu=True, ddp_find_unused_parameters=finds_unused)
     trainer = Trainer(model, TrainingArguments(**quiet), train_dataset=random_dataset(4))

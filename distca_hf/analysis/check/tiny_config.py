@@ -1,8 +1,11 @@
-"""Configurations of any model of Transformers that reads text, so small that it is built in a fraction of a second.
+"""Tiny config: a configuration of any Transformers model that reads text, so small that it is built in a fraction of a
+second.
 
 The fields that make a model large, or random, have few names. `SIZES` holds a value for each of them, and a
 configuration gets those that it has fields for; so do its parts (text, vision, audio). What single classes need
-besides is in `EXCEPTIONS`.
+besides is in `EXCEPTIONS`: sizes that must fit each other. Nothing here says whether a class works.
+
+A tiny version of a given configuration keeps its flags, names and factors, and a layer of each kind that it has.
 """
 
 import dataclasses
@@ -138,9 +141,60 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Fields of a given configuration that a tiny version does not keep.
+NAMES_OF_ITS_OWN = frozenset({"model_type", "dtype", "torch_dtype", "architectures", "name_or_path", "use_cache"})
+# Sizes without which a layer attends in another way.
+WINDOWS = frozenset({"sliding_window", "sliding_window_size"})
+
+
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Returns a small configuration of this class."""
     return config_class(**_settings(config_class))
+
+
+def tiny_version(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a small configuration with the flags, names, factors and kinds of layers of this one.
+
+    Raises:
+        Exception: the class refuses them together with small sizes.
+    """
+    return type(config)(**_settings_like(config))
+
+
+def _settings_like(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns keywords of a small version; those of its parts are dicts."""
+    settings = _settings(type(config))
+    exceptions = EXCEPTIONS.get(config.model_type, {})
+    for field in dataclasses.fields(type(config)):
+        name, value = field.name, getattr(config, field.name, None)
+        if name in NAMES_OF_ITS_OWN or name in exceptions:
+            continue
+        if isinstance(value, PreTrainedConfig):
+            if isinstance(settings.get(name), dict) and settings[name]["model_type"] == value.model_type:
+                settings[name] = _settings_like(value) | {"model_type": value.model_type}
+        elif isinstance(value, bool | str | float) and name not in SIZES:
+            settings[name] = value
+        elif value is None and (name not in SIZES or name in WINDOWS):
+            settings[name] = None
+    if "num_hidden_layers" not in exceptions:
+        settings |= _lists_of_layers(config, exceptions)
+    return settings
+
+
+def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str, Any]:
+    """Returns all lists that have a value for each layer, with those of the first layer of each kind."""
+    layers = getattr(config, "num_hidden_layers", None)
+    kinds = getattr(config, "layer_types", None)
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or "layer_types" in exceptions:
+        return {}
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    chosen = chosen if len(chosen) > 1 else [*chosen, *range(1, min(2, len(kinds)))]
+    lists: dict[str, Any] = {"num_hidden_layers": len(chosen)}
+    for field in dataclasses.fields(type(config)):
+        value = getattr(config, field.name, None)
+        if isinstance(value, list | tuple) and len(value) == layers and field.name not in exceptions:
+            lists[field.name] = [value[layer] for layer in chosen]
+    return lists
 
 
 def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""Command: `distca check`, from a name to text or JSON and an exit status."""
+
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import get_args
+
+import torch
+import transformers
+from datasets.utils.logging import disable_progress_bar
+from rich.console import Console
+
+from distca_hf.analysis.check.answer import CheckAnswer, Job, memory_of
+from distca_hf.analysis.check.find import Candidate, find_candidate
+from distca_hf.analysis.check.gpus import find_gpu
+from distca_hf.analysis.check.numerics import Numerics, compare
+from distca_hf.analysis.check.print_answer import print_answer
+from distca_hf.analysis.check.sizes import decoder_size
+from distca_hf.analysis.check.verdict import judge, make_tiny
+from distca_hf.analysis.memory import Checkpointing
+from distca_hf.errors import ConfigError
+from distca_hf.telemetry import get_logger
+
+
+# Width of text without a terminal: that of most terminals.
+COLUMNS = 80
+WORKS, REFUSED = 0, 1
+
+
+def run_check(
+    model: str,
+    *,
+    tokens_per_rank: int,
+    gpus: int,
+    gpu: str,
+    checkpointing: str,
+    liger: bool,
+    numerics: bool,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> int:
+    """Runs `distca check`; returns its exit status. Output is printed at the very end, so that an error leaves nothing
+    behind.
+
+    Raises:
+        ConfigError: an option or the model is wrong.
+    """
+    if checkpointing not in get_args(Checkpointing):
+        raise ConfigError(f"--checkpointing {checkpointing} must be one of {', '.join(get_args(Checkpointing))}")
+    job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger)
+    with _quiet():
+        answer = check(find_candidate(model, trust_remote_code), job, numerics)
+    if as_json:
+        sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
+    else:
+        print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS))
+    return WORKS if answer.works else REFUSED
+
+
+def check(candidate: Candidate, job: Job, numerics: bool = False) -> CheckAnswer:
+    """Judges a model for a training, and estimates its memory.
+
+    Args:
+        candidate: the model.
+        job: the training.
+        numerics: whether a tiny version is compared with itself on two ranks.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    verdict, outline = judge(candidate, job.gpu, job.capacity_tokens)
+    size = decoder_size(outline, list(verdict.kinds))
+    fits, with_liger = ({}, {}) if size is None else memory_of(job, size, verdict.whole_documents)
+    compared = _compare(candidate) if numerics and verdict.status != "refused" else None
+    return CheckAnswer(candidate, job, verdict, size, fits, with_liger, compared)
+
+
+def _compare(candidate: Candidate) -> Numerics:
+    """Compares a tiny version.
+
+    Raises:
+        ConfigError: there is none, or it does not run, which is not known to be a fault of distca.
+    """
+    tiny = make_tiny(candidate)
+    if tiny is None:
+        raise ConfigError(f"model {candidate.name}: --numerics needs a tiny version, and none could be built")
+    try:
+        return compare(tiny)
+    except Exception as error:  # a model's code may raise anything
+        words = " ".join(str(error).split())
+        raise ConfigError(
+            f"model {candidate.name}: --numerics could not run a tiny version: {type(error).__name__}: {words}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out the words of libraries about a model without weights, and of a step that is no training."""
+    log, level = get_logger("distca_hf"), logging.getLogger("distca_hf").level
+    verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    disable_progress_bar()
+    log.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)  # of tiny models
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        log.setLevel(level)
+        torch.set_num_threads(threads)

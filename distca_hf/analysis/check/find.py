@@ -1,0 +1,255 @@
+"""Find: the class and the configuration that a name stands for, and the model of both without weights.
+
+A name is a model type or a class of Transformers, a class that can be imported, a config.json or its folder, a name of
+`distca plan` (llama3-8b), or a name on the Hub. Nothing is looked up in a list of models that work.
+"""
+
+import copy
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from distca_hf.analysis.check.trial import Make
+from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config
+from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
+from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.integrations.models.check import IMPLEMENTATION
+
+
+# Auto classes with their mappings, in the order in which a class for a model type is looked for.
+AUTO: tuple[tuple[Any, Any], ...] = (
+    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM),
+    (MODEL_MAPPING, AutoModel),
+)
+# Model types of built-in names, by their beginnings: the longest one counts.
+TYPES_OF_PRESETS = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "qwen2.5": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "qwen3-235b-a22b": "qwen3_moe",
+}
+# Name of the number of experts, that number, and the experts that a token takes, by model type.
+EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 128, 8)}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to check.
+
+    Attributes:
+        name: as it is printed.
+        config: its configuration.
+        make: builds the class from a configuration.
+        class_name: name of the class.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    make: Make
+    class_name: str
+
+    def outline(self, implementation: str | None = IMPLEMENTATION) -> PreTrainedModel:
+        """Returns the model on torch's meta device, without memory for weights.
+
+        Args:
+            implementation: of attention; None for the one that the class has by default.
+
+        Raises:
+            Exception: whatever the class raises for this configuration.
+        """
+        asked = {} if implementation is None else {"attn_implementation": implementation}
+        with torch.device("meta"):
+            return self.make(copy.deepcopy(self.config), **asked)
+
+
+def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
+    """Returns the model of a name.
+
+    Args:
+        name: see above.
+        trust_remote_code: whether Python code that lies beside a configuration may run.
+
+    Raises:
+        ConfigError: there is no such model, its configuration is not understood, or code of its own is not trusted.
+    """
+    if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
+        return _of_file(Path(name), trust_remote_code)
+    if name.lower() in PRESETS:
+        return _of_preset(name.lower())
+    if name in CONFIG_MAPPING:
+        return _of_config(_default(CONFIG_MAPPING[name]), f"{name}, default sizes")
+    if Path(name).exists():
+        raise ConfigError(f"model {name}: the folder has no {CONFIG_FILE}, and a file must be a .json")
+    model_class = _class_of(name)
+    if model_class is not None:
+        config_class: Any = model_class.config_class
+        return _of_class(model_class, _default(config_class), f"{config_class.model_type}, default sizes")
+    if "/" in name:
+        return _of_config(load_config(name, trust_remote_code), name)
+    known = [*PRESETS, *CONFIG_MAPPING]
+    raise ConfigError(
+        f"model {name!r} is not known; give a model type or class of Transformers (llama, Qwen3ForCausalLM), a class "
+        f"that can be imported (package.module.Class), or the path of a config.json.{did_you_mean(name, known)}"
+    )
+
+
+def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
+    """Returns the model of a config.json, or of a folder."""
+    file = path / CONFIG_FILE if path.is_dir() else path
+    values = read_config(file)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"model config {file} has no model_type: it is no configuration of Transformers")
+    if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
+        return _of_own_code(file, model_type, "auto_map" in values, trust_remote_code)
+    try:
+        config = AutoConfig.for_model(**values)
+    except Exception as error:  # configurations check themselves, each in its own way
+        raise ConfigError(f"model config {file} is not one of {model_type}: {_first_line(error)}") from error
+    return _of_config(config, str(path))
+
+
+def _of_own_code(file: Path, model_type: str, has_code: bool, trust_remote_code: bool) -> Candidate:
+    """Returns the model of a configuration whose class Transformers does not have."""
+    if not has_code:
+        raise ConfigError(
+            f"model config {file}: Transformers {transformers.__version__} has no model type {model_type!r}"
+            f".{did_you_mean(model_type, CONFIG_MAPPING)}"
+        )
+    if not trust_remote_code:
+        raise ConfigError(
+            f"model config {file}: model type {model_type!r} brings Python code of its own; read it, and give "
+            "--trust-remote-code to run it"
+        )
+    config = load_config(str(file.parent), trust_remote_code)
+    make: Any = AutoModelForCausalLM
+
+    def build(config: PreTrainedConfig, **asked: Any) -> PreTrainedModel:
+        model: PreTrainedModel = make.from_config(config, trust_remote_code=True, **asked)
+        return model
+
+    return Candidate(str(file.parent), config, build, _architecture(config) or model_type)
+
+
+def _of_preset(name: str) -> Candidate:
+    """Returns the model of a built-in name of `distca plan`."""
+    shape = PRESETS[name]
+    size, heads = shape.size, shape.heads
+    assert size is not None
+    model_type = TYPES_OF_PRESETS[max((known for known in TYPES_OF_PRESETS if name.startswith(known)), key=len)]
+    field, experts, taken = EXPERTS.get(model_type, ("", 0, 1))
+    router = size.hidden_size * experts
+    beside = size.layer_parameters // size.layers - attention_parameters(heads, size.hidden_size) - router
+    mlp_size = beside // (MLP_MATRICES * size.hidden_size * taken)
+    of_experts = {field: experts, "num_experts_per_tok": taken, "moe_intermediate_size": mlp_size} if experts else {}
+    config = AutoConfig.for_model(
+        model_type,
+        num_hidden_layers=size.layers,
+        hidden_size=size.hidden_size,
+        intermediate_size=mlp_size,
+        vocab_size=size.vocabulary,
+        num_attention_heads=heads.query,
+        num_key_value_heads=heads.key_value,
+        head_dim=heads.dim,
+        tie_word_embeddings=size.embedding_parameters == size.head_parameters,
+        max_position_embeddings=131_072,
+        **({"sliding_window": None} if model_type in ("mistral", "mixtral") else {}),
+        **of_experts,
+    )
+    return _of_config(config, name)
+
+
+def _of_config(config: PreTrainedConfig, name: str) -> Candidate:
+    """Returns the model of a configuration: of the class that it names, or else of the first auto class that has one.
+
+    Raises:
+        ConfigError: Transformers has no model for it.
+    """
+    named: Any = getattr(transformers, _architecture(config) or "", None)
+    if _is_model_class(named) and isinstance(config, named.config_class):
+        return _of_class(named, config, name)
+    for mapping, auto in AUTO:
+        if type(config) in mapping:
+            model_class = mapping[type(config)]
+            found = model_class[0] if isinstance(model_class, tuple) else model_class
+            return Candidate(name, config, auto.from_config, found.__name__)
+    raise ConfigError(f"model {name}: Transformers has no model of a {type(config).__name__}")
+
+
+def _of_class(model_class: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> Candidate:
+    return Candidate(name, config, model_class._from_config, model_class.__name__)
+
+
+def _class_of(name: str) -> type[PreTrainedModel] | None:
+    """Returns the model class of a name: of Transformers, or of a module that can be imported.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such class.
+    """
+    found: Any
+    module_name, _, class_name = name.replace(":", ".").rpartition(".")
+    if not module_name:
+        found = getattr(transformers, name, None)
+    elif all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+        try:
+            found = getattr(importlib.import_module(module_name), class_name, None)
+        except Exception as error:  # modules may do anything when imported
+            raise ConfigError(f"model {name}: {module_name} cannot be imported: {_first_line(error)}") from error
+        if found is None:
+            raise ConfigError(f"model {name}: {module_name} has no {class_name}")
+    else:
+        return None
+    if found is None or _is_model_class(found):
+        return found
+    raise ConfigError(f"model {name} is no model class with a configuration")
+
+
+def _is_model_class(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None
+
+
+def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Returns the default configuration of a class.
+
+    Raises:
+        ConfigError: the class refuses its own defaults.
+    """
+    try:
+        return config_class()
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"{config_class.__name__} has no default configuration ({_first_line(error)}); give a config.json"
+        ) from error
+
+
+def _architecture(config: PreTrainedConfig) -> str | None:
+    """Returns the class that a configuration was saved from, if it says so."""
+    architectures = getattr(config, "architectures", None)
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,65 @@
+"""GPUs: generation and memory of the ones that models are checked for, by name."""
+
+from dataclasses import dataclass
+
+from distca_hf.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device that a model is checked for.
+
+    Attributes:
+        name: as it is given.
+        device_type: "cuda" or "cpu".
+        compute_capability: generation (major version); None for a CPU.
+        gib: memory; None for a CPU.
+    """
+
+    name: str
+    device_type: str
+    compute_capability: int | None
+    gib: float | None
+
+
+# Compute capability (major version) and GB of memory, by data sheet.
+GPUS = {
+    name: Gpu(name, "cuda", capability, gib)
+    for name, capability, gib in (
+        ("b200", 10, 180.0),
+        ("gb200", 10, 186.0),
+        ("b300", 10, 270.0),
+        ("h200", 9, 140.0),
+        ("gh200", 9, 96.0),
+        ("h100", 9, 80.0),
+        ("h100-nvl", 9, 94.0),
+        ("h800", 9, 80.0),
+        ("h20", 9, 96.0),
+        ("a100", 8, 80.0),
+        ("a100-40gb", 8, 40.0),
+        ("a800", 8, 80.0),
+        ("a10", 8, 24.0),
+        ("a40", 8, 48.0),
+        ("a6000", 8, 48.0),
+        ("l40s", 8, 48.0),
+        ("l4", 8, 24.0),
+        ("rtx3090", 8, 24.0),
+        ("rtx4090", 8, 24.0),
+        ("rtx5090", 12, 32.0),
+        ("rtx-pro-6000", 12, 96.0),
+        ("v100", 7, 32.0),
+        ("t4", 7, 16.0),
+    )
+} | {"cpu": Gpu("cpu", "cpu", None, None)}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Returns the GPU of a name.
+
+    Raises:
+        ConfigError: it is not known; names the nearest one.
+    """
+    known = GPUS.get(name.lower())
+    if known is None:
+        raise ConfigError(f"--gpu {name} is not one of {', '.join(GPUS)}.{did_you_mean(name.lower(), GPUS)}")
+    return known

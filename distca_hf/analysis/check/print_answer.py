@@ -1,0 +1,146 @@
+"""Print answer: the answer of `distca check` in the terminal, at 80 columns."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from distca_hf.analysis.check.answer import CheckAnswer
+from distca_hf.analysis.check.kernels import KernelChoice
+from distca_hf.analysis.check.numerics import LARGEST_DIFFERENCE, Numerics
+from distca_hf.analysis.memory import USABLE_SHARE
+from distca_hf.analysis.print_answer import SHARDING, block, counted, in_gib, plain_table
+from distca_hf.integrations.models.layer_kinds import grouped, ranges
+
+
+HEADS = "32/8 heads of 128: query heads, KV heads, numbers of each."
+# Names of the parts of memory.
+PARTS = {
+    "parameters": "weights: a rank's share",
+    "optimizer": "AdamW: a rank's share",
+    "gradients": "gradients: a rank's share",
+    "gathered": "weights gathered, their gradients",
+    "kept": "activations kept until backward",
+    "layer": "one layer in backward",
+    "head": "logits and loss",
+    "received": "keys and values of other ranks",
+}
+CHECKPOINTING = {
+    "saved": "layers checkpointed, attention's outputs kept",
+    "recomputed": "layers checkpointed, attention computed twice",
+    "none": "no activation checkpointing",
+}
+
+
+def print_answer(answer: CheckAnswer, console: Console) -> None:
+    """Prints the verdict with reasons and limits, layers, kernels, memory and numerics."""
+    for number, each in enumerate(_blocks(answer)):
+        if number:
+            console.print()
+        console.print(each, highlight=False)
+
+
+def _blocks(answer: CheckAnswer) -> Iterator[RenderableType]:
+    verdict = answer.verdict
+    yield _verdict(answer)
+    if verdict.kinds:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for numbers, kind in grouped(verdict.kinds):
+            table.add_row(ranges(numbers), kind.in_words())
+        yield block("layers", table, HEADS)
+    if verdict.kernels:
+        yield _kernels(answer)
+    if answer.fits and verdict.status != "refused":
+        yield _memory(answer)
+    if answer.numerics is not None:
+        yield _numerics(answer.numerics)
+
+
+def _verdict(answer: CheckAnswer) -> RenderableType:
+    """Returns the model, the verdict, and every reason, limit and note in a line of its own."""
+    verdict, candidate = answer.verdict, answer.candidate
+    parameters = "" if answer.size is None else f", {answer.size.parameters / 1e9:.3g}B parameters"
+    lines: list[RenderableType] = [
+        f"{candidate.class_name} ({candidate.name}{parameters})",
+        Text(f"{verdict.status} on {answer.job.gpu.name}", style="bold"),
+    ]
+    listed = Table(box=None, pad_edge=False, show_header=False)
+    listed.add_column(no_wrap=True)
+    listed.add_column(overflow="fold")
+    for words, sentences in (("refused", verdict.reasons), ("limit", verdict.limits), ("note", verdict.notes)):
+        for sentence in sentences:
+            listed.add_row(f"{words}:", sentence)
+    if verdict.status != "refused":
+        how = "stay whole on a rank" if verdict.whole_documents else "may be cut between ranks (placed)"
+        listed.add_row("documents:", how)
+    return Group(*lines, listed)
+
+
+def _kernels(answer: CheckAnswer) -> RenderableType:
+    """Returns the kernels of all layers that need the same: the ones that can, and why others cannot."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(overflow="fold", min_width=20)
+    table.add_column(overflow="fold")
+    for choice in answer.verdict.kernels:
+        table.add_row(_need(choice), ", ".join(choice.able) or "none")
+        if choice.unable:
+            table.add_row("", f"not {choice.why_not}")
+    words = "The first one that is installed and runs is taken: `distca env` shows those of a machine."
+    return block(f"kernels on {answer.job.gpu.name}, the fastest first", table, words)
+
+
+def _need(choice: KernelChoice) -> str:
+    """Returns what layers need, in words."""
+    heads, need = choice.need.heads, choice.need
+    width = f"{heads.dim}" + (f" (values {heads.value_dim})" if heads.dim != heads.value_dim else "")
+    window = f"window {need.window_tokens:,}" if need.window_tokens else "full"
+    softcap = f", softcap {need.softcap:g}" if need.softcap else ""
+    return f"{counted(len(choice.layers), 'layer')}: {window}, heads of {width}{softcap}"
+
+
+def _memory(answer: CheckAnswer) -> RenderableType:
+    """Returns the table of GiB per GPU by part, and the tokens per rank that fit."""
+    job, fits = answer.job, answer.fits
+    table = plain_table(*(SHARDING[sharding] for sharding in fits))
+    for part, words in PARTS.items():
+        values = [getattr(fit.memory, part) for fit in fits.values()]
+        if any(values):
+            table.add_row(words, *(in_gib(value) for value in values))
+    table.add_row("most at once", *(in_gib(fit.memory.total) for fit in fits.values()))
+    room = job.room_bytes or 0.0
+    table.add_row(f"fits {in_gib(room)}", *("yes" if fit.fits else "no" for fit in fits.values()))
+    table.add_row("largest tokens per rank", *(_tokens(fit.largest_tokens) for fit in fits.values()))
+    if not job.liger:
+        table.add_row("the same with --liger", *(_tokens(tokens) for tokens in answer.with_liger_tokens.values()))
+    document = "" if answer.verdict.whole_documents else ", one document of all of them"
+    words = (
+        f"Estimated for {counted(job.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
+        f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[job.checkpointing]} "
+        f"(--checkpointing); {'with' if job.liger else 'without'} Liger's kernels and loss; {USABLE_SHARE:.0%} of "
+        f"{job.gpu.gib:g} GiB may be used."
+    ).replace("%", " %")
+    return block("GiB per GPU, estimated", table, words)
+
+
+def _tokens(tokens: int) -> str:
+    return f"{tokens:,}" if tokens else "none fits"
+
+
+def _numerics(numerics: Numerics) -> RenderableType:
+    """Returns the three differences."""
+    table = plain_table("")
+    logits = "-" if numerics.logits is None else f"{numerics.logits:.1e}"
+    table.add_row("logits", logits)
+    table.add_row("loss", f"{numerics.loss:.1e}")
+    table.add_row("gradients", f"{numerics.gradients:.1e}")
+    agree = "agree" if numerics.agree else "DIFFER"
+    mode = "" if numerics.in_training_mode else " In evaluation mode, because it draws random numbers in training."
+    words = (
+        f"{agree}: a tiny version of this model, {numerics.documents} documents of {numerics.tokens} tokens on "
+        f"{numerics.num_ranks} ranks, beside each document alone with sdpa, in fp32. Up to "
+        f"{LARGEST_DIFFERENCE:.0e} is rounding.{mode}"
+    )
+    return block("relative differences", table, words)

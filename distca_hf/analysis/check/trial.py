@@ -1,0 +1,203 @@
+"""Trial: a step of a tiny model on documents that are placed on ranks, beside the same documents each alone.
+
+Ranks are threads of this process. What they compute is what training computes: the loader places documents, `enable`
+checks and watches the model, and attention is exact on the CPU. So a class that asks for anything that is not computed
+is refused here as it is there, in its first forward pass.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, VOCABULARY
+from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.integrations.models.check import IMPLEMENTATION
+from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.testing import rows_of_rank, run_ranks
+
+
+DOCUMENT_TOKENS = (1, 5, 9, 17, 30, 48, LONGEST_TOKENS)
+CAPACITY_TOKENS = 192  # one micro-batch holds all documents, and on three ranks the longest one is cut
+# Seconds after which a rank that does not come is given up.
+HANG_SECONDS = 30.0
+# Returns a model of a configuration with an attention implementation.
+Make = Callable[..., PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model so small that it trains a step in a fraction of a second.
+
+    Attributes:
+        config: its configuration.
+        make: builds its class: `from_config` of one of Transformers' auto classes, or `_from_config` of a class.
+        trains: whether it is in training mode; some classes draw random numbers there.
+    """
+
+    config: PreTrainedConfig
+    make: Make
+    trains: bool = True
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters, without their memory."""
+        with torch.device("meta"):
+            return int(self.make(copy.deepcopy(self.config)).num_parameters())
+
+    def build(self, implementation: str) -> PreTrainedModel:
+        """Returns the model in fp32; its weights are random, equal every time, and none is left at zero."""
+        torch.manual_seed(0)
+        model = self.make(copy.deepcopy(self.config), attn_implementation=implementation).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        return model.train(self.trains)
+
+    def build_plain(self) -> PreTrainedModel:
+        """Returns the same model with sdpa, or with eager attention if it does not know sdpa."""
+        try:
+            return self.build("sdpa")
+        except ValueError:
+            return self.build("eager")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss, and gradients of all parameters one after the other, of one training step.
+
+    Attributes:
+        logits: `[tokens, words]` of all documents one after the other; None where the model returns none.
+    """
+
+    loss: float
+    gradients: torch.Tensor
+    logits: torch.Tensor | None = None
+
+    def difference(self, other: "Step") -> float:
+        """Returns the larger one of the relative differences of losses and gradients."""
+        return largest([self.loss_difference(other), self.gradient_difference(other)])
+
+    def loss_difference(self, other: "Step") -> float:
+        """Returns the difference of losses over the other loss."""
+        return abs(self.loss - other.loss) / abs(other.loss)
+
+    def gradient_difference(self, other: "Step") -> float:
+        """Returns the norm of the difference of gradients over that of the others."""
+        return float((self.gradients - other.gradients).norm() / other.gradients.norm())
+
+    def logit_difference(self, other: "Step") -> float | None:
+        """Returns the norm of the difference of logits over that of the others; None where there are none."""
+        if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
+            return None
+        return float((self.logits - other.logits).norm() / other.logits.norm())
+
+
+def largest(differences: list[float]) -> float:
+    """Returns the largest number; not a number if any is not."""
+    return float(np.max(differences))
+
+
+def documents_dataset() -> Dataset:
+    """Returns documents of random tokens, with uneven labels."""
+    rng = random.Random(0)
+    documents = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in DOCUMENT_TOKENS]
+    masks = [[int(at % 7 > row % 5) for at in range(len(ids))] for row, ids in enumerate(documents)]
+    return Dataset.from_dict({"input_ids": documents, "completion_mask": masks})
+
+
+def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
+    """Returns all documents in one micro-batch."""
+    settings = documents_dataset(), _config(transport.world_size), transport, torch.device("cpu")
+    return PlacedLoader(*settings, whole_documents=whole_documents)
+
+
+def _config(num_ranks: int) -> DistCAConfig:
+    """Returns settings with which all documents fit some ranks."""
+    return DistCAConfig(tokens_per_rank=max(CAPACITY_TOKENS // num_ranks, LONGEST_TOKENS), pad_to_multiple_of=32)
+
+
+def step_alone(model: PreTrainedModel) -> Step:
+    """Runs the step on whole documents, each alone."""
+    logits: list[torch.Tensor] = []
+    loss = loss_alone(model, logits)
+    return Step(loss, gradients_of(model), torch.cat(logits) if logits else None)
+
+
+def loss_alone(model: PreTrainedModel, logits: list[torch.Tensor] | None = None) -> float:
+    """Returns the loss of the step on whole documents, each alone, and computes its gradients.
+
+    Args:
+        logits: gets `[tokens, words]` of each document; documents without labels are run for these alone.
+    """
+    documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
+    labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
+    total = 0.0
+    for document in documents:
+        counts = (document.shift_labels != -100).any()
+        if not counts and logits is None:
+            continue
+        ids, targets = (torch.from_numpy(x)[None] for x in (document.input_ids, document.labels))
+        output = model(input_ids=ids, labels=targets, num_items_in_batch=labels, use_cache=False)
+        if logits is not None and isinstance(found := output.get("logits"), torch.Tensor):
+            logits.append(found.detach()[0])
+        if counts:
+            output.loss.backward()
+            total += output.loss.item()
+    return total
+
+
+def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
+    """Runs the step on documents that are placed on ranks; returns their mean, as data parallelism makes it.
+
+    Raises:
+        DistCAError: the model is refused, before its first forward pass or in it.
+    """
+    models = [tiny.build(IMPLEMENTATION) for _ in range(num_ranks)]
+    whole_documents = needs_whole_documents(models[0])
+    documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
+    lengths = np.array([len(document.input_ids) for document in documents])
+    layout = PlacedPlanner(_config(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
+    tokens = torch.from_numpy(np.concatenate([document.input_ids for document in documents]))
+
+    def step(transport: Transport) -> tuple[Step, torch.Tensor]:
+        model = models[transport.rank]
+        enable(model, ParallelContext(_config(num_ranks)), LONGEST_TOKENS)
+        (batch,) = loader_of(transport, whole_documents)
+        output = model(**batch)
+        output.loss.backward()
+        rows = rows_of_rank(layout, transport.rank)
+        is_known = torch.equal(batch["input_ids"][0, : len(rows)].long(), tokens[rows].long())
+        found = output.get("logits") if is_known else None
+        logits = found.detach()[0, : len(rows)] if isinstance(found, torch.Tensor) else None
+        return Step(output.loss.item(), gradients_of(model), logits), rows
+
+    return _mean(run_ranks(num_ranks, step, timeout_seconds=HANG_SECONDS))
+
+
+def _mean(ranks: list[tuple[Step, torch.Tensor]]) -> Step:
+    """Returns the mean of steps, and all logits in the order of documents, from the steps and rows of all ranks."""
+    steps = [step for step, _ in ranks]
+    gradients = torch.stack([step.gradients for step in steps]).mean(0)
+    logits = None
+    if all(step.logits is not None for step in steps):
+        in_ranks = torch.cat([step.logits for step in steps if step.logits is not None])
+        logits = torch.empty_like(in_ranks)
+        logits[torch.cat([rows for _, rows in ranks])] = in_ranks
+    return Step(sum(step.loss for step in steps) / len(steps), gradients, logits)
+
+
+def gradients_of(model: PreTrainedModel) -> torch.Tensor:
+    """Returns gradients of all parameters, one after the other; zeros where a parameter had no part."""
+    return torch.cat(
+        [torch.zeros_like(x).flatten() if x.grad is None else x.grad.flatten() for x in model.parameters()]
+    )

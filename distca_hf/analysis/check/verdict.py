@@ -1,0 +1,237 @@
+"""Verdict: whether a model works on distca, works with limits, or is refused, and why.
+
+Three looks, the first two with the functions that training runs. The model's modules and configuration are checked on
+torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the device that is asked about. Then
+a tiny version of the model trains a step (`trial`), because some classes ask for what is not computed in their first
+forward pass alone.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from distca_hf.analysis.check.find import Candidate
+from distca_hf.analysis.check.gpus import Gpu
+from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
+from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
+from distca_hf.analysis.check.trial import TinyModel, step_alone, step_placed
+from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.integrations.models.check import (
+    IMPLEMENTATION,
+    REMEDY,
+    PositionLimits,
+    kernel_needs,
+    refusals,
+)
+from distca_hf.integrations.models.layer_kinds import LayerKind, layer_kinds, ranges
+from distca_hf.integrations.models.parts import attention_layers, text_decoder
+from distca_hf.integrations.models.towers import towers
+
+
+Status = Literal["works", "works with limits", "refused"]
+# Most parameters of a tiny version that is tried.
+MOST_PARAMETERS = 30_000_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a model.
+
+    Attributes:
+        status: see above.
+        reasons: why it is refused; empty if it is not.
+        limits: what a training must keep to, each a sentence.
+        notes: what is worth knowing besides.
+        kinds: how each decoder layer mixes tokens, in order.
+        kernels: for layers that need the same.
+        longest_document_tokens: longest document that is accepted; None if any is.
+        whole_documents: whether documents stay whole on a rank.
+    """
+
+    status: Status
+    reasons: tuple[str, ...]
+    limits: tuple[str, ...]
+    notes: tuple[str, ...]
+    kinds: tuple[LayerKind, ...]
+    kernels: tuple[KernelChoice, ...]
+    longest_document_tokens: int | None
+    whole_documents: bool
+
+    @property
+    def cuts_documents(self) -> bool:
+        """Whether documents may be cut between ranks."""
+        return self.status != "refused" and not self.whole_documents
+
+
+@dataclass
+class _Findings:
+    """What was found so far."""
+
+    reasons: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = True) -> tuple[Verdict, PreTrainedModel]:
+    """Judges a model; returns the verdict, and the model on torch's meta device.
+
+    Args:
+        candidate: class and configuration.
+        gpu: device of the training.
+        capacity_tokens: tokens that all ranks together hold, and so the longest document.
+        tries: whether a tiny version trains a step, if nothing else is against the model.
+
+    Raises:
+        ConfigError: the class cannot be built with this configuration.
+    """
+    found = _Findings()
+    model = _outline(candidate, found)
+    kinds = tuple(layer_kinds(model))
+    position_limits = PositionLimits(model)
+    longest = position_limits.longest_tokens
+    if not found.reasons:
+        # Longer documents than a model can take are refused by their lengths, and not the model by theirs.
+        longest_accepted = min(capacity_tokens, longest) if longest else 1
+        found.reasons += refusals(model, longest_accepted)
+        if found.reasons and not refusals(model, longest_accepted, whole_documents=True):
+            found.notes.append(
+                "its loss alone is against it: on packs and padded rows that others make (DistCACallback) it may have "
+                "any loss, and attention tasks move"
+            )
+    choices = _kernels(model, gpu, capacity_tokens, found)
+    whole = any(kind.mixer for kind in kinds) and any(kind.attends for kind in kinds)
+    if not found.reasons:
+        _limits(model, kinds, position_limits, choices, capacity_tokens, whole, gpu, found)
+    if tries and not found.reasons:
+        _try(candidate, found)
+    status: Status = "refused" if found.reasons else "works with limits" if found.limits else "works"
+    verdict = Verdict(
+        status=status,
+        reasons=tuple(found.reasons),
+        limits=() if found.reasons else tuple(found.limits),
+        notes=tuple(found.notes),
+        kinds=kinds,
+        kernels=tuple(choices),
+        longest_document_tokens=longest,
+        whole_documents=whole,
+    )
+    return verdict, model
+
+
+def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
+    """Returns the model without weights, with another attention if Transformers refuses distca for it.
+
+    Raises:
+        ConfigError: it cannot be built at all.
+    """
+    try:
+        return candidate.outline()
+    except Exception as error:  # a model's code may raise anything
+        refusal = error
+    where = f"model {candidate.name}: {candidate.class_name} cannot be built"
+    try:
+        model = candidate.outline(implementation=None)
+    except Exception as error:  # likewise
+        raise ConfigError(f"{where}: {_named(error)}") from error
+    if IMPLEMENTATION not in str(refusal):
+        raise ConfigError(f"{where}: {_named(refusal)}") from refusal
+    words = " ".join(str(refusal).split())
+    found.reasons.append(f"Transformers does not know attn_implementation={IMPLEMENTATION!r} for it ({words})")
+    return model
+
+
+def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: _Findings) -> list[KernelChoice]:
+    """Returns the kernels for the layers of a model; layers that no kernel computes are a reason against it."""
+    if not attention_layers(model):
+        return []
+    try:
+        needs = kernel_needs(model, capacity_tokens)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        found.reasons.append(f"its heads can be read neither from its config nor from its layers ({error})")
+        return []
+    choices = kernels_for(needs, gpu, text_decoder(model).dtype)
+    for choice in choices:
+        if not choice.able:
+            words = "its layers" if len(choices) == 1 else f"{len(choice.layers)} of its layers"
+            found.reasons.append(f"no kernel for {gpu.name} computes {words} ({choice.why_not})")
+    return choices
+
+
+def _limits(
+    model: PreTrainedModel,
+    kinds: tuple[LayerKind, ...],
+    position_limits: PositionLimits,
+    choices: list[KernelChoice],
+    capacity_tokens: int,
+    whole: bool,
+    gpu: Gpu,
+    found: _Findings,
+) -> None:
+    """Adds limits and notes of a model that is not refused."""
+    if whole:
+        layers = ranges([number for number, kind in enumerate(kinds) if kind.mixer])
+        found.limits.append(
+            f"documents stay whole on a rank, because layers {layers} carry a state: none may have more than "
+            "tokens_per_rank tokens. Make batches with attach, or with plugin.dataloader(model=...)"
+        )
+        found.limits.append("ZeRO-3 is refused: it gathers the weights of such layers unequally often on each rank")
+    if position_limits.longest_tokens is not None and position_limits.longest_tokens < capacity_tokens:
+        why = "its table of positions ends there" if position_limits.has_table else "its RoPE changes with the batch"
+        found.limits.append(f"documents have up to {position_limits.longest_tokens:,} tokens: {why}")
+    trained = position_limits.trained_tokens
+    if not position_limits.has_table and trained is not None and trained < capacity_tokens:
+        found.notes.append(f"it was made for documents of up to {trained:,} tokens; longer ones bring a warning")
+    for package in dict.fromkeys(choice.needs_package for choice in choices if choice.needs_package):
+        asking = [choice for choice in choices if choice.needs_package == package]
+        what = " and ".join(dict.fromkeys(option for choice in asking for option in choice.options)) or "its heads"
+        found.limits.append(f"on {gpu.name} {what} cannot be computed without FlashAttention: {package}")
+    if towers(model):
+        found.limits.append("documents of text; packs may hold images. Its towers attend with sdpa, each rank alone")
+
+
+def _try(candidate: Candidate, found: _Findings) -> None:
+    """Trains a step of a tiny version, and adds what came of it."""
+    tiny = make_tiny(candidate)
+    if tiny is None:
+        found.limits.append("it was not tried: no tiny version of its configuration could be built")
+        return
+    try:
+        step_placed(tiny, num_ranks=1)
+    except DistCAError as refusal:
+        opening = f"{candidate.class_name} cannot run on distca: "
+        found.reasons.append(str(refusal).removeprefix(opening).removesuffix(f". {REMEDY}"))
+    except Exception as failure:  # a model's code may raise anything
+        if _fails_alone(tiny):
+            found.limits.append(f"it was not tried: a tiny version fails without distca, too ({_named(failure)})")
+        else:
+            found.reasons.append(f"a tiny version of it fails, and trains with sdpa: {_named(failure)}")
+
+
+def make_tiny(candidate: Candidate) -> TinyModel | None:
+    """Returns a tiny version of a model that can be built; None if there is none.
+
+    One with the flags of its configuration is preferred to one with those of its class.
+    """
+    for config_of in (lambda: tiny_version(candidate.config), lambda: tiny_config(type(candidate.config))):
+        try:
+            tiny = TinyModel(config_of(), candidate.make)
+            if tiny.num_parameters() <= MOST_PARAMETERS:
+                return tiny
+        except Exception:  # a configuration or a class that does not go with small sizes
+            continue
+    return None
+
+
+def _fails_alone(tiny: TinyModel) -> bool:
+    """Returns whether a step without distca fails as well."""
+    try:
+        step_alone(copy.copy(tiny).build_plain())
+    except Exception:  # whatever it raises
+        return True
+    return False
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,357 @@
+"""Memory: the most bytes that torch has allocated on a GPU at once during a training step, by its parts.
+
+Pure arithmetic over numbers of weights, tokens and heads; no model is built here. For a rank with T tokens:
+
+    peak = state + max(head, layer), or the optimizer's step if that is more
+
+    state   weights and AdamW's state of this rank's share: with FSDP2 (4 + 8) P / R bytes for P weights on R ranks, in
+            fp32; with ZeRO-3 (10 + 8) P / R, DeepSpeed's own estimate (`deepspeed.runtime.zero.stage3`)
+    head    the loss: T (kept + 12 V) bytes, with V words: log-softmax and two gradients in fp32. Liger's fused loss
+            holds the numbers of a chunk instead, about T x hidden
+    layer   backward of the last layer begins: T (kept + computed) bytes, its gathered weights, their gradient and the
+            weights of the layer before, and keys and values of other ranks
+    optimizer's step   the state and a rank's share of fp32 gradients, when activations are gone
+
+*Kept* is the input of every checkpointed layer, and attention's output and log-sum-exps with
+`checkpointed_attention="save"`. *Computed* is what one layer holds while its backward runs. Sizes of tensors are those
+of Transformers' layers in bf16: of an RMS norm an fp32 copy of its input, the normalized numbers and its output, in
+all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
+
+Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it. Measured peaks beside these
+estimates: `docs/benchmarks/2026-11-23-plan.md`. ZeRO-3, experts and mixers were not measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from distca_hf.cost import Heads
+
+
+Sharding = Literal["fsdp2", "zero3"]
+Checkpointing = Literal["saved", "recomputed", "none"]
+GIB = 2**30
+# Bytes of AdamW's state per weight: two fp32 numbers.
+ADAM_BYTES = 8
+# Bytes of a number in bf16 and in fp32.
+HALF_BYTES, SINGLE_BYTES = 2, 4
+# Bytes of a token and word of the vocabulary: logarithms of probabilities, and two gradients, in fp32.
+LOGIT_BYTES = 12
+# Bytes of a token and number of the hidden state in Liger's fused loss: its gradient, and a chunk of logits in bf16
+# and fp32. A chunk has about T x hidden numbers (`liger_kernel.ops.fused_linear_cross_entropy`).
+FUSED_LOSS_BYTES = 8
+# Bytes of a number that a norm saves, without and with Liger's kernels.
+NORM_BYTES, LIGER_NORM_BYTES = 8, 4
+# Bytes of a weight in DeepSpeed's own estimate of ZeRO-3 (deepspeed.runtime.zero.stage3), without AdamW's state. The
+# first is of a rank's share (weights in 16 and 32 bits, gradients), the second of the largest layer, while gathered.
+ZERO3_BYTES, ZERO3_LAYER_BYTES = 10, 4
+# Bytes of the gradients in ZeRO3_BYTES.
+ZERO3_GRADIENT_BYTES = 4
+# Share of a GPU's memory that torch may allocate; CUDA, NCCL and torch's reserve need the rest.
+USABLE_SHARE = 0.9
+# Parts of a layer's weights that are there at once under FSDP2: its own, their gradients, and the next layer's.
+GATHERED_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One kind of decoder layers, as far as memory depends on it.
+
+    Attributes:
+        count: layers of this kind.
+        parameters: weights of one layer, all experts included.
+        mlp_size: width of a gated MLP with as many weights as a token passes beside attention; of experts the ones
+            that it is sent to. A mixer counts as a part of it.
+        heads: heads of attention; None for a layer without attention.
+        window_tokens: the window; None where documents are seen in full.
+    """
+
+    count: int
+    parameters: int
+    mlp_size: float
+    heads: Heads | None
+    window_tokens: int | None = None
+
+    def kept_bytes(self, hidden_size: int, saved: bool) -> float:
+        """Returns bytes of a token that a checkpointed layer keeps until backward."""
+        return HALF_BYTES * hidden_size + (self.output_bytes if saved else 0)
+
+    def computed_bytes(self, hidden_size: int, saved: bool, liger: bool) -> float:
+        """Returns bytes of a token that a checkpointed layer holds while its backward runs."""
+        mlp, attention = self.mlp_size, 0 if saved else self.output_bytes
+        if self.heads is not None:
+            queries = self.heads.query * self.heads.dim
+            attention += HALF_BYTES * (queries + self.heads.key_value * (self.heads.dim + self.heads.value_dim))
+        if liger:  # two norms' outputs, the sum between them; gate, up, their product; gradients of two of these
+            return attention + HALF_BYTES * (3 * hidden_size + 3 * mlp) + HALF_BYTES * (2 * hidden_size + mlp)
+        norms = 2 * NORM_BYTES * hidden_size
+        return attention + norms + HALF_BYTES * 4 * mlp + HALF_BYTES * (2 * hidden_size + 2 * mlp)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of a token's attention output, and of the log-sum-exp of each head."""
+        if self.heads is None:
+            return 0
+        return HALF_BYTES * self.heads.query * self.heads.value_dim + SINGLE_BYTES * self.heads.query
+
+    def received_bytes(self, received_bytes: int) -> int:
+        """Returns bytes of keys and values that a rank receives, if a layer of full attention receives that many: a
+        window needs its halos alone, of the document before each of a rank's two parts."""
+        if self.heads is None:
+            return 0
+        if self.window_tokens is None:
+            return received_bytes
+        halo = 2 * (self.window_tokens - 1) * self.heads.token_bytes(HALF_BYTES).key_value
+        return min(received_bytes, halo)
+
+
+@dataclass(frozen=True)
+class DecoderSize:
+    """Numbers of weights of a model.
+
+    Attributes:
+        hidden_size: numbers of a token's vector between layers.
+        vocabulary: number of words; 0 for a model without a head.
+        parameters: all weights, each once.
+        embedding_parameters: weights of the embedding, and of the head if it has weights of its own.
+        layers: kinds of decoder layers.
+    """
+
+    hidden_size: int
+    vocabulary: int
+    parameters: int
+    embedding_parameters: int
+    layers: tuple[LayerSize, ...]
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the last matrix product."""
+        return self.vocabulary * self.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """Weights of the largest layer, all experts included."""
+        return max((layer.parameters for layer in self.layers), default=0)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How a model is trained.
+
+    Attributes:
+        num_ranks: ranks that share weights, gradients and the optimizer's state.
+        sharding: FSDP2, or DeepSpeed ZeRO-3.
+        checkpointing: layers keep their input and attention's output ("saved"), their input ("recomputed"), or all.
+        liger: Liger's kernels and its fused loss, which holds no logits.
+        optimizer_bytes: bytes of the optimizer's state per weight.
+        kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
+    """
+
+    num_ranks: int
+    sharding: Sharding = "fsdp2"
+    checkpointing: Checkpointing = "saved"
+    liger: bool = False
+    optimizer_bytes: int = ADAM_BYTES
+    kv_budget_bytes: float = 4 * GIB
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether attention's outputs wait for backward."""
+        return self.checkpointing == "saved"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a training step.
+
+    Attributes:
+        parameters, optimizer, gradients: its share of weights, of the optimizer's state, and of gradients that are
+            there when backward begins.
+        gathered: whole weights and gradients of weights of the layers that are computed at that time.
+        kept: activations that all layers keep until backward.
+        layer: activations and gradients of one layer while its backward runs; 0 if the head needs more.
+        head: logits, their gradients and the last norm; 0 if a layer needs more.
+        received: keys and values of other ranks, and their gradients.
+        optimizer_step: its share when the optimizer runs, gradients included, and nothing else.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    kept: int
+    layer: int
+    head: int
+    received: int
+    optimizer_step: int
+
+    @property
+    def state(self) -> int:
+        """This rank's share of weights, gradients and the optimizer's state."""
+        return self.parameters + self.optimizer + self.gradients
+
+    @property
+    def computed(self) -> int:
+        """Activations of the head or of one layer while its backward runs, whichever needs more."""
+        return self.layer + self.head
+
+    @property
+    def backward(self) -> int:
+        """Bytes where backward begins."""
+        return self.state + self.gathered + self.kept + self.computed + self.received
+
+    @property
+    def total(self) -> int:
+        """Peak of a step: in backward, or in the optimizer if a rank has few tokens."""
+        return max(self.backward, self.optimizer_step)
+
+    def as_json(self) -> dict[str, int]:
+        """Returns all parts, their sums and the peak, in bytes."""
+        parts = ("parameters", "optimizer", "gradients", "gathered", "kept", "layer", "head", "received")
+        sums = ("state", "computed", "optimizer_step", "total")
+        return {name: getattr(self, name) for name in (*parts, *sums)}
+
+
+def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0) -> Memory:
+    """Estimates the peak memory of the rank with most tokens.
+
+    Args:
+        size: size of the model; a size without vocabulary is a model without a head.
+        setup: how the model is trained.
+        rank_tokens: tokens that the rank holds in a micro-step.
+        received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
+    """
+    kept = sum(layer.count * _kept_bytes(layer, size, setup) for layer in size.layers)
+    of_layers = sum(layer.count * layer.received_bytes(received_bytes) for layer in size.layers)
+    waits = of_layers <= setup.kv_budget_bytes
+    moments = [_head_moment(size, setup, rank_tokens, of_layers if waits else 0)]
+    for layer in size.layers:
+        of_layer = layer.received_bytes(received_bytes)
+        received = (of_layers if waits else of_layer) + of_layer
+        moments.append(_layer_moment(layer, size, setup, rank_tokens, received))
+    peak = max(moments, key=lambda moment: moment.total)
+    parameters, optimizer, gradients = _state_bytes(size, setup)
+    optimizer_gradients = gradients or SINGLE_BYTES * size.parameters // setup.num_ranks
+    return Memory(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=gradients,
+        gathered=peak.gathered,
+        kept=round(rank_tokens * kept),
+        layer=peak.layer,
+        head=peak.head,
+        received=peak.received,
+        optimizer_step=parameters + optimizer + optimizer_gradients,
+    )
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes that are there at a moment of backward, beside state and kept activations."""
+
+    gathered: int
+    received: int
+    layer: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.received + self.layer + self.head
+
+
+def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int) -> _Moment:
+    """Returns the bytes of the loss: embedding and head are gathered, and no layer is."""
+    if not size.vocabulary:
+        return _Moment(0, received)
+    norm = (LIGER_NORM_BYTES if setup.liger else NORM_BYTES) * size.hidden_size
+    loss = FUSED_LOSS_BYTES * size.hidden_size if setup.liger else LOGIT_BYTES * size.vocabulary
+    gathered = ZERO3_LAYER_BYTES * size.head_parameters
+    if setup.sharding == "fsdp2":
+        gathered = HALF_BYTES * size.embedding_parameters
+    return _Moment(gathered, received, head=round(rank_tokens * (norm + loss)))
+
+
+def _layer_moment(
+    layer: LayerSize, size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int
+) -> _Moment:
+    """Returns the bytes of one layer's backward. Embedding, head and the head's gradient are whole under FSDP2."""
+    gathered = ZERO3_LAYER_BYTES * max(layer.parameters, size.head_parameters)
+    if setup.sharding == "fsdp2":
+        root = size.embedding_parameters + size.head_parameters
+        gathered = HALF_BYTES * (root + GATHERED_LAYERS * layer.parameters)
+    computed = 0.0
+    if setup.checkpointing != "none":
+        computed = layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger)
+    return _Moment(gathered, received, layer=round(rank_tokens * computed))
+
+
+def _kept_bytes(layer: LayerSize, size: DecoderSize, setup: TrainingSetup) -> float:
+    """Returns bytes of a token that a layer keeps until backward; without checkpointing all that it computes."""
+    kept = layer.kept_bytes(size.hidden_size, setup.saves_attention)
+    if setup.checkpointing != "none":
+        return kept
+    return kept + layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger)
+
+
+def _state_bytes(size: DecoderSize, setup: TrainingSetup) -> tuple[int, int, int]:
+    """Returns bytes of a rank's share of weights, of the optimizer's state, and of gradients.
+
+    FSDP2 has no gradients when backward begins, and no activations when it has all gradients. DeepSpeed allocates
+    gradients once.
+    """
+    weights, gradients = SINGLE_BYTES, 0
+    if setup.sharding == "zero3":
+        weights, gradients = ZERO3_BYTES - ZERO3_GRADIENT_BYTES, ZERO3_GRADIENT_BYTES
+    per_weight = (weights, setup.optimizer_bytes, gradients)
+    parameters, optimizer, shared = (size.parameters * number // setup.num_ranks for number in per_weight)
+    return parameters, optimizer, shared
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a training fits a GPU.
+
+    Attributes:
+        memory: at the tokens per rank that were asked for.
+        room_bytes: bytes that torch may allocate.
+        largest_tokens: most tokens per rank that fit, a multiple of the step that was searched with; 0 if none do.
+    """
+
+    memory: Memory
+    room_bytes: float
+    largest_tokens: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the room."""
+        return self.memory.total <= self.room_bytes
+
+    @classmethod
+    def of(
+        cls,
+        size: DecoderSize,
+        setup: TrainingSetup,
+        rank_tokens: int,
+        received_bytes: int,
+        room_bytes: float,
+        steps: Sequence[int],
+    ) -> Self:
+        """Estimates memory, and finds the largest of some numbers of tokens per rank that fits.
+
+        Args:
+            size, setup, rank_tokens, received_bytes: as of `estimate_memory`; received bytes grow with the tokens.
+            room_bytes: bytes that torch may allocate.
+            steps: numbers of tokens per rank, in ascending order.
+        """
+
+        def total(tokens: int) -> int:
+            return estimate_memory(size, setup, tokens, received_bytes * tokens // max(1, rank_tokens)).total
+
+        fitting = [tokens for tokens in steps if total(tokens) <= room_bytes]
+        memory = estimate_memory(size, setup, rank_tokens, received_bytes)
+        return cls(memory, room_bytes, max(fitting, default=0))

@@ -1,0 +1,137 @@
+"""Memory of a training step: beside measured peaks, and by hand."""
+
+import importlib
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from distca_hf.analysis.memory import DecoderSize, Fit, LayerSize, TrainingSetup, estimate_memory
+from distca_hf.analysis.request import ModelShape, ModelSize, preset
+from distca_hf.cost import Heads
+from support.commands import REPOSITORY
+
+
+def sizes_of(shape: ModelShape) -> DecoderSize:
+    assert shape.size is not None
+    return shape.size.decoder(shape.heads)
+
+
+LLAMA = sizes_of(preset("llama3-8b"))
+SMALL = Heads(query=2, key_value=1, dim=4, value_dim=4, groups=1)
+SIZE = ModelSize.of_gated_layers(SMALL, layers=3, hidden_size=8, mlp_size=16, vocabulary=10).decoder(SMALL)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    return importlib.import_module("plan_estimates")
+
+
+def test_memory_is_within_ten_percent_of_measured_peaks(measured: ModuleType) -> None:
+    """Every peak of two and four H200s in docs/benchmarks whose documents are known."""
+    assert len(measured.PEAKS) == 24
+    off = {
+        f"{row.page}, {row.num_ranks} GPUs, {row.documents}, {row.size.layers} layers, {row.way}, {row.gib:g} GiB": (
+            measured.estimated_gib(row) / row.gib - 1
+        )
+        for row in measured.PEAKS
+    }
+    assert {row: share for row, share in off.items() if abs(share) > 0.10} == {}, off
+
+
+def test_memory_grows_with_tokens_and_shrinks_with_ranks() -> None:
+    of = {
+        (ranks, tokens): estimate_memory(LLAMA, TrainingSetup(ranks, liger=True), tokens).total
+        for ranks in (8, 64)
+        for tokens in (8192, 65536)
+    }
+    assert of[64, 8192] < of[8, 8192] < of[8, 65536]
+    assert of[64, 65536] - of[64, 8192] == of[8, 65536] - of[8, 8192]
+
+
+@pytest.mark.parametrize("liger", [False, True])
+def test_what_is_kept_costs_memory(liger: bool) -> None:
+    kept = [
+        estimate_memory(LLAMA, TrainingSetup(8, checkpointing=way, liger=liger), 32768).kept
+        for way in ("recomputed", "saved", "none")
+    ]
+    assert kept == sorted(kept)
+    assert kept[0] == 32 * 32768 * 2 * 4096  # the input of every layer
+
+
+def test_without_ligers_loss_logits_are_counted() -> None:
+    memory = estimate_memory(LLAMA, TrainingSetup(8), 10_000)
+    assert memory.computed == memory.head == (12 * 128_256 + 8 * 4096) * 10_000
+
+
+def test_where_tokens_are_few_the_optimizer_needs_most() -> None:
+    memory = estimate_memory(LLAMA, TrainingSetup(1), 1)
+    assert memory.total == memory.optimizer_step == 16 * LLAMA.parameters
+
+
+def test_received_keys_stay_as_long_as_the_budget_holds_those_of_all_layers() -> None:
+    def received(budget_bytes: float) -> int:
+        setup = TrainingSetup(8, kv_budget_bytes=budget_bytes)
+        return estimate_memory(SIZE, setup, 100, received_bytes=50).received
+
+    assert received(150) == 200  # three layers, and one layer's gradients
+    assert received(149) == 100
+
+
+def test_parts_are_the_peak() -> None:
+    """Where the logits are more than a layer, the layer is not counted, and the other way round."""
+    plain = estimate_memory(LLAMA, TrainingSetup(8), 65536, received_bytes=1000)
+    fused = estimate_memory(LLAMA, TrainingSetup(8, liger=True), 65536, received_bytes=1000)
+
+    assert (plain.layer, plain.received) == (0, 32 * 1000)
+    assert plain.gathered == 2 * 2 * 128_256 * 4096  # the embedding and the head
+    assert (fused.head, fused.received) == (0, 33 * 1000)
+    assert fused.gathered == plain.gathered + 2 * (128_256 * 4096 + 3 * 218_103_808)
+    for memory in (plain, fused):
+        in_words = memory.as_json()
+        total = in_words.pop("total")
+        assert total == memory.backward == sum(in_words[name] for name in PARTS)
+
+
+PARTS = ("parameters", "optimizer", "gradients", "gathered", "kept", "layer", "head", "received")
+
+
+def test_zero3_is_deepspeeds_own_estimate() -> None:
+    memory = estimate_memory(LLAMA, TrainingSetup(8, "zero3", liger=True), 65536)
+
+    assert memory.state == LLAMA.parameters * 18 // 8
+    assert memory.gathered == 4 * 128_256 * 4096
+
+
+def test_layers_with_windows_receive_their_halos() -> None:
+    (layer,) = SIZE.layers
+    kinds = (replace(layer, count=1), replace(layer, count=2, window_tokens=4))
+    windows = replace(SIZE, layers=kinds)
+    halo = 2 * 3 * 16  # two parts of a rank, three tokens each, keys and values of one head of 4 numbers in bf16
+
+    assert estimate_memory(windows, TrainingSetup(8), 100, received_bytes=1000).received == 2 * 1000 + 2 * halo
+    assert estimate_memory(windows, TrainingSetup(8), 100, received_bytes=50).received == 4 * 50
+
+
+def test_the_largest_layer_is_the_peak() -> None:
+    small, large = LayerSize(1, 100, 4.0, SMALL), LayerSize(1, 900, 64.0, None)
+    size = DecoderSize(8, 0, 1000, 0, (small, large))
+    memory = estimate_memory(size, TrainingSetup(2), 1000)
+
+    assert memory.gathered == 2 * 3 * 900
+    assert memory.layer == round(1000 * large.computed_bytes(8, saved=True, liger=False))
+    assert memory.kept == 1000 * (2 * 16 + 2 * 8 + 4 * 2)  # two inputs, one output of attention
+
+
+def test_the_largest_tokens_that_fit_are_found() -> None:
+    setup, steps = TrainingSetup(8, liger=True), range(1024, 262_145, 1024)
+
+    def total(tokens: int) -> int:
+        return estimate_memory(LLAMA, setup, tokens, 1000 * tokens // 65536).total
+
+    fit = Fit.of(LLAMA, setup, 65536, 1000, 72 * 2**30, steps)
+    assert fit.fits
+    assert total(fit.largest_tokens) <= 72 * 2**30 < total(fit.largest_tokens + 1024)
+    none = Fit.of(LLAMA, setup, 65536, 1000, 2**30, steps)
+    assert (none.fits, none.largest_tokens) == (False, 0)
