@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from distca_hf.analysis import cluster_commands
 from distca_hf.errors import DistCAError
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
@@ -256,51 +257,6 @@ def plan(
         )
 
 
-@app.command(
-    epilog="Several nodes: start the printed line on each, with --nnodes and --rdzv-endpoint as for a training."
-)
-def profile(
-    out: Annotated[Path, typer.Option(help="file to write")] = Path("cluster.json"),
-    processes: Annotated[int | None, typer.Option(help="processes to start; by default one for each GPU")] = None,
-    model: Annotated[str, typer.Option(help="model whose heads and layer are measured")] = "llama3-8b",
-    kernel: Annotated[str, typer.Option(help="attention kernel, as in settings")] = "auto",
-    cpu: Annotated[bool, typer.Option("--cpu", help="tiny sizes over gloo, to see how it works")] = False,
-    as_between_nodes: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PROFILE",
-            help="measure links alone, and put them into this profile as those between nodes: for one node whose "
-            "links are made slow (NCCL_P2P_DISABLE=1), or for a part of a cluster",
-        ),
-    ] = None,
-    remarks: Annotated[str, typer.Option(help="words for the file, such as NCCL_P2P_DISABLE=1")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
-) -> None:
-    """Measures this machine's GPUs and links, in less than three minutes, for distca simulate --cluster.
-
-    Attention forward and backward over sizes of queries and keys, a layer without attention, matrix products,
-    exchanges and FSDP's collectives by size. The file also serves the setting kernel_times. Nothing else may run on
-    the GPUs meanwhile.
-
-    For example: distca profile --out cluster.json
-    """
-    from distca_hf.analysis.profiles import command
-
-    with _one_line_errors():
-        line = command.launch_line(
-            out=out,
-            processes=processes,
-            model=model,
-            kernel=kernel,
-            cpu=cpu,
-            as_between_nodes=as_between_nodes,
-            remarks=remarks,
-        )
-    typer.echo(shlex.join(line))
-    if not dry_run:
-        command.launch(line)
-
-
 # Argument and options of `distca check` whose help takes several lines.
 CheckedModel = Annotated[
     str,
@@ -361,6 +317,9 @@ def check(
             as_json=as_json,
         )
     raise typer.Exit(status)
+
+
+cluster_commands.add_to(app, _one_line_errors)
 
 
 @app.command(epilog="Example: distca env > environment.txt")

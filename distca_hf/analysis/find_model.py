@@ -140,7 +140,7 @@ def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelSh
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # a model's code may raise anything
         raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
-    shape, flops = replace(shape, other_layers=_other_layers(model)), step_flops(model)
+    shape, flops = _with_layers(shape, model), step_flops(model)
     if flops is None:
         return shape
     size = ModelSize(
@@ -154,16 +154,22 @@ def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelSh
     return replace(shape, size=size)
 
 
-def _other_layers(model: "PreTrainedModel") -> str:
-    """Returns words for layers that are not full attention; empty if all are."""
+def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
+    """Returns a shape with numbers of, and words for, layers that are not full attention."""
     from distca_hf.integrations.models.layer_masks import layer_windows
     from distca_hf.integrations.models.mixers import mixers_of
 
     windows = Counter(window for _, window in layer_windows(model) if window is not None)
     words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
-    if mixers := {name.rpartition(".")[0] for name in mixers_of(model)}:
+    mixers = {name.rpartition(".")[0] for name in mixers_of(model)}
+    if mixers:
         words.append(f"{len(mixers)} that carry a state, so that documents stay whole in training")
-    return ", ".join(words)
+    return replace(
+        shape,
+        other_layers=", ".join(words),
+        window_layers=tuple(sorted(windows.items())),
+        mixer_layers=len(mixers),
+    )
 
 
 # Bytes of a weight by the names that configurations have for dtypes.

@@ -125,6 +125,8 @@ class ModelShape:
         number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
         other_layers: words for layers that are not full attention, but count as such; empty if there are none.
+        window_layers: tokens of each sliding window, with the number of its layers.
+        mixer_layers: layers that carry a state instead of attending.
     """
 
     name: str
@@ -132,6 +134,8 @@ class ModelShape:
     number_bytes: int = 2
     size: ModelSize | None = None
     other_layers: str = ""
+    window_layers: tuple[tuple[int, int], ...] = ()
+    mixer_layers: int = 0
 
     @property
     def token_bytes(self) -> TokenBytes:

@@ -1,16 +1,11 @@
 """The model of a simulation: numbers of weights, heads, and the masks of its layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from distca_hf.analysis.request import ModelShape, ModelSize
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask
 from distca_hf.errors import ConfigError
-
-
-# Words of Transformers' configurations for kinds of layers.
-FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -32,23 +27,20 @@ class SimulatedModel:
     mixers: int = 0
 
     @classmethod
-    def of(cls, shape: ModelShape, config: Mapping[str, Any] | None = None) -> "SimulatedModel":
-        """Returns the model of a shape, with the layers that its configuration names; all are full without one.
+    def of(cls, shape: ModelShape) -> "SimulatedModel":
+        """Returns the model of a shape.
 
         Raises:
-            ConfigError: its size is not known, or it has a kind of layers that is not.
+            ConfigError: its size is not known, or no layer attends.
         """
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
-        kinds = list((config or {}).get("layer_types") or [FULL] * shape.size.layers)
-        window = (config or {}).get("sliding_window")
-        full, windows = kinds.count(FULL), kinds.count(WINDOW)
-        masks = [*([(CAUSAL_MASK, full)] if full else []), *([(Mask(window), windows)] if windows and window else [])]
-        if windows and not window:
-            masks = [(CAUSAL_MASK, full + windows)]
+        windows = [(Mask(tokens), count) for tokens, count in shape.window_layers]
+        full = shape.size.layers - shape.mixer_layers - sum(count for _, count in windows)
+        masks = [*([(CAUSAL_MASK, full)] if full > 0 else []), *windows]
         if not masks:
             raise ConfigError(f"model {shape.name} has no attention layer: there is nothing to balance")
-        return cls(shape.name, shape.heads, shape.size, tuple(masks), len(kinds) - full - windows)
+        return cls(shape.name, shape.heads, shape.size, tuple(masks), shape.mixer_layers)
 
     @property
     def attention_layers(self) -> int:
