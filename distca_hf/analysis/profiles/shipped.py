@@ -44,8 +44,8 @@ def find_profile(name: str) -> ClusterProfile:
     nearest = min(shipped, key=apart)
     raise ConfigError(
         f"--cluster {name}: there is no measured profile of this GPU. The nearest is {nearest}, whose peak is "
-        f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest} and take ratios alone, or measure "
-        "one with `distca profile`"
+        f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest} and take ratios "
+        "alone, or measure one with `distca profile`"
     )
 
 

@@ -94,8 +94,8 @@ def run_simulate(options: SimulateOptions) -> None:
         sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
         return
     world = (
-        f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the longest "
-        f"has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
+        f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
+        f"longest has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
     )
     print_results(world, results, profile, assumptions, Console(width=None if Console().is_terminal else COLUMNS))
 
@@ -103,11 +103,11 @@ def run_simulate(options: SimulateOptions) -> None:
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice and its gradients summed once in "
-    "each micro-step, beside computing",
+    "each micro-step, beside computing; both ends of a micro-step wait for the wires",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
-    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %, its exchanges hidden as long "
-    "as kernels take longer",
+    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %, its exchanges hidden as "
+    "long as kernels take longer",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
     "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
 )
@@ -122,8 +122,8 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
     }[request.checkpointing]
     words = [
         f"{kept}{'; Liger kernels' if options.liger else ''}",
-        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:.3g} tokens; 90 % "
-        f"of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
+        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:.3g} tokens; 90 "
+        f"% of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
     ]
     if request.tensor_ranks > 1:
         words.append(

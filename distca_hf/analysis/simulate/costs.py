@@ -150,7 +150,8 @@ class Costs:
         model = self.model.heads
         if (times.head_dim, times.head_dim) != (model.dim, model.value_dim):
             self.notes.add(
-                f"heads of {model.dim} and {model.value_dim} numbers are taken at the rate of {times.head_dim}, by operations"
+                f"heads of {model.dim} and {model.value_dim} numbers are taken at the rate of "
+                f"{times.head_dim}, by operations"
             )
         return heads * (model.dim + model.value_dim) / (times.heads * 2 * times.head_dim) / self.tensor_ranks
 

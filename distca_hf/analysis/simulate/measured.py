@@ -1,7 +1,7 @@
 """Measured: steps that were measured, and the same steps simulated.
 
-Rows are in `docs/benchmarks/measured-steps.json`, each with the page that has its command and versions. Times of one row
-were measured beside each other, so ratios of its columns are compared.
+Rows are in `docs/benchmarks/measured-steps.json`, each with the page that has its command and versions. Times of one
+row were measured beside each other, so ratios of its columns are compared.
 """
 
 import json

@@ -28,8 +28,8 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 
 
-# Bytes of a number of queries' results that ring attention reads and writes when it merges a step's output in fp32, and
-# at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
+# Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,
+# and at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
 RING_MERGE_BYTES, RING_END_BYTES = 30, 12
 RING_GRADIENT_BYTES, RING_GRADIENT_END_BYTES = 10, 12
 # Copies of an exchange that is packed or unpacked: each byte is read and written.
@@ -70,8 +70,8 @@ def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> 
 
 
 def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns the same work, spread evenly without any transfer: whole documents of each length on all ranks alike, and
-    the rest in zigzag, with keys at hand."""
+    """Returns the same work, spread evenly without any transfer: whole documents of each length on all ranks alike,
+    and the rest in zigzag, with keys at hand."""
     lengths, counts = np.unique(document_tokens, return_counts=True)
     cut = np.repeat(lengths, counts % num_ranks)
     kinds: list[Attention] = []
@@ -88,7 +88,8 @@ def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
 
 
 def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
-    """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs behind."""
+    """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs
+    behind."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     load = packs(costs, held, whole=sum(len(x) for x in held) == len(document_tokens))
     tokens = _per_rank(load.tokens, group)
@@ -108,8 +109,8 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
 
 
 def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
-    """Returns zigzag context parallelism in a ring: keys and values of one rank after the other arrive while those before
-    are attended. With windows, steps are as long as without."""
+    """Returns zigzag context parallelism in a ring: keys and values of one rank after the other arrive while those
+    before are attended. With windows, steps are as long as without."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
     kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
@@ -138,7 +139,7 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
 
 
 def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int, whole: bool = True) -> Load:
-    """Returns zigzag context parallelism whose keys and values are gathered before, and their gradients reduced behind.
+    """Returns zigzag context parallelism whose keys and values are gathered before, and gradients reduced behind.
 
     Args:
         held: for each group the lengths of its documents.

@@ -47,8 +47,8 @@ def ours(
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
-    """Returns the load of the published planner. Two halves of a micro-batch take turns there: while rows of one are sent,
-    the other one is computed. So an exchange is hidden as long as kernels take longer, and delays them."""
+    """Returns the load of the published planner. Two halves of a micro-batch take turns there: while rows of one are
+    sent, the other one is computed. So an exchange is hidden as long as kernels take longer, and delays them."""
     token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
     plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
     sent, received, num_bytes = _wires(costs, cluster, plan)

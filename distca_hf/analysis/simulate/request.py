@@ -83,11 +83,13 @@ class SimulationRequest:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0")
         if self.gpus % self.tensor_ranks or self.ranks_per_node % self.tensor_ranks:
             raise ConfigError(
-                f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node {self.ranks_per_node}"
+                f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node "
+                f"{self.ranks_per_node}"
             )
         if self.model.heads.key_value % self.tensor_ranks:
             raise ConfigError(
-                f"--tensor {self.tensor_ranks} must divide the {self.model.heads.key_value} KV heads of {self.model.name}"
+                f"--tensor {self.tensor_ranks} must divide the {self.model.heads.key_value} KV heads of "
+                f"{self.model.name}"
             )
         context, room = self.context_tokens, self.capacity_tokens
         if context is not None and context > room:
@@ -97,8 +99,8 @@ class SimulationRequest:
             )
         if self.model.mixers and context is not None and context > self.tokens_per_rank:
             raise ConfigError(
-                f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents stay "
-                f"whole on a rank, and one holds {self.tokens_per_rank} tokens"
+                f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents "
+                f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
             )
 
     @property

@@ -98,7 +98,12 @@ class Result:
         """Returns the way to choose, and what it brings."""
         ours, other, gain = self.ours, self.other, self.gain
         if ours is None and other is None:
-            return f"Nothing fits {self.tokens_per_rank:,} tokens per rank into the memory of a GPU: take fewer."
+            fastest = _fastest(self.ways)
+            assert fastest is not None
+            return (
+                f"{self.tokens_per_rank:,} tokens per rank fit no GPU in any way; the fastest would be {fastest.label}. "
+                "Take fewer, or Liger's loss (--liger), which holds no logits."
+            )
         if ours is None:
             assert other is not None
             return f"distca does not fit the memory of a GPU. Choose {other.label}."

@@ -86,7 +86,7 @@ class Training:
         return max(forward, gather + sent) + max(behind, gather + reduce + sent)
 
     def _tensor_seconds(self, load: Load) -> float:
-        """Returns the seconds in which tensor ranks exchange activations in one pass of a layer; nothing hides them."""
+        """Returns the seconds in which tensor ranks exchange activations in a pass of a layer; nothing hides them."""
         ranks, links = self.costs.tensor_ranks, self.cluster.profile.within_node
         if ranks == 1 or links is None:
             return 0.0

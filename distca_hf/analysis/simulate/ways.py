@@ -1,7 +1,7 @@
 """Ways: everything that a simulation compares, each a function from the micro-batches of a step to loads.
 
-A way with groups of GPUs (Ulysses, rings) is there once for each size of a group that holds the context; the fastest is
-shown. A way that cannot run is left out, and `missing` says why.
+A way with groups of GPUs (Ulysses, rings) is there once for each size of a group that holds the context; the fastest
+is shown. A way that cannot run is left out, and `missing` says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,12 +90,11 @@ class Simulation:
     def ways(self) -> list[Way]:
         """Returns all ways that can run."""
         costs, ranks, model = self.costs, self.request.num_ranks, self.request.model
+        whole = partial(peers.whole_documents, costs, num_ranks=ranks)
         each = [
             Way("plain", "plain packing", _of_each(partial(peers.plain_packing, costs, num_ranks=ranks))),
             Way("sorted_packs", "sorted packs", self._sorted_packs),
-            Way(
-                "whole_documents", "whole documents", _of_each(partial(peers.whole_documents, costs, num_ranks=ranks))
-            ),
+            Way("whole_documents", "whole documents", _of_each(whole)),
         ]
         if not model.mixers:
             each += [self._ulysses(group) for group in self._ulysses_groups()]
@@ -115,13 +114,13 @@ class Simulation:
         model, request, words = self.request.model, self.request, []
         if model.mixers:
             words.append(
-                f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published planner "
-                "cut them"
+                f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published "
+                "planner cut them"
             )
         elif not self._ulysses_groups():
             words.append(
-                f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} tokens, "
-                f"and the context has {request.longest_tokens:,}"
+                f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} "
+                f"tokens, and the context has {request.longest_tokens:,}"
             )
         if request.num_ranks < GPUS_PER_SERVER:
             words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks")
