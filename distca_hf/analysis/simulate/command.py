@@ -106,8 +106,8 @@ ASSUMPTIONS = (
     "each micro-step, beside computing; both ends of a micro-step wait for the wires",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
-    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %, its exchanges hidden as "
-    "long as kernels take longer",
+    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "
+    "as long as they take longer",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
     "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
 )
@@ -122,8 +122,8 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
     }[request.checkpointing]
     words = [
         f"{kept}{'; Liger kernels' if options.liger else ''}",
-        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:.3g} tokens; 90 "
-        f"% of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
+        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:.3g} tokens; "
+        f"90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
     ]
     if request.tensor_ranks > 1:
         words.append(

@@ -14,11 +14,12 @@ Groups are filled in order. Documents are cut at the borders of ranks (plain) or
 out, in favour of these ways.
 """
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
-from distca_hf.analysis.baselines import assign_whole_documents, fill_groups
+from distca_hf.analysis.baselines import fill_groups
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Amounts, Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
@@ -64,9 +65,27 @@ def packed_whole(document_tokens: IntArray, num_ranks: int) -> Layout:
 
 
 def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns whole documents, each on the least loaded rank; ranks hold unequal tokens."""
-    numbers = assign_whole_documents(document_tokens, num_ranks)
-    return packs(costs, [document_tokens[held] for held in numbers], whole=True)
+    """Returns whole documents, each on the rank with least work so far; ranks hold unequal tokens."""
+    return packs(costs, longest_first(costs, document_tokens, num_ranks), whole=True)
+
+
+def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> list[IntArray]:
+    """Returns the lengths of each group's documents: the one that takes longest first, each to the group with the
+    least seconds so far. Seconds are those of matrix products and of attention together, as WLB-LLM counts work."""
+    attention = [
+        costs.attention(document_tokens, np.zeros(len(document_tokens)), mask).times(layers)
+        for mask, layers in costs.model.masks
+    ]
+    layer = costs.layer(np.array([int(document_tokens.sum())]))
+    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / document_tokens.sum()
+    seconds = document_tokens * of_token + sum(x.forward + x.backward for x in attention)
+    least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with least is first
+    numbers: list[list[int]] = [[] for _ in range(num_groups)]
+    for number in np.argsort(-seconds, kind="stable").tolist():
+        so_far, group = least[0]
+        heapq.heapreplace(least, (so_far + float(seconds[number]), group))
+        numbers[group].append(number)
+    return [document_tokens[np.array(held, dtype=np.int64)] for held in numbers]
 
 
 def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:

@@ -101,8 +101,8 @@ class Result:
             fastest = _fastest(self.ways)
             assert fastest is not None
             return (
-                f"{self.tokens_per_rank:,} tokens per rank fit no GPU in any way; the fastest would be {fastest.label}. "
-                "Take fewer, or Liger's loss (--liger), which holds no logits."
+                f"{self.tokens_per_rank:,} tokens per rank fit no GPU in any way; the fastest would be "
+                f"{fastest.label}. Take fewer, or Liger's loss (--liger), which holds no logits."
             )
         if ours is None:
             assert other is not None

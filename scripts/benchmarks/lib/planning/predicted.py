@@ -1,4 +1,4 @@
-"""Measured: steps that were measured, and the same steps simulated.
+"""Steps that were measured, and the same steps as `distca simulate` predicts them.
 
 Rows are in `docs/benchmarks/measured-steps.json`, each with the page that has its command and versions. Times of one
 row were measured beside each other, so ratios of its columns are compared.
