@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 
-PROFILE_EPILOG = "Several nodes: start the printed line on each, with --nnodes and --rdzv-endpoint as for a training."
-SIMULATE_EPILOG = "Example: distca simulate prolong --gpus 8,64 --tokens-per-rank 131072 --context 524288 --json"
+PROFILE_EPILOG = "Example: distca profile --cpu --dry-run"
+SIMULATE_EPILOG = "Example: distca simulate prolong --gpus 8 --context 262144 --liger --batches 4"
 
 
 def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]]) -> None:
@@ -56,7 +56,9 @@ def profile(
     exchanges and FSDP's collectives by size. The file also serves the setting kernel_times. Nothing else may run on
     the GPUs meanwhile.
 
-    For example: distca profile --out cluster.json
+    On one node: distca profile --out cluster.json
+
+    On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
     from distca_hf.analysis.profiles import command
 
@@ -108,7 +110,7 @@ def simulate(
     Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
     single kernels, layers and links; all assumptions are listed.
 
-    For example: distca simulate pretrain --gpus 8,64,512 --context 524288 --accumulation 1,4
+    Several at once: distca simulate pretrain --gpus 8,64,512 --accumulation 1,4 --json
     """
     from distca_hf.analysis.simulate.command import SimulateOptions, run_simulate
 
