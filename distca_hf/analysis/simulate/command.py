@@ -104,6 +104,7 @@ def run_simulate(options: SimulateOptions) -> None:
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice and its gradients summed once in "
     "each micro-step, beside computing; both ends of a micro-step wait for the wires",
+    "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
     f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "

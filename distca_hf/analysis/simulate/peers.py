@@ -2,19 +2,20 @@
 
 | function | ranks hold | attention |
 |---|---|---|
-| plain_packing | documents in order, cut where a rank is full | of its own tokens |
-| packs | given packs, such as sorted ones | of its own tokens |
+| plain_packing | packs of equal tokens, of whole documents | of its own documents |
+| packs | given packs, such as sorted ones | of its own documents |
 | whole_documents | whole documents, the longest first to the least loaded rank | of its own documents |
 | even | an even part of everything, nothing sent: no way to train, but the least time of any | of its own tokens |
 | ulysses | a group's documents in order | some heads of all tokens of the group |
 | ring | every document of a group in zigzag | keys of one rank after the other, in a ring |
 | gathered | the same | keys of all ranks, gathered before |
 
-Groups are filled in order. Documents are cut at the borders of ranks (plain) or groups; attention across them is left
-out, in favour of these ways.
+Groups are filled in order, and documents are cut at their borders; packs cut documents that are longer. Attention
+across cuts is left out, in favour of these ways.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,24 +26,26 @@ from distca_hf.analysis.simulate.costs import Amounts, Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.layout import Layout
-from distca_hf.placement.place import fill_in_order
+from distca_hf.cost import causal_pairs_of
+from distca_hf.data.documents import split_documents
 
 
 # Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,
 # and at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
 RING_MERGE_BYTES, RING_END_BYTES = 30, 12
 RING_GRADIENT_BYTES, RING_GRADIENT_END_BYTES = 10, 12
+# Share of attended pairs from which on documents count as whole: fillers of packs that are cut are short.
+NEARLY_ALL = 0.995
 # Copies of an exchange that is packed or unpacked: each byte is read and written.
 READ_AND_WRITTEN = 2
 
 
-def packs(costs: Costs, held: Sequence[IntArray], whole: bool) -> Load:
+def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> Load:
     """Returns ranks that compute their own documents alone.
 
     Args:
         held: for each rank the lengths of its documents.
-        whole: whether these are whole documents.
+        document_tokens: lengths of the same documents, uncut.
     """
     rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
     lengths = np.concatenate(held)
@@ -50,23 +53,59 @@ def packs(costs: Costs, held: Sequence[IntArray], whole: bool) -> Load:
         nothing_sent(costs.attention(lengths, np.zeros(len(lengths)), mask).sum_by(rank, len(held)), layers)
         for mask, layers in costs.model.masks
     ]
-    return Load(np.array([int(x.sum()) for x in held]), attention, whole=whole)
+    return Load(np.array([int(x.sum()) for x in held]), attention, whole=is_whole(held, document_tokens))
+
+
+def is_whole(held: Sequence[IntArray], document_tokens: IntArray) -> bool:
+    """Returns whether nearly all attended pairs of the documents are left when they are cut like this."""
+    kept = sum(_pairs(lengths) for lengths in held)
+    return kept >= NEARLY_ALL * _pairs(document_tokens)
+
+
+def _pairs(lengths: IntArray) -> float:
+    return float(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
+
+
+def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
+    """Packs documents as TRL does (bfd): the longest first, each whole into the fullest pack that has room for it.
+
+    Documents longer than a pack are cut into packs. So are the last few that find no room, because all packs together
+    hold no more tokens than there are.
+    """
+    size = int(ceil_div(document_tokens.sum(), num_packs))
+    pieces = split_documents(document_tokens, size)[2]
+    rooms = [(size, pack) for pack in range(num_packs)]  # rising
+    held: list[list[int]] = [[] for _ in range(num_packs)]
+
+    def put(at: int, tokens: int) -> None:
+        room, pack = rooms.pop(at)
+        held[pack].append(tokens)
+        if room > tokens:
+            insort(rooms, (room - tokens, pack))
+
+    left = []
+    for tokens in np.sort(pieces)[::-1].tolist():
+        at = bisect_left(rooms, (tokens, -1))
+        if at < len(rooms):
+            put(at, tokens)
+        else:
+            left.append(tokens)
+    for tokens in left:
+        while tokens > 0:
+            part = min(tokens, rooms[-1][0])
+            put(len(rooms) - 1, part)
+            tokens -= part
+    return [np.array(lengths, dtype=np.int64) for lengths in held]
 
 
 def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns documents in order on ranks of equal tokens."""
-    held = fill_groups(document_tokens, num_ranks)
-    return packs(costs, held, whole=sum(len(x) for x in held) == len(document_tokens))
-
-
-def packed_whole(document_tokens: IntArray, num_ranks: int) -> Layout:
-    """Returns packs of others: documents in order, whole, where they fill ranks of equal tokens; otherwise cut."""
-    return fill_in_order(document_tokens, num_ranks)
+    """Returns whole documents in packs of equal tokens."""
+    return packs(costs, best_fit(document_tokens, num_ranks), document_tokens)
 
 
 def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
     """Returns whole documents, each on the rank with least work so far; ranks hold unequal tokens."""
-    return packs(costs, longest_first(costs, document_tokens, num_ranks), whole=True)
+    return packs(costs, longest_first(costs, document_tokens, num_ranks), document_tokens)
 
 
 def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> list[IntArray]:
@@ -110,7 +149,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs
     behind."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
-    load = packs(costs, held, whole=sum(len(x) for x in held) == len(document_tokens))
+    load = packs(costs, held, document_tokens)
     tokens = _per_rank(load.tokens, group)
     query, key_value, output = costs.token_bytes
     # A KV head goes to every rank that has one of its query heads.
@@ -153,8 +192,7 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     backward = backward + np.maximum(0.0, sends_gradients - sends) * (steps > 0)  # gradients come home behind the last
     layers = costs.model.attention_layers
     attention = [Attention(forward, forward, backward, steps * sends, layers)]
-    whole = sum(len(x) for x in held) == len(document_tokens)
-    return Load(tokens, attention, _most(steps * key_value * tokens), whole)
+    return Load(tokens, attention, _most(steps * key_value * tokens), is_whole(held, document_tokens))
 
 
 def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int, whole: bool = True) -> Load:

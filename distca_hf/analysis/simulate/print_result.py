@@ -22,7 +22,7 @@ def print_results(
         if result.missing:
             console.print(Text(f"Left out: {'; '.join(result.missing)}."))
     if any(not way.whole for result in results for way in result.ways):
-        console.print(Text("* cuts documents at borders of GPUs or groups, and leaves attention across them out."))
+        console.print(Text("* cuts documents, and leaves more than 0.5 % of attended pairs out."))
     if len(results) > 1:
         console.print("")
         console.print(_summary(results))

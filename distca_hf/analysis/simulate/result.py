@@ -13,7 +13,7 @@ from distca_hf.arrays import ceil_div
 from distca_hf.flops import StepFlops, peak_flops
 
 
-# Gain over the fastest other way below which distca is not worth a change.
+# Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
 WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
 
@@ -23,7 +23,7 @@ class WayFigures:
     """One way to train.
 
     Attributes:
-        key, label, is_ours: see `Way`.
+        key, label, is_ours, is_cad: see `Way`.
         step_seconds: mean of an optimizer step.
         tokens_per_second: of all GPUs together.
         utilisation: useful operations over the peak of all GPUs; None if the peak is not known.
@@ -38,6 +38,7 @@ class WayFigures:
     key: str
     label: str
     is_ours: bool
+    is_cad: bool
     step_seconds: float
     tokens_per_second: float
     utilisation: float | None
@@ -84,8 +85,8 @@ class Result:
 
     @property
     def other(self) -> WayFigures | None:
-        """The fastest other way that fits; None if none does."""
-        return _fastest(way for way in self.ways if not way.is_ours and way.fits)
+        """The fastest way without core attention disaggregation that fits; None if none does."""
+        return _fastest(way for way in self.ways if not way.is_cad and way.fits)
 
     @property
     def gain(self) -> float | None:
@@ -113,7 +114,7 @@ class Result:
         if gain < WORTH_IT:
             return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
         return (
-            f"Choose {ours.label}: {gain:.2f} x as fast as the fastest other way, {other.label}{cut}, and "
+            f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}, and "
             f"{ours.times_as_fast:.2f} x as fast as plain packing."
         )
 
@@ -156,6 +157,7 @@ def make_result(
                 way.key,
                 way.label,
                 way.is_ours,
+                way.is_cad,
                 seconds,
                 rate,
                 None if peak is None else useful / (seconds * request.gpus * peak),

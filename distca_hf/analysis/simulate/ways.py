@@ -5,12 +5,11 @@ is shown. A way that cannot run is left out, and `missing` says why.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from distca_hf.analysis.baselines import fill_groups
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import peers, planned
@@ -22,7 +21,7 @@ from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.epochs import Epoch
-from distca_hf.placement.place import fill_in_order
+from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 
@@ -43,6 +42,7 @@ class Way:
         costly: planned on some steps only.
         family: ways of one family differ in the size of groups alone; the fastest is shown.
         is_ours: whether distca_hf does it.
+        is_cad: whether it is core attention disaggregation, by whatever planner.
     """
 
     key: str
@@ -51,6 +51,7 @@ class Way:
     costly: bool = False
     family: str = ""
     is_ours: bool = False
+    is_cad: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,14 @@ class Simulation:
         if not model.mixers:
             each += [self._ulysses(group) for group in self._ulysses_groups()]
             each += [self._ring(group) for group in self._ring_groups()]
-            each.append(Way("published", "DistCA, published", self._published, costly=True))
-        each.append(Way("packs_kept", "distca, packs kept", self._packs_kept, costly=True, is_ours=True))
+            each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
+        each.append(Way("packs_kept", "distca, packs kept", self._packs_kept, costly=True, is_ours=True, is_cad=True))
         if ranks >= GPUS_PER_SERVER:
-            each.append(Way("servers", "distca, with servers", self._served, costly=True, is_ours=True))
+            each.append(Way("servers", "distca, with servers", self._served, costly=True, is_ours=True, is_cad=True))
         if self.request.checkpointing == "saved":
             again = partial(self._placed, saves=False)
-            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, costly=True))
-        each.append(Way("placed", "distca, placed", self._placed, is_ours=True))
+            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, is_cad=True, costly=True))
+        each.append(Way("placed", "distca, placed", self._placed, is_ours=True, is_cad=True))
         return each
 
     def missing(self) -> list[str]:
@@ -162,11 +163,12 @@ class Simulation:
     def _sorted_packs(self, step: Step) -> list[Load]:
         """Packs of a step, equally heavy ones at the same time."""
         ranks, lengths = self.request.num_ranks, np.concatenate(step)
-        held = fill_groups(lengths, ranks * len(step))
+        held = peers.best_fit(lengths, ranks * len(step))
         work = np.array([causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in held])
         order = np.argsort(-work, kind="stable").reshape(len(step), ranks)
-        whole = sum(len(pack) for pack in held) == len(lengths)
-        return [peers.packs(self.costs, [held[pack] for pack in packs], whole) for packs in order]
+        whole = peers.is_whole(held, lengths)
+        at_once = [[held[pack] for pack in packs] for packs in order]
+        return [replace(peers.packs(self.costs, packs, np.concatenate(packs)), whole=whole) for packs in at_once]
 
     def _published(self, step: Step) -> list[Load]:
         return [planned.published(self.costs, self.cluster, batch, PUBLISHED_TOLERANCE) for batch in step]
@@ -188,10 +190,12 @@ class Simulation:
         token_bytes = request.model.heads.token_bytes(HALF_BYTES)
         loads = []
         for batch in step:
-            layout = fill_in_order(batch, request.num_ranks)
+            held = peers.best_fit(batch, request.num_ranks)
+            layout = Layout.from_packs(held)
             plan = plan_by_moving(layout, request.head_groups, topology=topology, token_bytes=token_bytes)
             chunks = request.planner.num_chunks
-            loads.append(planned.ours(self.costs, self.cluster, plan, chunks, self._saves, in_step=True))
+            load = planned.ours(self.costs, self.cluster, plan, chunks, self._saves, in_step=True)
+            loads.append(replace(load, whole=peers.is_whole(held, batch)))
         return loads
 
     def _served(self, step: Step) -> list[Load]:

@@ -22,6 +22,7 @@ from distca_hf.analysis.simulate.planned import ours
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
+from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
@@ -109,7 +110,7 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
         return ours(costs, cluster, plan_in_place(layout, model.heads.groups), chunks, saves)
 
     def fixed(saves: bool) -> Load:
-        packed = peers.packed_whole(lengths, ranks)
+        packed = Layout.from_packs(peers.best_fit(lengths, ranks))
         plan = plan_by_moving(packed, model.heads.groups, topology=topology)
         return ours(costs, cluster, plan, chunks, saves, in_step=True)
 
