@@ -115,8 +115,9 @@ def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> l
         costs.attention(document_tokens, np.zeros(len(document_tokens)), mask).times(layers)
         for mask, layers in costs.model.masks
     ]
-    layer = costs.layer(np.array([int(document_tokens.sum())]))
-    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / document_tokens.sum()
+    of_group = ceil_div(document_tokens.sum(), num_groups)
+    layer = costs.layer(np.array([of_group]))
+    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / of_group
     seconds = document_tokens * of_token + sum(x.forward + x.backward for x in attention)
     least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with least is first
     numbers: list[list[int]] = [[] for _ in range(num_groups)]
