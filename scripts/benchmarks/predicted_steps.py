@@ -14,7 +14,7 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from lib.planning.predicted import Compared, compare, read_measured, simulate_row
+from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row
 from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_point, with_faster_links
 from lib.tables import head, row
 
@@ -40,13 +40,13 @@ def measured_lines(profile: ClusterProfile) -> Iterator[str]:
     notes, all_compared = Notes(), list[Compared]()
     yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
     for measured in read_measured(MEASURED):
-        compared = compare(measured, simulate_row(measured, profile, notes))
-        all_compared += compared
-        for one in compared:
-            links = "30 GB/s" if measured.slow else "NVLink"
-            ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
-            page = measured.page.removesuffix(".md")
-            yield row([page, f"{measured.gpus}, {links}", measured.documents, one.ratio, *ratios])
+        all_compared += compare(measured, simulate_row(measured, profile, notes))
+    all_compared += compare_servers(MEASURED, profile)
+    for one in all_compared:
+        links = "30 GB/s" if one.row.slow else "NVLink"
+        ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
+        page = one.row.page.removesuffix(".md")
+        yield row([page, f"{one.row.gpus}, {links}", one.row.documents, one.ratio, *ratios])
     yield ""
     yield head(["ratio", "rows", "mean error", "worst error"])
     for name in dict.fromkeys(one.ratio for one in all_compared):

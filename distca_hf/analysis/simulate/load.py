@@ -71,7 +71,8 @@ class Hidden:
     Attributes:
         seconds: `[ranks]` of all its rows.
         chunks: parts that it comes in.
-        results_share: share of the rows that are results: in forward they leave last, in backward they come first.
+        results_share: share of the rows that are results. In forward those of a chunk leave while the next one is
+            attended, in backward they come first.
         beside: seconds by which a second of exchange delays kernels.
     """
 
@@ -91,7 +92,7 @@ class Hidden:
         comes, leaves = self.seconds * (1 - self.results_share), self.seconds * self.results_share
         delay = self.beside * np.minimum(self.seconds, kernels.forward)
         forward = _in_chunks(local.forward, remote.forward, comes, self.chunks) + self._unhidden(
-            leaves, local.forward, kernels.forward
+            leaves / self.chunks, local.forward, kernels.forward
         )
         early = local.backward - self._late(local.backward, kernels.backward)
         backward = (

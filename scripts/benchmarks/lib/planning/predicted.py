@@ -26,7 +26,9 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.served import Servers, plan_served
 from distca_hf.topology import Topology
+from lib.documents import parse_documents
 
 
 LAYERS, SLOW_CHUNKS = 4, 4
@@ -66,11 +68,7 @@ class MeasuredRow:
 
     @property
     def document_tokens(self) -> IntArray:
-        lengths = []
-        for part in self.documents.split(","):
-            count, _, tokens = part.rpartition("x")
-            lengths += [int(tokens)] * int(count or 1)
-        return np.array(lengths)
+        return np.array(parse_documents(self.documents))
 
 
 def read_measured(path: Path) -> list[MeasuredRow]:
@@ -158,4 +156,27 @@ def compare(row: MeasuredRow, simulated: Mapping[str, float]) -> list[Compared]:
         if above in row.milliseconds and base is not None:
             ratios = (times[above] / times[base] for times in (row.milliseconds, simulated))
             compared.append(Compared(name, row, *ratios))
+    return compared
+
+
+def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
+    """Returns the attention of a trainer and a server over that of the trainer alone, forward and backward, measured
+    and simulated."""
+    compared = []
+    for row in json.loads(path.read_text())["servers"]["rows"]:
+        slow, notes = row["links"] != "NVLink", Notes()
+        costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
+        layout = Layout.from_packs([parse_documents(row["documents"])])
+        nodes = (1,) if slow else (0,)
+        plan = plan_served(layout, Servers((1.0,), nodes=nodes), 8, topology=Topology(1, 1))
+        cluster = Cluster(profile, 2, 1 if slow else 2, notes)
+        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True).attention[0]
+        alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(layout), 1, True).attention[0]
+        for number, name in enumerate(("forward", "backward")):
+            ratios = (
+                row["served"][number] / row["alone"][number],
+                float(getattr(served, name).max() / getattr(alone, name).max()),
+            )
+            measured = MeasuredRow("one layer", 2, slow, row["documents"], 0, 2, {})
+            compared.append(Compared(f"trainer and server / alone, {name}", measured, *ratios))
     return compared
