@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIG_FILE = "config.json"
+# Length of documents with which a model is checked: one that every model has positions for.
+ANY_DOCUMENT_TOKENS = 128
 # Forward operations of one token and weight: a multiplication and an addition.
 FLOPS_OF_WEIGHT = 2
 
@@ -156,10 +158,12 @@ def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelSh
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     """Returns a shape with numbers of, and words for, layers that are not full attention."""
+    from distca_hf.integrations.models.check import refusals
     from distca_hf.integrations.models.layer_masks import layer_windows
     from distca_hf.integrations.models.mixers import mixers_of
 
-    windows = Counter(window for _, window in layer_windows(model) if window is not None)
+    layers = Counter(window for _, window in layer_windows(model))
+    windows = {window: count for window, count in layers.items() if window is not None}
     words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
     mixers = {name.rpartition(".")[0] for name in mixers_of(model)}
     if mixers:
@@ -167,8 +171,10 @@ def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     return replace(
         shape,
         other_layers=", ".join(words),
+        full_layers=layers[None],
         window_layers=tuple(sorted(windows.items())),
         mixer_layers=len(mixers),
+        refusals=tuple(refusals(model, ANY_DOCUMENT_TOKENS, whole_documents=bool(mixers))),
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +81,11 @@ def run_simulate(options: SimulateOptions) -> None:
     with progress.shown():
         with progress.stage(f"reading {options.lengths.name}"):
             documents = read_lengths(options.lengths)
-        for request in requests:
+        longest = int(documents.tokens.max())
+        for asked in requests:
+            # Groups have to hold the longest document, or the context if that is shorter.
+            context = min(asked.context_tokens or longest, longest)
+            request = replace(asked, context_tokens=context) if context <= asked.longest_tokens else asked
             steps = request.steps(documents.tokens)
             words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
             with progress.counting(words, len(steps)) as count:

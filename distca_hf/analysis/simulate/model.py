@@ -17,7 +17,7 @@ class SimulatedModel:
         heads: of one layer.
         size: numbers of weights.
         masks: each mask of the attention layers, with their number.
-        mixers: layers that carry a state instead of attending; documents stay whole then.
+        mixers: layers that carry a state; documents stay whole then.
     """
 
     name: str
@@ -31,12 +31,16 @@ class SimulatedModel:
         """Returns the model of a shape.
 
         Raises:
-            ConfigError: its size is not known, or no layer attends.
+            ConfigError: distca_hf refuses it, its size is not known, or no layer attends.
         """
+        if shape.refusals:
+            raise ConfigError(f"model {shape.name} is refused: {'; '.join(shape.refusals)}")
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
         windows = [(Mask(tokens), count) for tokens, count in shape.window_layers]
-        full = shape.size.layers - shape.mixer_layers - sum(count for _, count in windows)
+        full = shape.full_layers
+        if full is None:
+            full = shape.size.layers - shape.mixer_layers - sum(count for _, count in windows)
         masks = [*([(CAUSAL_MASK, full)] if full > 0 else []), *windows]
         if not masks:
             raise ConfigError(f"model {shape.name} has no attention layer: there is nothing to balance")

@@ -102,7 +102,7 @@ class Simulation:
             each += [self._ring(group) for group in self._ring_groups()]
             each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
         each.append(Way("packs_kept", "distca, packs kept", self._packs_kept, costly=True, is_ours=True, is_cad=True))
-        if ranks >= GPUS_PER_SERVER:
+        if self._has_servers:
             each.append(Way("servers", "distca, with servers", self._served, costly=True, is_ours=True, is_cad=True))
         if self.request.checkpointing == "saved":
             again = partial(self._placed, saves=False)
@@ -123,9 +123,13 @@ class Simulation:
                 f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} "
                 f"tokens, and the context has {request.longest_tokens:,}"
             )
-        if request.num_ranks < GPUS_PER_SERVER:
-            words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks")
+        if not self._has_servers:
+            words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks, or documents that stay whole")
         return words
+
+    @property
+    def _has_servers(self) -> bool:
+        return self.request.num_ranks >= GPUS_PER_SERVER and not self.request.model.mixers
 
     # Groups.
 
