@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from distca_hf.analysis import cluster_commands
 from distca_hf.errors import DistCAError
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
@@ -316,6 +317,9 @@ def check(
             as_json=as_json,
         )
     raise typer.Exit(status)
+
+
+cluster_commands.add_to(app, _one_line_errors)
 
 
 @app.command(epilog="Example: distca env > environment.txt")

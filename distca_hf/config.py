@@ -261,8 +261,8 @@ class DistCAConfig(Settings):
     kernel_times: str = _setting(
         "kernel_times",
         "",
-        "Path of a table of kernel times (scripts/benchmarks/kernel_times.py writes it): placement then makes "
-        "predicted seconds equal instead of attended pairs.",
+        "Path of a file that `distca profile` wrote: placement then makes predicted seconds equal instead of "
+        "attended pairs.",
     )
     deterministic: bool = _setting(
         "deterministic",

@@ -32,6 +32,12 @@ def check_versions() -> None:
         raise VersionError(f"distca_hf {__version__} needs {needs}: pip install --upgrade {wanted}")
 
 
+def installed_versions(*names: str) -> dict[str, str]:
+    """Returns the versions of packages, by name; missing ones are left out."""
+    found = {name: _installed(name) for name in names}
+    return {name: version for name, version in found.items() if version is not None}
+
+
 def _installed(name: str) -> str | None:
     """Returns the version in the package's metadata; None if the package is missing."""
     try:

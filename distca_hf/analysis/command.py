@@ -6,10 +6,10 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -32,6 +32,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
 
 
+T = TypeVar("T")
 # The model of all measured tables (docs/performance.md).
 DEFAULT_MODEL = "llama3-8b"
 # Width of text without a terminal: that of most terminals.
@@ -157,6 +158,19 @@ class PlanProgress:
         """Shows a stage of unknown length."""
         task = self._progress.add_task(words, total=None)
         yield
+        self._progress.remove_task(task)
+
+    @contextmanager
+    def counting(self, words: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+        """Shows how many of some items are done; yields a function that hands them on."""
+        task = self._progress.add_task(words, total=total)
+
+        def count(items: Iterable[T]) -> Iterator[T]:
+            for item in items:
+                yield item
+                self._progress.advance(task)
+
+        yield count
         self._progress.remove_task(task)
 
     def over(self, words: str, items: Sequence[int]) -> Iterable[int]:

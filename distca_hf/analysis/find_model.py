@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIG_FILE = "config.json"
+# Length of documents with which a model is checked: one that every model has positions for.
+ANY_DOCUMENT_TOKENS = 128
 # Forward operations of one token and weight: a multiplication and an addition.
 FLOPS_OF_WEIGHT = 2
 
@@ -140,7 +142,7 @@ def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelSh
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # a model's code may raise anything
         raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
-    shape, flops = replace(shape, other_layers=_other_layers(model)), step_flops(model)
+    shape, flops = _with_layers(shape, model), step_flops(model)
     if flops is None:
         return shape
     size = ModelSize(
@@ -154,16 +156,26 @@ def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelSh
     return replace(shape, size=size)
 
 
-def _other_layers(model: "PreTrainedModel") -> str:
-    """Returns words for layers that are not full attention; empty if all are."""
+def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
+    """Returns a shape with numbers of, and words for, layers that are not full attention."""
+    from distca_hf.integrations.models.check import refusals
     from distca_hf.integrations.models.layer_masks import layer_windows
     from distca_hf.integrations.models.mixers import mixers_of
 
-    windows = Counter(window for _, window in layer_windows(model) if window is not None)
+    layers = Counter(window for _, window in layer_windows(model))
+    windows = {window: count for window, count in layers.items() if window is not None}
     words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
-    if mixers := {name.rpartition(".")[0] for name in mixers_of(model)}:
+    mixers = {name.rpartition(".")[0] for name in mixers_of(model)}
+    if mixers:
         words.append(f"{len(mixers)} that carry a state, so that documents stay whole in training")
-    return ", ".join(words)
+    return replace(
+        shape,
+        other_layers=", ".join(words),
+        full_layers=layers[None],
+        window_layers=tuple(sorted(windows.items())),
+        mixer_layers=len(mixers),
+        refusals=tuple(refusals(model, ANY_DOCUMENT_TOKENS, whole_documents=bool(mixers))),
+    )
 
 
 # Bytes of a weight by the names that configurations have for dtypes.

@@ -125,6 +125,10 @@ class ModelShape:
         number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
         other_layers: words for layers that are not full attention, but count as such; empty if there are none.
+        full_layers: layers that attend to whole documents; None: all that are in none of the other two.
+        window_layers: tokens of each sliding window, with the number of its layers.
+        mixer_layers: layers that carry a state, beside attention or in its place.
+        refusals: why distca_hf does not train the model; empty if it does, or if nothing is known but a config.json.
     """
 
     name: str
@@ -132,6 +136,10 @@ class ModelShape:
     number_bytes: int = 2
     size: ModelSize | None = None
     other_layers: str = ""
+    full_layers: int | None = None
+    window_layers: tuple[tuple[int, int], ...] = ()
+    mixer_layers: int = 0
+    refusals: tuple[str, ...] = ()
 
     @property
     def token_bytes(self) -> TokenBytes:

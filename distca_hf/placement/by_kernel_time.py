@@ -94,19 +94,20 @@ class KernelTimes:
     @classmethod
     def load(cls, path: Path) -> "KernelTimes":
         """Reads a JSON file `{"query_tokens": [...], "key_tokens": [...], "seconds": [[...], ...]}`; `null` where
-        there are more queries than keys.
+        there are more queries than keys. A file of `distca profile` has such a table as `kernel_times`.
 
         Raises:
             PackingError: the file cannot be read, or is not of this form.
         """
         try:
             table = json.loads(path.read_text())
+            table = table.get("kernel_times", table)
             return cls(
                 as_int_array(table["query_tokens"], f"{path}: query_tokens"),
                 as_int_array(table["key_tokens"], f"{path}: key_tokens"),
                 np.array(table["seconds"], dtype=np.float64),
             )
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, PackingError):
                 raise
             raise PackingError(f"{path} is no table of kernel times: {error!r}") from error

@@ -1,0 +1,137 @@
+"""Commands about clusters: `distca profile` and `distca simulate`, with their options."""
+
+import functools
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+PROFILE_EPILOG = "Example: distca profile --cpu --dry-run"
+SIMULATE_EPILOG = "Example: distca simulate prolong --gpus 8 --context 262144 --liger --batches 4"
+
+
+def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]]) -> None:
+    """Adds the commands to an application.
+
+    Args:
+        errors: makes the context that a command runs in, which turns refused input into one line.
+    """
+    for command, epilog in ((profile, PROFILE_EPILOG), (simulate, SIMULATE_EPILOG)):
+        app.command(epilog=epilog)(_within(errors, command))
+
+
+def _within(errors: Callable[[], AbstractContextManager[None]], command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(**options: object) -> None:
+        with errors():
+            command(**options)
+
+    return run
+
+
+def profile(
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("cluster.json"),
+    processes: Annotated[int | None, typer.Option(help="processes to start; by default one for each GPU")] = None,
+    model: Annotated[str, typer.Option(help="model whose heads and layer are measured")] = "llama3-8b",
+    kernel: Annotated[str, typer.Option(help="attention kernel, as in settings")] = "auto",
+    cpu: Annotated[bool, typer.Option("--cpu", help="tiny sizes over gloo, to see how it works")] = False,
+    as_between_nodes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="measure links alone, and put them into this profile as those between nodes: for one node whose "
+            "links are made slow (NCCL_P2P_DISABLE=1), or for a part of a cluster",
+        ),
+    ] = None,
+    remarks: Annotated[str, typer.Option(help="words for the file, such as NCCL_P2P_DISABLE=1")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
+) -> None:
+    """Measures this machine's GPUs and links, in less than three minutes, for distca simulate --cluster.
+
+    Attention forward and backward over sizes of queries and keys, a layer without attention, matrix products,
+    exchanges and FSDP's collectives by size. The file also serves the setting kernel_times. Nothing else may run on
+    the GPUs meanwhile.
+
+    On one node: distca profile --out cluster.json
+
+    On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
+    """
+    from distca_hf.analysis.profiles import command
+
+    line = command.launch_line(
+        out=out,
+        processes=processes,
+        model=model,
+        kernel=kernel,
+        cpu=cpu,
+        as_between_nodes=as_between_nodes,
+        remarks=remarks,
+    )
+    typer.echo(shlex.join(line))
+    if not dry_run:
+        command.launch(line)
+
+
+def simulate(
+    lengths: Annotated[
+        Path, typer.Argument(help="document lengths, as distca plan reads them; or a sample: pretrain, prolong")
+    ],
+    gpus: Annotated[str, typer.Option(help="numbers of GPUs, with commas between them")] = "8",
+    tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 131_072,
+    context: Annotated[int | None, typer.Option(help="longer documents are split; by default none is")] = None,
+    model: Annotated[str | None, typer.Option(help="model, as distca plan takes it; llama3-8b by default")] = None,
+    model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
+    cluster: Annotated[
+        str, typer.Option(help="a shipped profile of a GPU (h200), or a file that distca profile wrote")
+    ] = "h200",
+    accumulation: Annotated[str, typer.Option(help="micro-steps of an optimizer step, with commas between")] = "1",
+    ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all links are between nodes")] = 8,
+    tensor: Annotated[int, typer.Option(help="GPUs of a node that divide every layer (tensor parallelism)")] = 1,
+    checkpointing: Annotated[
+        str,
+        typer.Option(
+            help="saved (layers, and distca keeps attention's outputs), recomputed (layers with attention) or none"
+        ),
+    ] = "saved",
+    liger: Annotated[bool, typer.Option("--liger", help="with Liger's kernels and loss")] = False,
+    gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU, in GiB; by default the profile's")] = None,
+    batches: Annotated[int, typer.Option(help="optimizer steps to simulate")] = 20,
+    token_budget: Annotated[float, typer.Option(help="tokens that GPU-hours are counted for")] = 1e9,
+    seed: Annotated[int, typer.Option(help="of the order of documents")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Estimates steps of a training in every way to share its attention, on a cluster that was measured: plain
+    packing, sorted packs, whole documents, Ulysses, zigzag rings, the published planner of DistCA, and distca_hf.
+
+    Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
+    single kernels, layers and links; all assumptions are listed.
+
+    Several at once: distca simulate pretrain --gpus 8,64,512 --accumulation 1,4 --json
+    """
+    from distca_hf.analysis.simulate.command import SimulateOptions, run_simulate
+
+    run_simulate(
+        SimulateOptions(
+            lengths=lengths,
+            model=model,
+            model_config=model_config,
+            gpus=gpus,
+            tokens_per_rank=tokens_per_rank,
+            context=context,
+            cluster=cluster,
+            accumulation=accumulation,
+            ranks_per_node=ranks_per_node,
+            tensor=tensor,
+            checkpointing=checkpointing,
+            liger=liger,
+            gpu_gib=gpu_gib,
+            batches=batches,
+            token_budget=token_budget,
+            seed=seed,
+            as_json=as_json,
+        )
+    )

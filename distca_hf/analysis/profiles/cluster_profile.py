@@ -1,0 +1,273 @@
+"""The file of a profile: times of GPUs and links, and where they come from.
+
+A file has a number of its form (`SCHEMA`). One of another form is refused, and so is any other JSON file: numbers of a
+file that is half understood would be wrong without a word.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from distca_hf.errors import ConfigError
+from distca_hf.version import __version__
+
+
+# Number of the form of the file; it changes with every change that an older reader would misunderstand.
+SCHEMA = 1
+KIND = "distca_hf cluster profile"
+
+Numbers = tuple[float, ...]
+Table = tuple[Numbers, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Origin of a profile.
+
+    Attributes:
+        date: day and time, UTC.
+        device: name of the GPU, as torch calls it.
+        kernel: class of the attention kernel.
+        processes, nodes: how many measured.
+        command: line that measured.
+        versions: of packages, CUDA and NCCL.
+        remarks: anything else that a reader of its figures has to know.
+    """
+
+    date: str
+    device: str
+    kernel: str
+    processes: int
+    nodes: int
+    command: str
+    versions: Mapping[str, str]
+    remarks: str = ""
+
+
+@dataclass(frozen=True)
+class AttentionTimes:
+    """Seconds of one task of the attention kernel, all heads of it.
+
+    A task is computed as in training: a causal *square* against keys beside its queries, and a *prefix* without a mask
+    against the keys before. Short tasks are measured many in one call.
+
+    Attributes:
+        heads, kv_heads, head_dim: heads of the call.
+        window_tokens: sliding window of the squares; 0 for full attention.
+        square_tokens: `[squares]` queries, which are as many as keys.
+        square_forward, square_backward: `[squares]` seconds.
+        prefix_queries, prefix_keys: sizes of prefixes; none with a window.
+        prefix_forward, prefix_backward: `[queries, keys]` seconds, a merge or a sum included.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window_tokens: int
+    square_tokens: Numbers
+    square_forward: Numbers
+    square_backward: Numbers
+    prefix_queries: Numbers = ()
+    prefix_keys: Numbers = ()
+    prefix_forward: Table = ()
+    prefix_backward: Table = ()
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of all of a decoder layer except core attention: projections, MLP, norms, rotary embeddings, sums.
+
+    Attributes:
+        hidden_size, mlp_size, heads, kv_heads, head_dim: of a gated MLP and its attention.
+        liger: whether norms, rotary embeddings and the MLP are Liger's kernels.
+        tokens: `[sizes]` tokens of a call.
+        forward: `[sizes]` seconds of a pass that keeps nothing, as under activation checkpointing.
+        kept: `[sizes]` seconds of a pass that keeps what backward needs.
+        backward: `[sizes]` seconds of backward alone.
+    """
+
+    hidden_size: int
+    mlp_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    liger: bool
+    tokens: Numbers
+    forward: Numbers
+    kept: Numbers
+    backward: Numbers
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Rates of a GPU for all that is not measured by size.
+
+    Attributes:
+        matrix_flops: operations per second of a large matrix product.
+        copy_bytes: bytes per second that a copy reads and writes.
+        optimizer_seconds: AdamW, per parameter of a rank, in fp32.
+        head_seconds: last matrix and loss, forward and backward, per token and 1,000 words at `head_hidden_size`.
+        head_hidden_size: size of a token's vector where that was measured.
+    """
+
+    matrix_flops: float
+    copy_bytes: float
+    optimizer_seconds: float
+    head_seconds: float
+    head_hidden_size: int
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Seconds of exchanges and collectives between ranks that share a node, or that do not.
+
+    Attributes:
+        ranks: ranks that took part.
+        num_bytes: `[sizes]` bytes that a rank receives from others, and sends.
+        exchange: `[sizes]` seconds of an all-to-all through the product's transport.
+        all_gather, reduce_scatter: `[sizes]` seconds of FSDP's collectives.
+        attention_beside: seconds by which a second of exchange delays an attention kernel beside it.
+        products_beside: seconds by which a second of gathering delays matrix products beside it.
+        date, command: when and how.
+        ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
+    """
+
+    ranks: int
+    num_bytes: Numbers
+    exchange: Numbers
+    all_gather: Numbers
+    reduce_scatter: Numbers
+    attention_beside: float
+    products_beside: float
+    date: str
+    command: str
+    ranks_per_node: int = 1
+
+
+@dataclass(frozen=True)
+class ClusterProfile:
+    """Everything that was measured on a cluster.
+
+    Attributes:
+        made: origin.
+        attention: tables of the kernel, full attention of all heads first.
+        layers: of layers of several sizes.
+        rates: everything else of a GPU.
+        within_node, between_nodes: links; None where they were not measured.
+        source: file or name that it was read from.
+    """
+
+    made: Made
+    attention: tuple[AttentionTimes, ...]
+    layers: tuple[LayerTimes, ...]
+    rates: DeviceRates
+    within_node: LinkTimes | None
+    between_nodes: LinkTimes | None
+    source: str = ""
+
+    @classmethod
+    def load(cls, path: Path) -> "ClusterProfile":
+        """Reads a file that `write` wrote.
+
+        Raises:
+            ConfigError: the file cannot be read, is none of ours, or of another form.
+        """
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as a cluster profile: {error}") from error
+        return cls.from_json(content, str(path))
+
+    @classmethod
+    def from_json(cls, content: object, source: str) -> "ClusterProfile":
+        """Returns the profile of a file's content.
+
+        Raises:
+            ConfigError: see `load`.
+        """
+        if not isinstance(content, dict) or content.get("kind") != KIND:
+            raise ConfigError(f"{source} is no cluster profile; `distca profile --out cluster.json` writes one")
+        schema = content.get("schema")
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"{source} is a cluster profile of form {schema!r}, written by distca_hf "
+                f"{content.get('distca_hf', '(unknown)')}; this version, {__version__}, reads form {SCHEMA}: measure "
+                "again with `distca profile`"
+            )
+        try:
+            within, between = content["within_node"], content["between_nodes"]
+            profile = cls(
+                _read(Made, content["made"]),
+                tuple(_read(AttentionTimes, entry) for entry in content["attention"]),
+                tuple(_read(LayerTimes, entry) for entry in content["layers"]),
+                _read(DeviceRates, content["rates"]),
+                None if within is None else _read(LinkTimes, within),
+                None if between is None else _read(LinkTimes, between),
+                source,
+            )
+            profile._check()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{source} is a damaged cluster profile: {error!r}") from error
+        return profile
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the content of a file, without the table of the setting `kernel_times`."""
+        content = {name: value for name, value in asdict(self).items() if name != "source"}
+        return {"kind": KIND, "schema": SCHEMA, "distca_hf": __version__, **content}
+
+    def _check(self) -> None:
+        """Raises ValueError where sizes do not rise, or numbers of times differ from numbers of sizes."""
+        if not self.attention or not self.layers:
+            raise ValueError("no attention, or no layers")
+        for times in self.attention:
+            _check_curve("square_tokens", times.square_tokens, times.square_forward, times.square_backward)
+            if times.prefix_queries:
+                _check_rising("prefix_queries", times.prefix_queries)
+                for name, table in (("forward", times.prefix_forward), ("backward", times.prefix_backward)):
+                    if len(table) != len(times.prefix_queries):
+                        raise ValueError(f"prefix_{name}: {len(table)} rows for {len(times.prefix_queries)} sizes")
+                    _check_curve("prefix_keys", times.prefix_keys, *table)
+        for layer in self.layers:
+            _check_curve("tokens", layer.tokens, layer.forward, layer.kept, layer.backward)
+        for links in filter(None, (self.within_node, self.between_nodes)):
+            _check_curve("num_bytes", links.num_bytes, links.exchange, links.all_gather, links.reduce_scatter)
+        _check_positive("rates", [x for x in asdict(self.rates).values()])
+
+
+def _read(cls: Any, content: Mapping[str, Any]) -> Any:
+    """Returns a dataclass of JSON values; lists become tuples.
+
+    Raises:
+        ValueError: names are missing, or unknown.
+    """
+    names = {field.name for field in fields(cls)}
+    if unknown := set(content) - names:
+        raise ValueError(f"unknown {sorted(unknown)} in {cls.__name__}")
+    return cls(**{name: _as_tuples(value) for name, value in content.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_curve(name: str, sizes: Sequence[float], *times: Sequence[float]) -> None:
+    _check_rising(name, sizes)
+    for seconds in times:
+        if len(seconds) != len(sizes):
+            raise ValueError(f"{len(seconds)} times for {len(sizes)} {name}")
+        _check_positive(name, seconds)
+
+
+def _check_rising(name: str, sizes: Sequence[float]) -> None:
+    if not sizes or any(later <= earlier for earlier, later in pairwise(sizes)):
+        raise ValueError(f"{name} do not rise: {sizes}")
+    _check_positive(name, sizes)
+
+
+def _check_positive(name: str, values: Sequence[float]) -> None:
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise ValueError(f"{name}: {values} are not all finite and above 0")

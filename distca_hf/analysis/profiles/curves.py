@@ -1,0 +1,176 @@
+"""Curves: times between measured sizes.
+
+Rates, not times, are interpolated, on logarithmic axes: a time grows over orders of magnitude, its rate hardly. Beyond
+the measured sizes the rate stays that of the border, and whoever asked gets a note of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+FloatArray = NDArray[np.float64]
+# Share of the seconds of one kind, beyond measured sizes, from which on it is said.
+WORTH_A_NOTE = 0.005
+
+
+@dataclass
+class Beyond:
+    """Seconds of one kind that were asked for, and sizes outside of measured ones.
+
+    Attributes:
+        lowest, highest: sizes that were measured.
+        least, most: sizes that were asked for.
+        seconds, outside_seconds: of all sizes, and of those outside.
+    """
+
+    lowest: float
+    highest: float
+    least: float
+    most: float
+    seconds: float = 0.0
+    outside_seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of the seconds whose sizes were not measured."""
+        return self.outside_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Notes:
+    """Everything that was taken from outside of measured sizes, or from other hardware; each once.
+
+    Attributes:
+        words: notes in words, in the order in which they came up.
+        beyond: sizes outside of measured ones, by what they count.
+    """
+
+    words: dict[str, None] = field(default_factory=dict)
+    beyond: dict[str, Beyond] = field(default_factory=dict)
+
+    def add(self, words: str) -> None:
+        """Adds a note in words."""
+        self.words[words] = None
+
+    def count(self, name: str, sizes: FloatArray, seconds: FloatArray, lowest: float, highest: float) -> None:
+        """Counts seconds, and those of sizes that are not between the measured ones."""
+        if sizes.size == 0:
+            return
+        outside = (sizes < lowest) | (sizes > highest)
+        least, most = float(sizes.min()), float(sizes.max())
+        self._add(name, Beyond(lowest, highest, least, most, float(seconds.sum()), float(seconds[outside].sum())))
+
+    def merge(self, other: "Notes") -> None:
+        """Adds the notes of another process."""
+        self.words.update(other.words)
+        for name, beyond in other.beyond.items():
+            self._add(name, beyond)
+
+    def lines(self) -> list[str]:
+        """Returns all notes that matter, as sentences."""
+        return [
+            *self.words,
+            *(
+                f"{name}: up to {of.most:,.4g} asked for, {of.lowest:,.4g} to {of.highest:,.4g} measured; "
+                f"{100 * of.share:.1f} % of their seconds lie beyond, at the rate of the border"
+                for name, of in self.beyond.items()
+                if of.share >= WORTH_A_NOTE
+            ),
+        ]
+
+    def _add(self, name: str, beyond: Beyond) -> None:
+        old = self.beyond.get(name)
+        if old is None:
+            self.beyond[name] = replace(beyond)
+            return
+        self.beyond[name] = Beyond(
+            min(old.lowest, beyond.lowest),
+            max(old.highest, beyond.highest),
+            min(old.least, beyond.least),
+            max(old.most, beyond.most),
+            old.seconds + beyond.seconds,
+            old.outside_seconds + beyond.outside_seconds,
+        )
+
+
+def between(measured: FloatArray, values: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
+    """Locates values between measured sizes: index of the lower one, and the fraction of the way to the next one on a
+    logarithmic axis; values outside are at the border."""
+    values = np.clip(values, measured[0], measured[-1])
+    index = np.searchsorted(measured, values, side="right") - 1
+    following = np.minimum(index + 1, len(measured) - 1)
+    step = np.log(measured[following] / measured[index])
+    part = np.log(values / measured[index]) / np.where(step > 0, step, 1.0)
+    return index.astype(np.int64), part
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Seconds by one size.
+
+    Attributes:
+        name: what the size counts, for notes.
+        sizes: `[sizes]` rising.
+        seconds: `[sizes]`.
+        power: work grows as this power of the size.
+    """
+
+    name: str
+    sizes: FloatArray
+    seconds: FloatArray
+    power: float = 1.0
+
+    @classmethod
+    def of(cls, name: str, sizes: Sequence[float], seconds: Sequence[float], power: float = 1.0) -> "Curve":
+        """Returns the curve through some measurements."""
+        return cls(name, np.array(sizes, dtype=np.float64), np.array(seconds, dtype=np.float64), power)
+
+    def at(self, sizes: FloatArray | float, notes: Notes) -> FloatArray:
+        """Returns `[...]` seconds for `[...]` sizes; 0 for a size of 0."""
+        asked = np.asarray(sizes, dtype=np.float64)
+        some = np.maximum(asked, 1e-9)
+        index, part = between(self.sizes, some)
+        rate = np.log(self.sizes**self.power / self.seconds)
+        following = np.minimum(index + 1, len(rate) - 1)
+        log_rate = rate[index] * (1 - part) + rate[following] * part
+        seconds = np.where(asked > 0, some**self.power / np.exp(log_rate), 0.0)
+        notes.count(self.name, asked[asked > 0], seconds[asked > 0], self.sizes[0], self.sizes[-1])
+        return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Surface:
+    """Seconds by two sizes; work is their product.
+
+    Attributes:
+        names: what the sizes count, for notes.
+        rows, columns: `[rows]`, `[columns]` rising.
+        seconds: `[rows, columns]`.
+    """
+
+    names: tuple[str, str]
+    rows: FloatArray
+    columns: FloatArray
+    seconds: FloatArray
+
+    def at(self, rows: FloatArray, columns: FloatArray, notes: Notes) -> FloatArray:
+        """Returns `[...]` seconds for `[...]` pairs of sizes; 0 where one of them is 0."""
+        rows, columns = np.asarray(rows, dtype=np.float64), np.asarray(columns, dtype=np.float64)
+        some = (rows > 0) & (columns > 0)
+        row, row_part = between(self.rows, np.maximum(rows, 1))
+        column, column_part = between(self.columns, np.maximum(columns, 1))
+        rate = np.log(self.rows[:, None] * self.columns[None, :] / self.seconds)
+        row_up, column_up = np.minimum(row + 1, len(self.rows) - 1), np.minimum(column + 1, len(self.columns) - 1)
+        log_rate = (
+            rate[row, column] * (1 - row_part) * (1 - column_part)
+            + rate[row_up, column] * row_part * (1 - column_part)
+            + rate[row, column_up] * (1 - row_part) * column_part
+            + rate[row_up, column_up] * row_part * column_part
+        )
+        seconds = np.where(some, rows * columns / np.exp(log_rate), 0.0)
+        for name, sizes, measured in ((self.names[0], rows, self.rows), (self.names[1], columns, self.columns)):
+            notes.count(name, sizes[some], seconds[some], measured[0], measured[-1])
+        return seconds

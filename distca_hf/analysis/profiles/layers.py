@@ -1,0 +1,169 @@
+"""Seconds of a decoder layer without core attention, and rates of the rest of a step.
+
+The layer is Transformers' own of a Llama, in bf16, with a function in the place of attention that computes nothing: it
+returns stored random numbers, and hands gradients on. So products, norms, rotary embeddings and sums are those of
+training. Weights are local; FSDP's collectives are measured by themselves.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+from transformers import AttentionInterface, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from distca_hf.analysis.profiles.clock import Clock
+from distca_hf.analysis.profiles.cluster_profile import DeviceRates, LayerTimes
+
+
+NO_ATTENTION = "distca_profile_without_attention"
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Sizes of a decoder layer with a gated MLP."""
+
+    hidden_size: int
+    mlp_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class StoredOutput(torch.autograd.Function):
+    """Returns a stored output; gradients of queries, keys and values are those of the output, without a copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BNTH: torch.Tensor, k_BGTH: torch.Tensor, v_BGTH: torch.Tensor, out_BTNH: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.kv_heads = k_BGTH.shape[1]
+        return out_BTNH.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *douts_BTNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        dout_BNTH = douts_BTNH[0].transpose(1, 2)
+        dkv = dout_BNTH[:, : ctx.kv_heads]
+        return dout_BNTH, dkv, dkv, None
+
+
+def has_liger() -> bool:
+    """Returns whether Liger's kernels are installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+@dataclass(frozen=True)
+class LayerBench:
+    """Measures layers and rates of one device.
+
+    Attributes:
+        clock: of the device.
+        dtype: of weights and activations.
+    """
+
+    clock: Clock
+    dtype: torch.dtype
+
+    def layer(self, size: LayerSize, tokens: tuple[int, ...], liger: bool) -> LayerTimes:
+        """Returns the times of a layer for calls of so many tokens, rising."""
+        rows = [self._layer_seconds(size, number, liger) for number in tokens]
+        forward, kept, backward = (tuple(column) for column in zip(*rows, strict=True))
+        sizes = (size.hidden_size, size.mlp_size, size.heads, size.kv_heads, size.head_dim)
+        return LayerTimes(*sizes, liger, tuple(map(float, tokens)), forward, kept, backward)
+
+    def _layer_seconds(self, size: LayerSize, tokens: int, liger: bool) -> tuple[float, float, float]:
+        device = self.clock.device
+        stored = torch.randn(1, tokens, size.heads, size.head_dim, device=device, dtype=self.dtype)
+
+        def attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return StoredOutput.apply(q, k, v, stored), None
+
+        AttentionInterface.register(NO_ATTENTION, attention)
+        config = LlamaConfig(
+            hidden_size=size.hidden_size,
+            intermediate_size=size.mlp_size,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads,
+            head_dim=size.head_dim,
+            num_hidden_layers=1,
+            max_position_embeddings=tokens,
+            attn_implementation=NO_ATTENTION,
+        )
+        with device:
+            layer = LlamaDecoderLayer(config, 0).to(self.dtype).train()
+            rotary = LlamaRotaryEmbedding(config)
+            positions = torch.arange(tokens)[None]
+            hidden = torch.randn(1, tokens, size.hidden_size, dtype=self.dtype, requires_grad=True)
+        if liger:
+            use_liger(layer)
+        embeddings = rotary(hidden, positions)
+
+        def run() -> torch.Tensor:
+            output = layer(hidden, position_embeddings=embeddings)
+            return output if isinstance(output, torch.Tensor) else output[0]
+
+        def forward() -> None:
+            with torch.no_grad():
+                run()
+
+        forward_seconds, kept_seconds = self.clock.seconds(forward), self.clock.seconds(run)
+        dout = torch.randn_like(hidden)
+
+        def kept_and_backward() -> None:
+            torch.autograd.grad(run(), [hidden, *layer.parameters()], dout)
+
+        both = self.clock.seconds(kept_and_backward)
+        return forward_seconds, kept_seconds, max(both - kept_seconds, 0.1 * both)
+
+    def matrix_flops(self, size: int) -> float:
+        """Returns the rate of a square product."""
+        left, right = (torch.randn(size, size, device=self.clock.device).to(self.dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        return 2 * size**3 / self.clock.seconds(lambda: torch.matmul(left, right, out=out))
+
+    def rates(self, size: int, hidden_size: int, tokens: int, words: int) -> DeviceRates:
+        """Returns rates of everything that is not measured by size.
+
+        Args:
+            size: of matrices and of copies, in rows and columns.
+            hidden_size, tokens, words: of the head.
+        """
+        device = self.clock.device
+        source = torch.randn(16 * size * size, device=device).to(self.dtype)
+        target = torch.empty_like(source)
+        copy_seconds = self.clock.seconds(lambda: target.copy_(source))
+        weights = nn.Parameter(torch.randn(size * size, device=device))
+        weights.grad = torch.randn_like(weights)
+        optimizer = torch.optim.AdamW([weights])
+        return DeviceRates(
+            matrix_flops=self.matrix_flops(size),
+            copy_bytes=2 * source.nbytes / copy_seconds,
+            optimizer_seconds=self.clock.seconds(optimizer.step) / weights.numel(),
+            head_seconds=self.clock.seconds(self._head(hidden_size, tokens, words)) / tokens / (words / 1000),
+            head_hidden_size=hidden_size,
+        )
+
+    def _head(self, hidden_size: int, tokens: int, words: int) -> Callable[[], object]:
+        """Returns a call of the last matrix and the loss, forward and backward, as Transformers computes them."""
+        device = self.clock.device
+        hidden = torch.randn(tokens, hidden_size, device=device, dtype=self.dtype, requires_grad=True)
+        weights = torch.randn(words, hidden_size, device=device, dtype=self.dtype, requires_grad=True)
+        labels = torch.randint(words, (tokens,), device=device)
+        return lambda: torch.autograd.grad(cross_entropy(linear(hidden, weights).float(), labels), [hidden, weights])
+
+
+def use_liger(layer: LlamaDecoderLayer) -> None:
+    """Puts Liger's norms and MLP into a layer. Rotary embeddings stay: Liger replaces them for all models at once."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
+
+    config = layer.self_attn.config
+    device, dtype = layer.mlp.down_proj.weight.device, layer.mlp.down_proj.weight.dtype
+    with device:
+        layer.mlp = LigerSwiGLUMLP(config).to(dtype)
+        layer.input_layernorm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps).to(dtype)
+        layer.post_attention_layernorm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps).to(dtype)

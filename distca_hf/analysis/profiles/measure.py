@@ -1,0 +1,244 @@
+"""Measures a cluster: every process of `distca profile` runs this, one for each GPU.
+
+Ranks share the sizes of the attention kernel between them, and are all busy at the same time, as in training. Layers
+are measured by all, and the mean is kept. Links are measured last.
+"""
+
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+
+import numpy as np
+import torch
+
+from distca_hf.analysis.profiles.attention import AttentionBench, TaskSize
+from distca_hf.analysis.profiles.clock import Clock
+from distca_hf.analysis.profiles.cluster_profile import (
+    AttentionTimes,
+    ClusterProfile,
+    DeviceRates,
+    LayerTimes,
+    LinkTimes,
+    Made,
+)
+from distca_hf.analysis.profiles.curves import Curve, Notes
+from distca_hf.analysis.profiles.grid import Grid
+from distca_hf.analysis.profiles.layers import LayerBench, has_liger
+from distca_hf.analysis.profiles.progress import MeasuringProgress
+from distca_hf.comm.measure_links import FEWEST_CALLS, MeasuringRanks, OnOwnStream
+from distca_hf.config import KernelName
+from distca_hf.version import __version__, installed_versions
+
+
+# Seconds of matrix products before anything is timed.
+WARM_UP_SECONDS = {"cuda": 3.0, "cpu": 0.0}
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """One rank of a measurement.
+
+    Attributes:
+        ranks: all ranks, and their wires.
+        grid: sizes to measure.
+        kernel: name of the attention kernel.
+        command, remarks: for the file.
+    """
+
+    ranks: MeasuringRanks
+    grid: Grid
+    kernel: KernelName
+    command: str
+    remarks: str
+
+    def whole(self) -> ClusterProfile:
+        """Measures everything. A collective call."""
+        clock, dtype = self._clock, self._dtype
+        links = self._link_steps
+        attention = AttentionBench.choose(clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
+        mine = self.grid.tasks[self.ranks.rank :: self.ranks.num_ranks]
+        layers = [(size, tokens, liger) for size, tokens in self.grid.layers for liger in self._liger]
+        progress = MeasuringProgress(self.ranks.rank == 0, len(mine) + len(layers) + 1 + len(links))
+        with progress.bar():
+            bench = LayerBench(clock, dtype)
+            clock.busy(partial(bench.matrix_flops, self.grid.rates[0]), WARM_UP_SECONDS[clock.device.type])
+            seconds = {size: attention.seconds(size) for size in progress.over("attention", mine)}
+            times = [bench.layer(*layer) for layer in progress.over("layers", layers)]
+            rates = [bench.rates(*self.grid.rates) for _ in progress.over("rates", [None])]
+            within, between = self._links(attention, progress)
+        tables = self._tables(seconds)
+        return ClusterProfile(
+            self._made(type(attention.kernel).__name__),
+            tables,
+            tuple(self._mean_layer(layer) for layer in times),
+            self._mean_rates(rates[0]),
+            within,
+            between,
+        )
+
+    def links_of(self, profile: ClusterProfile) -> ClusterProfile:
+        """Measures links alone, and returns a profile that has them between nodes. A collective call."""
+        attention = AttentionBench.choose(self._clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
+        progress = MeasuringProgress(self.ranks.rank == 0, len(self._link_steps))
+        with progress.bar():
+            within, between = self._links(attention, progress)
+        return replace(profile, between_nodes=between or within)
+
+    @property
+    def _clock(self) -> Clock:
+        return Clock(self.ranks.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.ranks.device.type == "cuda" else torch.float32
+
+    @property
+    def _liger(self) -> tuple[bool, ...]:
+        return (False, True) if has_liger() and self.ranks.device.type == "cuda" else (False,)
+
+    @property
+    def _link_steps(self) -> list[tuple[bool, int]]:
+        """Sizes of exchanges within a node, and between nodes, as far as there are such ranks."""
+        per_node = self.ranks.ranks_per_node
+        scopes = [*([False] if per_node > 1 else []), *([True] if self.ranks.has_several_nodes else [])]
+        return [(between, num_bytes) for between in scopes for num_bytes in self.grid.num_bytes]
+
+    # Ranks show each other their times.
+
+    def _tables(self, mine: dict[TaskSize, tuple[float, float]]) -> tuple[AttentionTimes, ...]:
+        """Returns the tables of all ranks' tasks."""
+        rows = -(-len(self.grid.tasks) // self.ranks.num_ranks)
+        flat = [value for times in mine.values() for value in times]
+        every = self.ranks.gathered([*flat, *[0.0] * (2 * rows - len(flat))], "attention times")
+        seconds = {}
+        for rank, values in enumerate(every):
+            for at, size in enumerate(self.grid.tasks[rank :: self.ranks.num_ranks]):
+                seconds[size] = values[2 * at], values[2 * at + 1]
+        return tuple(_table(kind, seconds, self.grid.heads[2]) for kind in self.grid.kinds)
+
+    def _mean(self, values: Sequence[float]) -> list[float]:
+        every = self.ranks.gathered(values, "times of layers")
+        return [statistics.fmean(column) for column in zip(*every, strict=True)]
+
+    def _mean_layer(self, layer: LayerTimes) -> LayerTimes:
+        forward, kept, backward = (tuple(self._mean(x)) for x in (layer.forward, layer.kept, layer.backward))
+        return replace(layer, forward=forward, kept=kept, backward=backward)
+
+    def _mean_rates(self, rates: DeviceRates) -> DeviceRates:
+        inverse = self._mean([1 / rates.matrix_flops * 1e9, 1 / rates.copy_bytes * 1e6])
+        optimizer, head = self._mean([rates.optimizer_seconds * 1e6, rates.head_seconds])
+        return replace(
+            rates,
+            matrix_flops=1e9 / inverse[0],
+            copy_bytes=1e6 / inverse[1],
+            optimizer_seconds=optimizer / 1e6,
+            head_seconds=head,
+        )
+
+    # Links.
+
+    def _links(
+        self, attention: AttentionBench, progress: MeasuringProgress
+    ) -> tuple[LinkTimes | None, LinkTimes | None]:
+        """Returns the times of links within a node, and between nodes."""
+        rows: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+        for between, num_bytes in progress.over("links", self._link_steps):
+            rows[between].append(self._link_seconds(num_bytes, between))
+        within, beyond = (self._link_times(attention, scope, rows[scope]) for scope in (False, True))
+        return within, beyond
+
+    def _link_seconds(self, num_bytes: int, between: bool) -> tuple[float, float, float]:
+        ranks, calls = self.ranks, max(FEWEST_CALLS, min(20, (1 << 29) // num_bytes))
+        return (
+            ranks.exchange_seconds(num_bytes, between),
+            ranks.slowest(ranks.all_gather(num_bytes, between), calls, "measuring an all-gather"),
+            ranks.slowest(ranks.reduce_scatter(num_bytes, between), calls, "measuring a reduce-scatter"),
+        )
+
+    def _link_times(
+        self, attention: AttentionBench, between: bool, rows: Sequence[tuple[float, float, float]]
+    ) -> LinkTimes | None:
+        if not rows:
+            return None
+        ranks, sizes = self.ranks, tuple(map(float, self.grid.num_bytes))
+        exchange, all_gather, reduce_scatter = (tuple(column) for column in zip(*rows, strict=True))
+        # Something to send that takes about half as long as the kernels beside it.
+        forward, _, _ = attention.calls(self.grid.beside)
+        target = ranks.slowest(forward, FEWEST_CALLS, "measuring kernels") / 2
+        num_bytes = _bytes_within(target, sizes, exchange)
+        attention_beside = ranks.delay_of(
+            forward, ranks.exchange(num_bytes, between), ranks.exchange_seconds(num_bytes, between)
+        )
+        matrix = torch.randn(self.grid.rates[0], self.grid.rates[0], device=ranks.device).to(self._dtype)
+        out = torch.empty_like(matrix)
+
+        def products() -> None:
+            for _ in range(self.grid.products_beside):
+                torch.matmul(matrix, matrix, out=out)
+
+        target = ranks.slowest(products, FEWEST_CALLS, "measuring products") / 2
+        num_bytes = _bytes_within(target, sizes, all_gather)
+        gather = ranks.all_gather(num_bytes, between)
+        alone = ranks.slowest(gather, FEWEST_CALLS, "measuring an all-gather")
+        products_beside = ranks.delay_of(products, OnOwnStream(gather, ranks.device), alone)
+        number = ranks.num_ranks if between else ranks.ranks_per_node
+        times = (exchange, all_gather, reduce_scatter, attention_beside, products_beside)
+        of_a_node = ranks.ranks_per_node if between or ranks.has_several_nodes else 1
+        return LinkTimes(number, sizes, *times, _now(), self._command, of_a_node)
+
+    @property
+    def _command(self) -> str:
+        return f"{self.command} ({self.remarks})" if self.remarks else self.command
+
+    def _made(self, kernel: str) -> Made:
+        device, versions = self.ranks.device, {"distca_hf": __version__, "python": platform.python_version()}
+        versions |= installed_versions("torch", "transformers", "flash-attn-4", "flash-attn", "liger-kernel")
+        name = platform.processor() or platform.machine()
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        nodes = self.ranks.num_ranks // self.ranks.ranks_per_node
+        return Made(_now(), name, kernel, self.ranks.num_ranks, nodes, self.command, versions, self.remarks)
+
+
+def _table(kind: TaskSize, seconds: dict[TaskSize, tuple[float, float]], head_dim: int) -> AttentionTimes:
+    """Returns the table of tasks with the heads and the window of one."""
+    like = {
+        size: times
+        for size, times in seconds.items()
+        if (size.heads, size.window_tokens) == (kind.heads, kind.window_tokens)
+    }
+    squares = sorted(size.queries for size in like if not size.prefix)
+    queries = sorted({size.queries for size in like if size.prefix})
+    keys = sorted({size.prefix for size in like if size.prefix})
+
+    def row(number: int, of_direction: int) -> tuple[float, ...]:
+        return tuple(like[replace(kind, queries=number, prefix=prefix)][of_direction] for prefix in keys)
+
+    return AttentionTimes(
+        kind.heads,
+        kind.kv_heads,
+        head_dim,
+        kind.window_tokens,
+        tuple(map(float, squares)),
+        tuple(like[replace(kind, queries=number)][0] for number in squares),
+        tuple(like[replace(kind, queries=number)][1] for number in squares),
+        tuple(map(float, queries)),
+        tuple(map(float, keys)),
+        tuple(row(number, 0) for number in queries),
+        tuple(row(number, 1) for number in queries),
+    )
+
+
+def _bytes_within(seconds: float, sizes: Sequence[float], times: Sequence[float]) -> int:
+    """Returns the largest size, between the measured ones, that takes no longer; equal times give equal sizes."""
+    curve, many = Curve.of("bytes", sizes, times), np.geomspace(sizes[0], sizes[-1], 200)
+    fits = many[curve.at(many, Notes()) <= seconds]
+    return int(fits[-1]) if len(fits) else int(sizes[0])
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,56 @@
+"""Shipped profiles, and the profile that a name or a path stands for."""
+
+import math
+import re
+from importlib import resources
+from pathlib import Path
+
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.flops import PEAK_FLOPS
+
+
+FOLDER = "distca_hf.analysis.profiles"
+# Profile that is taken where none is named.
+DEFAULT_PROFILE = "h200"
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Returns the files of all profiles that come with the package, by name."""
+    files = (Path(str(file)) for file in resources.files(FOLDER).iterdir() if file.name.endswith(".json"))
+    return {file.stem: file for file in sorted(files)}
+
+
+def find_profile(name: str) -> ClusterProfile:
+    """Returns the profile of a file, or the shipped one of a name.
+
+    Raises:
+        ConfigError: there is neither; of a GPU without a profile it names the nearest one that has one.
+    """
+    shipped = shipped_profiles()
+    if name.lower() in shipped:
+        return ClusterProfile.load(shipped[name.lower()])
+    path = Path(name)
+    if path.suffix == ".json" or path.exists():
+        return ClusterProfile.load(path)
+    known = f"{', '.join(shipped)}, or a file that `distca profile` wrote"
+    peak = _peak(name)
+    if peak is None:
+        raise ConfigError(f"--cluster {name}: choose one of {known}.{did_you_mean(name, shipped)}")
+
+    def apart(other: str) -> float:
+        return abs(math.log((_peak(other) or 1.0) / peak))
+
+    nearest = min(shipped, key=apart)
+    raise ConfigError(
+        f"--cluster {name}: there is no measured profile of this GPU. The nearest is {nearest}, whose peak is "
+        f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest} and take ratios "
+        "alone, or measure one with `distca profile`"
+    )
+
+
+def _peak(name: str) -> float | None:
+    """Returns the peak of a GPU that is named in short, such as h100 or a100."""
+    words = re.split(r"[\W_]+", name.upper())
+    known = [flops for pattern, flops in PEAK_FLOPS.items() if re.search(pattern, " ".join(words))]
+    return known[0] if known else None

@@ -1,0 +1,186 @@
+"""`distca simulate`: from lengths, a model and a measured cluster to tables or JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from distca_hf.analysis.command import COLUMNS, DEFAULT_MODEL, PlanProgress
+from distca_hf.analysis.find_model import find_model, read_model
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.print_result import print_results
+from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
+from distca_hf.analysis.simulate.result import Result, make_result
+from distca_hf.analysis.simulate.run import run_steps
+from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
+from distca_hf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Options of the command, as they were given; see `distca simulate --help`."""
+
+    lengths: Path
+    model: str | None
+    model_config: Path | None
+    gpus: str
+    tokens_per_rank: int
+    context: int | None
+    cluster: str
+    accumulation: str
+    ranks_per_node: int
+    tensor: int
+    checkpointing: str
+    liger: bool
+    gpu_gib: float | None
+    batches: int
+    token_budget: float
+    seed: int
+    as_json: bool
+
+
+def run_simulate(options: SimulateOptions) -> None:
+    """Runs `distca simulate`. Output is printed at the very end, so that an error leaves nothing behind.
+
+    Raises:
+        ConfigError: an option, the model or the profile is wrong.
+        PackingError: lengths cannot be read, or do not fit.
+    """
+    profile, model = find_profile(options.cluster), _model(options.model, options.model_config)
+    if not options.token_budget > 0:
+        raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0")
+    requests = [
+        SimulationRequest(
+            model,
+            gpus,
+            options.tokens_per_rank,
+            options.context,
+            accumulation,
+            options.ranks_per_node,
+            options.tensor,
+            cast(Checkpointing, options.checkpointing),  # the request refuses any other
+            options.liger,
+            options.gpu_gib or _gpu_gib(profile),
+            options.batches,
+            options.seed,
+        )
+        for gpus in _numbers("--gpus", options.gpus)
+        for accumulation in _numbers("--accumulation", options.accumulation)
+    ]
+    progress, notes = PlanProgress(), Notes()
+    results: list[Result] = []
+    with progress.shown():
+        with progress.stage(f"reading {options.lengths.name}"):
+            documents = read_lengths(options.lengths)
+        longest = int(documents.tokens.max())
+        for asked in requests:
+            # Groups have to hold the longest document, or the context if that is shorter.
+            context = min(asked.context_tokens or longest, longest)
+            request = replace(asked, context_tokens=context) if context <= asked.longest_tokens else asked
+            steps = request.steps(documents.tokens)
+            words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
+            with progress.counting(words, len(steps)) as count:
+                simulation, by_way = run_steps(request, profile, steps, count)
+            results.append(make_result(simulation, steps, by_way, options.token_budget))
+            notes.merge(simulation.costs.notes)
+    assumptions = [*ASSUMPTIONS, *_assumptions(options, requests[0]), *notes.lines()]
+    if options.as_json:
+        content = as_json(options, results, profile, model, assumptions)
+        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+        return
+    world = (
+        f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
+        f"longest has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
+    )
+    print_results(world, results, profile, assumptions, Console(width=None if Console().is_terminal else COLUMNS))
+
+
+# What holds for every simulation; docs/simulation.md has the equations.
+ASSUMPTIONS = (
+    "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice and its gradients summed once in "
+    "each micro-step, beside computing; both ends of a micro-step wait for the wires",
+    "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
+    "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
+    "backward, as in their code",
+    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "
+    "as long as they take longer",
+    f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
+    "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
+)
+
+
+def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[str]:
+    """Returns the assumptions that options decide."""
+    kept = {
+        "saved": "layers are checkpointed; distca keeps attention's outputs, its default",
+        "recomputed": "layers are checkpointed, and attention is computed again everywhere",
+        "none": "nothing is checkpointed",
+    }[request.checkpointing]
+    words = [
+        f"{kept}{'; Liger kernels' if options.liger else ''}",
+        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:.3g} tokens; "
+        f"90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
+    ]
+    if request.tensor_ranks > 1:
+        words.append(
+            f"{request.tensor_ranks} GPUs divide every layer; their exchanges of activations are hidden by nothing"
+        )
+    return words
+
+
+def as_json(
+    options: SimulateOptions,
+    results: Sequence[Result],
+    profile: ClusterProfile,
+    model: SimulatedModel,
+    assumptions: Sequence[str],
+) -> dict[str, Any]:
+    """Returns everything that was simulated."""
+    made = profile.made
+    return {
+        "kind": "distca_hf simulation",
+        "lengths": str(options.lengths),
+        "model": model.name,
+        "profile": {"source": profile.source, "date": made.date, "device": made.device, "remarks": made.remarks},
+        "token_budget": options.token_budget,
+        "assumptions": list(assumptions),
+        "simulations": [result.as_json() for result in results],
+    }
+
+
+def _model(name: str | None, config: Path | None) -> SimulatedModel:
+    """Returns the model.
+
+    Raises:
+        ConfigError: both ways to name it are given, or it is not known.
+    """
+    if name is not None and config is not None:
+        raise ConfigError(f"--model {name} and --model-config {config} exclude each other")
+    return SimulatedModel.of(find_model(name or DEFAULT_MODEL) if config is None else read_model(config))
+
+
+def _gpu_gib(profile: ClusterProfile) -> float:
+    """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
+    known = {"B200": 180.0, "H200": 140.4, "H100": 79.6, "A100": 79.3}
+    return next((gib for name, gib in known.items() if name in profile.made.device), 79.6)
+
+
+def _numbers(option: str, given: str) -> list[int]:
+    """Returns the whole numbers of a list with commas.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{option} {given}: write whole numbers with commas between them, such as 8,64")
+    return [int(part) for part in parts]

@@ -1,0 +1,223 @@
+"""Costs: seconds of the parts of a step, for one model on one measured cluster.
+
+    attention     a square, and a prefix without a mask; times the share of heads          from `AttentionTimes`
+    layer         everything in a layer but attention, by tokens                           from `LayerTimes`
+    head, AdamW   per token and word, per weight                                           from `DeviceRates`
+    links         an exchange, an all-gather, a reduce-scatter, by bytes                    from `LinkTimes`
+
+Where the model's sizes are not those of the profile, times are scaled, and `notes` says how.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
+from distca_hf.analysis.profiles.curves import Curve, FloatArray, Notes
+from distca_hf.analysis.profiles.kernel_times import prefix_surface, square_curve
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.arrays import IntArray
+from distca_hf.cost import CAUSAL_MASK, Mask
+
+
+# Whole numbers, or others.
+Amounts = NDArray[Any]
+# Bytes of a number in bf16.
+HALF_BYTES = 2
+# Forward operations of one token and weight.
+FLOPS_OF_WEIGHT = 2
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of forward and of backward; numbers, or arrays of one shape."""
+
+    forward: FloatArray
+    backward: FloatArray
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, factor: FloatArray | float) -> "Passes":
+        """Returns both, multiplied."""
+        return Passes(self.forward * factor, self.backward * factor)
+
+    def sum_by(self, rank: IntArray, num_ranks: int) -> "Passes":
+        """Returns `[ranks]` sums of `[tasks]` seconds."""
+        forward, backward = (np.bincount(rank, x, minlength=num_ranks) for x in (self.forward, self.backward))
+        return Passes(forward.astype(np.float64), backward.astype(np.float64))
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of a layer without attention: a pass that keeps nothing, one that keeps, and backward alone."""
+
+    forward: FloatArray
+    kept: FloatArray
+    backward: FloatArray
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a model on a cluster.
+
+    Attributes:
+        profile: what was measured.
+        model: the model.
+        liger: whether layers are Liger's.
+        notes: everything that was not measured as it is asked for.
+        tensor_ranks: GPUs that divide every layer between them.
+    """
+
+    profile: ClusterProfile
+    model: SimulatedModel
+    liger: bool
+    notes: Notes
+    tensor_ranks: int = 1
+
+    # Attention.
+
+    def attention(self, queries: Amounts, before: Amounts, mask: Mask = CAUSAL_MASK, group: bool = False) -> Passes:
+        """Returns `[tasks]` seconds of tasks in one layer.
+
+        Args:
+            queries: `[tasks]` queries.
+            before: `[tasks]` keys before the first query.
+            mask: of the layer.
+            group: the tasks are of one group of heads alone.
+        """
+        queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
+        if mask.window_tokens is not None:
+            return self._windows(queries, before, mask)
+        times = self._group if group else self._full
+        share = self._share(times, self.model.heads.query / (self.model.heads.groups if group else 1))
+        square = Passes(
+            *(square_curve(times, x).at(queries, self.notes) for x in (times.square_forward, times.square_backward))
+        )
+        prefix = Passes(
+            *(
+                prefix_surface(times, x).at(queries, before, self.notes)
+                for x in (times.prefix_forward, times.prefix_backward)
+            )
+        )
+        return (square + prefix).times(share)
+
+    def rectangle(self, queries: Amounts, keys: Amounts) -> Passes:
+        """Returns `[tasks]` seconds of tasks without a mask, all heads."""
+        times = self._full
+        share = self._share(times, self.model.heads.query)
+        tables = times.prefix_forward, times.prefix_backward
+        return Passes(*(prefix_surface(times, x).at(queries, keys, self.notes) for x in tables)).times(share)
+
+    def _windows(self, queries: Amounts, before: Amounts, mask: Mask) -> Passes:
+        """Returns seconds of tasks with a window: their pairs, at the rate of a square of so many queries."""
+        window = mask.window_tokens
+        assert window is not None
+        starts, stops = before.astype(np.int64), (before + queries).astype(np.int64)
+        pairs = mask.pairs_of(starts, stops).astype(np.float64)
+        known = [times for times in self.profile.attention if times.window_tokens]
+        if not known:
+            self.notes.add("windows were not measured: their pairs are taken at the rate of full attention")
+            whole = self.attention(queries, np.zeros_like(queries))
+            share = pairs / np.maximum(1.0, queries * (queries + 1) / 2)
+            return whole.times(share)
+        nearest = min(known, key=lambda times: abs(np.log(times.window_tokens / window)))
+        if nearest.window_tokens != window:
+            self.notes.add(f"a window of {window:,} tokens is taken at the rate of one of {nearest.window_tokens:,}")
+        share = self._share(nearest, self.model.heads.query)
+        measured = Mask(nearest.window_tokens).pairs_of(
+            np.zeros(len(queries), dtype=np.int64), queries.astype(np.int64)
+        )
+        curves = (square_curve(nearest, x) for x in (nearest.square_forward, nearest.square_backward))
+        return Passes(*(curve.at(queries, self.notes) for curve in curves)).times(
+            share * pairs / np.maximum(1, measured)
+        )
+
+    @cached_property
+    def _full(self) -> AttentionTimes:
+        return next(times for times in self.profile.attention if not times.window_tokens and times.prefix_queries)
+
+    @cached_property
+    def _group(self) -> AttentionTimes:
+        full = [times for times in self.profile.attention if not times.window_tokens and times.prefix_queries]
+        return min(full, key=lambda times: times.heads)
+
+    def _share(self, times: AttentionTimes, heads: float) -> float:
+        """Returns seconds of these heads over seconds of the measured ones: operations of a pair decide."""
+        model = self.model.heads
+        if (times.head_dim, times.head_dim) != (model.dim, model.value_dim):
+            self.notes.add(
+                f"heads of {model.dim} and {model.value_dim} numbers are taken at the rate of "
+                f"{times.head_dim}, by operations"
+            )
+        return heads * (model.dim + model.value_dim) / (times.heads * 2 * times.head_dim) / self.tensor_ranks
+
+    # Layers, head, optimizer.
+
+    @cached_property
+    def _layer(self) -> tuple[LayerTimes, float]:
+        """The measured layer that is nearest, and seconds of the model's layer over its seconds."""
+        size, heads = self.model.size, self.model.heads
+        mlp = size.mlp_size(heads)
+        layers = [layer for layer in self.profile.layers if layer.liger == self.liger] or list(self.profile.layers)
+        if layers[0].liger != self.liger:
+            self.notes.add("layers with Liger's kernels were not measured: these are without")
+
+        def apart(layer: LayerTimes) -> float:
+            return abs(np.log(layer.hidden_size / size.hidden_size)) + abs(np.log(layer.mlp_size / max(1.0, mlp)))
+
+        nearest = min(layers, key=apart)
+        if apart(nearest) < 0.01 and nearest.heads * nearest.head_dim == heads.query * heads.dim:
+            return nearest, 1.0
+        weights = size.layer_parameters / size.layers
+        measured = 3 * nearest.hidden_size * nearest.mlp_size + 2 * nearest.hidden_size * nearest.head_dim * (
+            nearest.heads + nearest.kv_heads
+        )
+        products = measured * FLOPS_OF_WEIGHT / self.profile.rates.matrix_flops
+        total = nearest.forward[-1] / nearest.tokens[-1]
+        share = min(1.0, products / total)
+        width = (6 * size.hidden_size + 3 * mlp) / (6 * nearest.hidden_size + 3 * nearest.mlp_size)
+        factor = share * weights / measured + (1 - share) * width
+        self.notes.add(
+            f"a layer of hidden size {size.hidden_size:,} is taken from the measured one of {nearest.hidden_size:,}: "
+            "products by their operations, the rest by width"
+        )
+        return nearest, factor
+
+    def layer(self, tokens: IntArray) -> LayerSeconds:
+        """Returns `[ranks]` seconds of a layer without attention."""
+        layer, factor = self._layer
+        asked = np.asarray(tokens, dtype=np.float64)
+        times = (layer.forward, layer.kept, layer.backward)
+        curves = (Curve.of("tokens of a layer", layer.tokens, x) for x in times)
+        return LayerSeconds(*(curve.at(asked, self.notes) * (factor / self.tensor_ranks) for curve in curves))
+
+    def head_seconds(self, tokens: IntArray) -> FloatArray:
+        """Returns `[ranks]` seconds of the last matrix and the loss."""
+        size, rates = self.model.size, self.profile.rates
+        per_token = rates.head_seconds * size.vocabulary / 1000 * size.hidden_size / rates.head_hidden_size
+        return np.asarray(tokens, dtype=np.float64) * per_token / self.tensor_ranks
+
+    def copy_seconds(self, num_bytes: Amounts | float) -> FloatArray:
+        """Returns seconds of reading and writing so many bytes, both counted."""
+        return np.asarray(num_bytes, dtype=np.float64) / self.profile.rates.copy_bytes
+
+    @property
+    def layer_weight_bytes(self) -> float:
+        """Bytes of a layer's weights in bf16, of one tensor rank."""
+        return HALF_BYTES * self.model.size.largest_layer_parameters / self.tensor_ranks
+
+    @property
+    def root_weight_bytes(self) -> float:
+        """Bytes of the weights outside of layers."""
+        return HALF_BYTES * self.model.size.embedding_parameters / self.tensor_ranks
+
+    @property
+    def token_bytes(self) -> tuple[float, float, float]:
+        """Bytes of a token's queries, keys and values, and outputs in one layer, of one tensor rank."""
+        of_token = self.model.heads.token_bytes(HALF_BYTES)
+        query, key_value, output = of_token.query, of_token.key_value, of_token.output
+        return query / self.tensor_ranks, key_value / self.tensor_ranks, output / self.tensor_ranks

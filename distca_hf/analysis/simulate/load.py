@@ -1,0 +1,144 @@
+"""Load: one micro-batch as one way divides it: tokens, and seconds of attention of every rank.
+
+Exchanges are part of attention's seconds here, as far as they are not hidden:
+
+    forward     local calls run while rows are on their way; chunk after chunk is attended as it comes
+    backward    gradients leave while the last local calls run
+
+    exchange   | chunk 0 | chunk 1 |                             | gradients |
+    kernel     | local calls | chunk 0 | chunk 1 |  | early calls | late calls | waits
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from distca_hf.analysis.profiles.curves import FloatArray
+from distca_hf.analysis.simulate.costs import Passes
+from distca_hf.arrays import IntArray
+from distca_hf.planning.routing import LATE_SHARE
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Seconds of one layer's attention on every rank, exchanges that are waited for included.
+
+    Attributes:
+        forward: `[ranks]`.
+        recomputed: `[ranks]` when forward runs again in backward.
+        backward: `[ranks]`.
+        sent: `[ranks]` seconds that the wires are busy in forward; in backward they are as busy.
+        layers: number of layers like this one.
+    """
+
+    forward: FloatArray
+    recomputed: FloatArray
+    backward: FloatArray
+    sent: FloatArray
+    layers: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """One micro-batch on all ranks.
+
+    Attributes:
+        tokens: `[ranks]` tokens that each rank holds.
+        attention: each kind of attention layers.
+        bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
+        whole: whether queries attend all that they should; false where documents are cut at borders.
+        saves_attention: whether outputs are kept under activation checkpointing.
+        beside_seconds: further seconds of the micro-batch, such as planning in the step.
+    """
+
+    tokens: IntArray
+    attention: Sequence[Attention]
+    bytes_per_layer: float = 0.0
+    whole: bool = True
+    saves_attention: bool = False
+    beside_seconds: float = 0.0
+
+    def recomputing(self) -> "Load":
+        """Returns the same, with attention that runs again in backward."""
+        return replace(self, saves_attention=False)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """An exchange beside the kernels of a layer.
+
+    Attributes:
+        seconds: `[ranks]` of all its rows.
+        chunks: parts that it comes in.
+        results_share: share of the rows that are results. In forward those of a chunk leave while the next one is
+            attended, in backward they come first.
+        beside: seconds by which a second of exchange delays kernels.
+    """
+
+    seconds: FloatArray
+    chunks: int = 1
+    results_share: float = 0.0
+    beside: float = 0.0
+
+    def attention(self, local: Passes, remote: Passes, layers: int) -> Attention:
+        """Returns attention with this exchange.
+
+        Args:
+            local: `[ranks]` seconds of calls that need no rows of others.
+            remote: `[ranks]` seconds of all others.
+        """
+        kernels = local + remote
+        comes, leaves = self.seconds * (1 - self.results_share), self.seconds * self.results_share
+        delay = self.beside * np.minimum(self.seconds, kernels.forward)
+        forward = _in_chunks(local.forward, remote.forward, comes, self.chunks) + self._unhidden(
+            leaves / self.chunks, local.forward, kernels.forward
+        )
+        early = local.backward - self._late(local.backward, kernels.backward)
+        backward = (
+            kernels.backward
+            + np.maximum(0.0, leaves - early)
+            + self._unhidden(comes, local.backward, kernels.backward)
+            + self.beside * np.minimum(self.seconds, kernels.backward)
+        )
+        return Attention(forward + delay, kernels.forward, backward, self.seconds, layers)
+
+    def _late(self, local: FloatArray, kernels: FloatArray) -> FloatArray:
+        """Seconds of local calls that are computed while results leave."""
+        return np.minimum(local, LATE_SHARE * kernels.mean())
+
+    def _unhidden(self, seconds: FloatArray, local: FloatArray, kernels: FloatArray) -> FloatArray:
+        """Seconds of results' way that no local call hides."""
+        return np.maximum(0.0, seconds - self._late(local, kernels))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Exchanges that kernels wait for.
+
+    Attributes:
+        forward, backward: `[ranks]` seconds of exchanges, and of copies for them.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    sent: FloatArray = field(default_factory=lambda: np.zeros(1))
+
+    def attention(self, kernels: Passes, layers: int) -> Attention:
+        """Returns attention whose exchanges are made again when it is recomputed."""
+        forward = kernels.forward + self.forward
+        return Attention(forward, forward, kernels.backward + self.backward, self.sent, layers)
+
+
+def nothing_sent(kernels: Passes, layers: int) -> Attention:
+    """Returns attention of ranks that send nothing."""
+    return Attention(kernels.forward, kernels.forward, kernels.backward, np.zeros_like(kernels.forward), layers)
+
+
+def _in_chunks(local: FloatArray, remote: FloatArray, seconds: FloatArray, chunks: int) -> FloatArray:
+    """Returns seconds until all chunks are attended, each as soon as it is there."""
+    end = local
+    for chunk in range(1, chunks + 1):
+        arrives = np.where(remote > 0, seconds * chunk / chunks, 0.0)
+        end = np.maximum(end, arrives) + remote / chunks
+    return end

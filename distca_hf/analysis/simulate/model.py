@@ -1,0 +1,85 @@
+"""The model of a simulation: numbers of weights, heads, and the masks of its layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distca_hf.analysis.request import ModelShape, ModelSize
+from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask
+from distca_hf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    """A decoder, as far as the time of a step depends on it.
+
+    Attributes:
+        name: its name in output.
+        heads: of one layer.
+        size: numbers of weights.
+        masks: each mask of the attention layers, with their number.
+        mixers: layers that carry a state; documents stay whole then.
+    """
+
+    name: str
+    heads: Heads
+    size: ModelSize
+    masks: LayerMasks
+    mixers: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> "SimulatedModel":
+        """Returns the model of a shape.
+
+        Raises:
+            ConfigError: distca_hf refuses it, its size is not known, or no layer attends.
+        """
+        if shape.refusals:
+            raise ConfigError(f"model {shape.name} is refused: {'; '.join(shape.refusals)}")
+        if shape.size is None:
+            raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
+        windows = [(Mask(tokens), count) for tokens, count in shape.window_layers]
+        full = shape.full_layers
+        if full is None:
+            full = shape.size.layers - shape.mixer_layers - sum(count for _, count in windows)
+        masks = [*([(CAUSAL_MASK, full)] if full > 0 else []), *windows]
+        if not masks:
+            raise ConfigError(f"model {shape.name} has no attention layer: there is nothing to balance")
+        return cls(shape.name, shape.heads, shape.size, tuple(masks), shape.mixer_layers)
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(count for _, count in self.masks)
+
+    def with_layers(self, layers: int, vocabulary: int | None = None) -> "SimulatedModel":
+        """Returns the first layers of a model whose layers are all alike, and another vocabulary; a part of a model
+        is what benchmarks run.
+
+        Args:
+            vocabulary: words; None leaves them as they are.
+        """
+        size, words = self.size, self.size.vocabulary if vocabulary is None else vocabulary
+        copies = self.size.embedding_parameters / (self.size.vocabulary * self.size.hidden_size)
+        embedding = round(copies * words * size.hidden_size)
+        part = replace(
+            size,
+            layers=layers,
+            vocabulary=words,
+            parameters=layers * size.largest_layer_parameters + embedding,
+            layer_parameters=layers * (size.layer_parameters // size.layers),
+            embedding_parameters=embedding,
+        )
+        return replace(self, size=part, masks=((self.masks[0][0], layers),))
+
+
+def llama_shape(name: str, heads: Sequence[int], sizes: Sequence[int]) -> ModelShape:
+    """Returns a model of gated layers.
+
+    Args:
+        heads: query heads, KV heads, dimension of a head.
+        sizes: layers, hidden size, width of the MLP, words.
+    """
+    query, key_value, dim = heads
+    of_layer = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
+    layers, hidden_size, mlp_size, vocabulary = sizes
+    size = ModelSize.of_gated_layers(of_layer, layers, hidden_size, mlp_size, vocabulary)
+    return ModelShape(name, of_layer, size=size)

@@ -1,0 +1,265 @@
+"""Peers: ways to share attention without a planner. Each makes a `Load` of a micro-batch's lengths.
+
+| function | ranks hold | attention |
+|---|---|---|
+| plain_packing | packs of equal tokens, of whole documents | of its own documents |
+| packs | given packs, such as sorted ones | of its own documents |
+| whole_documents | whole documents, the longest first to the least loaded rank | of its own documents |
+| even | an even part of everything, nothing sent: no way to train, but the least time of any | of its own tokens |
+| ulysses | a group's documents in order | some heads of all tokens of the group |
+| ring | every document of a group in zigzag | keys of one rank after the other, in a ring |
+| gathered | the same | keys of all ranks, gathered before |
+
+Groups are filled in order, and documents are cut at their borders; packs cut documents that are longer. Attention
+across cuts is left out, in favour of these ways.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca_hf.analysis.baselines import fill_groups
+from distca_hf.analysis.profiles.curves import FloatArray
+from distca_hf.analysis.simulate.costs import Amounts, Costs, Passes
+from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import causal_pairs_of
+from distca_hf.data.documents import split_documents
+
+
+# Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,
+# and at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
+RING_MERGE_BYTES, RING_END_BYTES = 30, 12
+RING_GRADIENT_BYTES, RING_GRADIENT_END_BYTES = 10, 12
+# Share of attended pairs from which on documents count as whole: fillers of packs that are cut are short.
+NEARLY_ALL = 0.995
+# Copies of an exchange that is packed or unpacked: each byte is read and written.
+READ_AND_WRITTEN = 2
+
+
+def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> Load:
+    """Returns ranks that compute their own documents alone.
+
+    Args:
+        held: for each rank the lengths of its documents.
+        document_tokens: lengths of the same documents, uncut.
+    """
+    rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
+    lengths = np.concatenate(held)
+    attention = [
+        nothing_sent(costs.attention(lengths, np.zeros(len(lengths)), mask).sum_by(rank, len(held)), layers)
+        for mask, layers in costs.model.masks
+    ]
+    return Load(np.array([int(x.sum()) for x in held]), attention, whole=is_whole(held, document_tokens))
+
+
+def is_whole(held: Sequence[IntArray], document_tokens: IntArray) -> bool:
+    """Returns whether nearly all attended pairs of the documents are left when they are cut like this."""
+    kept = sum(_pairs(lengths) for lengths in held)
+    return kept >= NEARLY_ALL * _pairs(document_tokens)
+
+
+def _pairs(lengths: IntArray) -> float:
+    return float(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
+
+
+def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
+    """Packs documents as TRL does (bfd): the longest first, each whole into the fullest pack that has room for it.
+
+    Documents longer than a pack are cut into packs. So are the last few that find no room, because all packs together
+    hold no more tokens than there are.
+    """
+    size = int(ceil_div(document_tokens.sum(), num_packs))
+    pieces = split_documents(document_tokens, size)[2]
+    rooms = [(size, pack) for pack in range(num_packs)]  # rising
+    held: list[list[int]] = [[] for _ in range(num_packs)]
+
+    def put(at: int, tokens: int) -> None:
+        room, pack = rooms.pop(at)
+        held[pack].append(tokens)
+        if room > tokens:
+            insort(rooms, (room - tokens, pack))
+
+    left = []
+    for tokens in np.sort(pieces)[::-1].tolist():
+        at = bisect_left(rooms, (tokens, -1))
+        if at < len(rooms):
+            put(at, tokens)
+        else:
+            left.append(tokens)
+    for tokens in left:
+        while tokens > 0:
+            part = min(tokens, rooms[-1][0])
+            put(len(rooms) - 1, part)
+            tokens -= part
+    return [np.array(lengths, dtype=np.int64) for lengths in held]
+
+
+def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns whole documents in packs of equal tokens."""
+    return packs(costs, best_fit(document_tokens, num_ranks), document_tokens)
+
+
+def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns whole documents, each on the rank with least work so far; ranks hold unequal tokens."""
+    return packs(costs, longest_first(costs, document_tokens, num_ranks), document_tokens)
+
+
+def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> list[IntArray]:
+    """Returns the lengths of each group's documents: the one that takes longest first, each to the group with the
+    least seconds so far. Seconds are those of matrix products and of attention together, as WLB-LLM counts work."""
+    attention = [
+        costs.attention(document_tokens, np.zeros(len(document_tokens)), mask).times(layers)
+        for mask, layers in costs.model.masks
+    ]
+    of_group = ceil_div(document_tokens.sum(), num_groups)
+    layer = costs.layer(np.array([of_group]))
+    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / of_group
+    seconds = document_tokens * of_token + sum(x.forward + x.backward for x in attention)
+    least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with least is first
+    numbers: list[list[int]] = [[] for _ in range(num_groups)]
+    for number in np.argsort(-seconds, kind="stable").tolist():
+        so_far, group = least[0]
+        heapq.heapreplace(least, (so_far + float(seconds[number]), group))
+        numbers[group].append(number)
+    return [document_tokens[np.array(held, dtype=np.int64)] for held in numbers]
+
+
+def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns the same work, spread evenly without any transfer: whole documents of each length on all ranks alike,
+    and the rest in zigzag, with keys at hand."""
+    lengths, counts = np.unique(document_tokens, return_counts=True)
+    cut = np.repeat(lengths, counts % num_ranks)
+    kinds: list[Attention] = []
+    for mask, layers in costs.model.masks:
+        whole = costs.attention(lengths, np.zeros(len(lengths)), mask).times((counts - counts % num_ranks) / num_ranks)
+        seconds = Passes(np.array([whole.forward.sum()]), np.array([whole.backward.sum()]))
+        for chunk in range(2 * num_ranks):
+            part = cut / (2 * num_ranks)
+            of_chunk = costs.attention(part, chunk * part, mask).times(1 / num_ranks)
+            seconds += Passes(np.array([of_chunk.forward.sum()]), np.array([of_chunk.backward.sum()]))
+        kinds.append(nothing_sent(seconds.times(np.ones(num_ranks)), layers))
+    tokens = np.full(num_ranks, int(ceil_div(document_tokens.sum(), num_ranks)))
+    return Load(tokens, kinds)
+
+
+def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
+    """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs
+    behind."""
+    held = fill_groups(document_tokens, cluster.num_ranks // group)
+    load = packs(costs, held, document_tokens)
+    tokens = _per_rank(load.tokens, group)
+    query, key_value, output = costs.token_bytes
+    # A KV head goes to every rank that has one of its query heads.
+    copies = max(1.0, group / costs.model.heads.key_value)
+    sizes = [x * tokens for x in (query, key_value / 2 * copies, key_value / 2 * copies, output)]
+    seconds = np.sum([_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
+    all_bytes = np.sum(sizes, axis=0)
+    copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
+    waits = Waiting(seconds + copied, seconds + copied, seconds)
+    attention = [
+        waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
+        for x in load.attention
+    ]
+    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.whole)
+
+
+def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
+    """Returns zigzag context parallelism in a ring: keys and values of one rank after the other arrive while those
+    before are attended. With windows, steps are as long as without."""
+    held = fill_groups(document_tokens, cluster.num_ranks // group)
+    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
+    first, step = (
+        Passes(np.repeat([x[at].forward for x in kernels], group), np.repeat([x[at].backward for x in kernels], group))
+        for at in (0, 1)
+    )
+    query, key_value, _ = costs.token_bytes
+    numbers, keys = query / 2 * tokens, key_value / 2 * tokens
+    sends = _exchange(cluster, key_value * tokens, group)
+    sends_gradients = _exchange(cluster, 3 * key_value * tokens, group)  # keys and values, and fp32 gradients of both
+    steps = group - 1
+    merge = costs.copy_seconds(0.75 * RING_MERGE_BYTES * numbers)  # of half of the queries in half of the steps
+    add = costs.copy_seconds(0.75 * RING_GRADIENT_BYTES * numbers + RING_GRADIENT_BYTES * keys)
+    ends = costs.copy_seconds(RING_END_BYTES * numbers)
+    gradient_ends = costs.copy_seconds(RING_GRADIENT_END_BYTES * (numbers + keys))
+    late = cluster.attention_beside
+    forward = first.forward + ends + steps * merge + _steps(first.forward, step.forward, sends, steps, late)
+    backward = first.backward + gradient_ends + steps * add
+    backward = backward + _steps(first.backward, step.backward, sends_gradients, steps, late)
+    backward = backward + np.maximum(0.0, sends_gradients - sends) * (steps > 0)  # gradients come home behind the last
+    layers = costs.model.attention_layers
+    attention = [Attention(forward, forward, backward, steps * sends, layers)]
+    return Load(tokens, attention, _most(steps * key_value * tokens), is_whole(held, document_tokens))
+
+
+def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int, whole: bool = True) -> Load:
+    """Returns zigzag context parallelism whose keys and values are gathered before, and gradients reduced behind.
+
+    Args:
+        held: for each group the lengths of its documents.
+    """
+    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    _, key_value, _ = costs.token_bytes
+    rows = np.repeat([float(x.sum()) for x in held], group)
+    received = key_value * rows * (group - 1) / group
+    seconds = _exchange(cluster, received, group)
+    copied = costs.copy_seconds(READ_AND_WRITTEN * key_value * rows) * (group > 1)
+    waits = Waiting(seconds + copied, seconds + copied, seconds)
+    attention = []
+    for mask, layers in costs.model.masks:
+        of_groups = []
+        for lengths in held:
+            part = lengths / (2 * group)
+            chunks = [costs.attention(part, chunk * part, mask) for chunk in range(2 * group)]
+            of_groups.append(
+                [sum(float(getattr(x, of).sum()) for x in chunks) / group for of in ("forward", "backward")]
+            )
+        seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
+        attention.append(waits.attention(seconds_of, layers))
+    return Load(tokens, attention, _most(received), whole)
+
+
+def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
+    """Returns seconds of the first step of a ring, and of each later one: own keys, then half of a rectangle."""
+    chunk = lengths / (2 * group)
+    own = costs.attention(2 * chunk, np.zeros(len(lengths)))
+    if group == 1:
+        return _total(own), Passes(np.array(0.0), np.array(0.0))
+    early, late = costs.rectangle(2 * chunk, chunk), costs.rectangle(chunk, 2 * chunk)
+    return _total(own), _total((early + late).times(0.5))
+
+
+def _total(seconds: Passes) -> Passes:
+    return Passes(np.array(seconds.forward.sum()), np.array(seconds.backward.sum()))
+
+
+def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
+    """Returns the seconds of the steps behind the first one, each of which waits for keys that came meanwhile."""
+    if not steps:
+        return np.zeros_like(first)
+    waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)
+    return steps * step + waits + beside * steps * np.minimum(sends, np.maximum(first, step))
+
+
+def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
+    """Returns seconds of an exchange inside of groups of neighbours; in groups that span nodes, between nodes as many
+    bytes go as there are ranks on others."""
+    inside = min(group, cluster.ranks_per_node)
+    beyond = (group - inside) / max(1, group - 1)
+    return cluster.exchange(num_bytes * (1 - beyond), num_bytes * beyond)
+
+
+def _per_rank(group_tokens: IntArray, group: int) -> IntArray:
+    return np.repeat(ceil_div(group_tokens, group), group)
+
+
+def _spread(seconds: FloatArray, group: int) -> FloatArray:
+    return np.repeat(seconds / group, group)
+
+
+def _most(num_bytes: Amounts) -> float:
+    return float(np.max(num_bytes, initial=0.0))

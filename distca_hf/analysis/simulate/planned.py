@@ -1,0 +1,114 @@
+"""Planned: loads of plans, made by the planners of training and by the published one.
+
+Every task of a plan is a square and a prefix. Squares of queries that stay need no rows of others; prefixes, and tasks
+whose queries come from other ranks, do.
+"""
+
+import numpy as np
+
+from distca_hf.analysis.published_greedy import plan_published_greedy
+from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
+from distca_hf.analysis.simulate.load import Attention, Hidden, Load
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.arrays import IntArray
+from distca_hf.cost import Mask
+from distca_hf.layout import Layout
+from distca_hf.planning.pieces import ALL_HEADS
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import bytes_between
+
+
+# Seconds of planning packs of others, which is done in the step: of any number of ranks, and of each rank
+# (docs/benchmarks/2026-11-22-four-gpus.md, 2026-11-21-planning.md).
+PLANNING_SECONDS, PLANNING_SECONDS_PER_RANK = 3e-3, 0.5e-3
+
+
+def ours(
+    costs: Costs, cluster: Cluster, plan: Plan, chunks: int, saves_attention: bool, in_step: bool = False
+) -> Load:
+    """Returns the load of one of our plans.
+
+    Args:
+        chunks: of an exchange in forward.
+        saves_attention: whether outputs are kept under activation checkpointing.
+        in_step: whether it is planned right before the forward pass.
+    """
+    sent, received, num_bytes = _wires(costs, cluster, plan)
+    hidden = Hidden(np.maximum(sent, received), chunks, _results_share(costs, plan), cluster.attention_beside)
+    kinds = [
+        hidden.attention(*_calls(costs, plan), layers)
+        if mask.window_tokens is None
+        else Hidden(np.zeros(len(sent))).attention(*_window_calls(costs, plan.layout, mask), layers)
+        for mask, layers in costs.model.masks
+    ]
+    ranks = plan.layout.num_ranks
+    planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * ranks if in_step else 0.0
+    return Load(plan.layout.rank_tokens, kinds, num_bytes, True, saves_attention, planning)
+
+
+def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
+    """Returns the load of the published planner. Two halves of a micro-batch take turns there: while rows of one are
+    sent, the other one is computed. So an exchange is hidden as long as kernels take longer, and delays them."""
+    token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
+    plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
+    sent, received, num_bytes = _wires(costs, cluster, plan)
+    seconds = np.maximum(sent, received)
+    local, remote = _calls(costs, plan)
+    kernels = local + remote
+    layer = costs.layer(plan.layout.rank_tokens)
+    kinds = []
+    for mask, layers in costs.model.masks:
+        if mask.window_tokens is not None:
+            kinds.append(Hidden(np.zeros(len(sent))).attention(*_window_calls(costs, plan.layout, mask), layers))
+            continue
+        delay = cluster.attention_beside * seconds
+        forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
+        # Queries, keys, values, outputs and their gradients: twice the bytes of forward.
+        backward = np.maximum(kernels.backward, 2 * seconds - layer.backward) + 2 * delay
+        kinds.append(Attention(forward, kernels.forward, backward, seconds, layers))
+    return Load(plan.layout.rank_tokens, kinds, num_bytes)
+
+
+def _calls(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
+    """Returns `[ranks]` seconds of local calls, and of all others."""
+    tasks, ranks = plan.tasks, plan.layout.num_ranks
+    none = np.zeros(ranks)
+    local, remote = Passes(none, none), Passes(none, none)
+    for group in (False, True):
+        chosen = (tasks.head != ALL_HEADS) == group
+        if not chosen.any():
+            continue
+        queries, before = (tasks.stop - tasks.start)[chosen], tasks.start[chosen]
+        server, moved = tasks.server[chosen], plan.has_remote_queries[chosen]
+        whole = costs.attention(queries, before, group=group)
+        square = costs.attention(queries, np.zeros(len(queries)), group=group)
+        stays = square.times((~moved).astype(np.float64))
+        local += stays.sum_by(server, ranks)
+        remote += Passes(whole.forward - stays.forward, whole.backward - stays.backward).sum_by(server, ranks)
+    return local, remote
+
+
+def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Passes]:
+    """Returns `[ranks]` seconds of a layer with a window: every rank computes its own tokens."""
+    queries, before = layout.segment_tokens, layout.segment_start
+    seconds = costs.attention(queries, before, mask).sum_by(layout.segment_rank, layout.num_ranks)
+    return seconds, seconds.times(0.0)
+
+
+def _wires(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns `[ranks]` seconds of sending and of receiving in a full layer's forward pass, and the most bytes."""
+    sent = bytes_between(plan, costs.model.heads.token_bytes(HALF_BYTES)) / costs.tensor_ranks
+    node = np.arange(len(sent)) // cluster.ranks_per_node
+    crosses = node[:, None] != node[None, :]
+    seconds = [cluster.exchange((sent * ~crosses).sum(axis=axis), (sent * crosses).sum(axis=axis)) for axis in (1, 0)]
+    return seconds[0], seconds[1], float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+
+
+def _results_share(costs: Costs, plan: Plan) -> float:
+    """Returns the share of outputs in all bytes of a layer's forward pass."""
+    if not plan.moves_queries:
+        return 0.0
+    token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
+    moved = plan.pieces.select(plan.pieces.moved)
+    outputs = float(moved.rows.sum()) * token_bytes.output / plan.tasks.head_groups
+    return outputs / float(bytes_between(plan, token_bytes).sum())

@@ -1,0 +1,198 @@
+"""Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+
+from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.arrays import IntArray
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig
+from distca_hf.data.documents import fit_documents
+from distca_hf.data.epochs import EpochPacker
+from distca_hf.errors import ConfigError, PackingError
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.planning.served import Servers
+
+
+# Most optimizer steps of a simulation.
+MAX_BATCHES = 10_000
+# GPUs of which one serves attention, in the way with attention servers.
+GPUS_PER_SERVER = 8
+
+
+@dataclass(frozen=True)
+class SimulationRequest:
+    """One training to simulate.
+
+    Attributes:
+        model: the model.
+        gpus: all GPUs.
+        tokens_per_rank: most tokens that a GPU holds in a micro-step; with tensor parallelism a data rank.
+        context_tokens: longer documents are split.
+        accumulation: micro-steps of an optimizer step.
+        ranks_per_node: GPUs that share a node.
+        tensor_ranks: GPUs that divide every layer between them.
+        checkpointing: what layers keep until backward.
+        liger: whether layers are Liger's.
+        gpu_gib: memory of a GPU.
+        batches: optimizer steps to simulate.
+        seed: of the order of documents.
+
+    Raises:
+        ConfigError: a number is out of range, or numbers do not fit together.
+    """
+
+    model: SimulatedModel
+    gpus: int
+    tokens_per_rank: int
+    context_tokens: int | None
+    accumulation: int = 1
+    ranks_per_node: int = 8
+    tensor_ranks: int = 1
+    checkpointing: Checkpointing = "saved"
+    liger: bool = False
+    gpu_gib: float = 141.0
+    batches: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for option, value, most in (
+            ("--gpus", self.gpus, MAX_RANKS),
+            ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
+            ("--context", self.context_tokens or 1, MAX_DOCUMENT_TOKENS),
+            ("--accumulation", self.accumulation, MAX_MICRO_STEPS),
+            ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
+            ("--tensor", self.tensor_ranks, MAX_RANKS),
+            ("--batches", self.batches, MAX_BATCHES),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{option} {value} must be between 1 and {most}")
+        if self.checkpointing not in get_args(Checkpointing):
+            raise ConfigError(
+                f"--checkpointing {self.checkpointing} must be one of {', '.join(get_args(Checkpointing))}"
+            )
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed} must be at least 0")
+        if not self.gpu_gib > 0:
+            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0")
+        if self.gpus % self.tensor_ranks or self.ranks_per_node % self.tensor_ranks:
+            raise ConfigError(
+                f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node "
+                f"{self.ranks_per_node}"
+            )
+        if self.model.heads.key_value % self.tensor_ranks:
+            raise ConfigError(
+                f"--tensor {self.tensor_ranks} must divide the {self.model.heads.key_value} KV heads of "
+                f"{self.model.name}"
+            )
+        context, room = self.context_tokens, self.capacity_tokens
+        if context is not None and context > room:
+            raise ConfigError(
+                f"--context {context} does not fit: {self.num_ranks} data ranks x {self.tokens_per_rank} tokens hold "
+                f"{room}; take more GPUs, more tokens per rank, or a shorter context"
+            )
+        if self.model.mixers and context is not None and context > self.tokens_per_rank:
+            raise ConfigError(
+                f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents "
+                f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks."""
+        return self.gpus // self.tensor_ranks
+
+    @property
+    def data_ranks_per_node(self) -> int:
+        """Data ranks that share a node."""
+        return min(self.num_ranks, self.ranks_per_node // self.tensor_ranks)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that all data ranks hold in a micro-step."""
+        return self.num_ranks * self.tokens_per_rank
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest document that is not split."""
+        most = self.tokens_per_rank if self.model.mixers else self.capacity_tokens
+        return min(most, self.context_tokens or most)
+
+    @property
+    def head_groups(self) -> int:
+        """Groups that plans divide the heads of a tensor rank into."""
+        return max(1, self.model.heads.groups // self.tensor_ranks)
+
+    @cached_property
+    def planner(self) -> PlacedPlanner:
+        """The planner of training; settings that are not asked for come from the environment, as in training."""
+        return self._planner(self.num_ranks, self.tokens_per_rank, None)
+
+    @cached_property
+    def served_planner(self) -> PlacedPlanner:
+        """The planner of a training in which one of `GPUS_PER_SERVER` data ranks serves attention. The others hold
+        its tokens, too."""
+        servers = self.num_ranks // GPUS_PER_SERVER
+        trainers = self.num_ranks - servers
+        per_node = self.data_ranks_per_node
+        nodes = tuple((trainers + number) // per_node for number in range(servers))
+        tokens = -(-self.capacity_tokens // trainers)
+        return self._planner(trainers, tokens, Servers((1.0,) * servers, nodes=nodes))
+
+    def _planner(self, num_ranks: int, tokens_per_rank: int, servers: Servers | None) -> PlacedPlanner:
+        config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=self.data_ranks_per_node)
+        return PlacedPlanner(
+            config,
+            num_ranks,
+            self.head_groups,
+            servers=servers,
+            token_bytes=self.model.heads.token_bytes(),
+            layer_masks=self.model.masks,
+            whole_documents=self.model.mixers > 0,
+        )
+
+    def steps(self, document_tokens: IntArray) -> list[list[IntArray]]:
+        """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed.
+
+        Raises:
+            PackingError: there are too few documents for one step.
+        """
+        longest = int(document_tokens.max(initial=0))
+        if self.context_tokens is None and longest > self.longest_tokens:
+            raise PackingError(
+                f"a document of {longest} tokens is longer than the {self.longest_tokens} that have room; "
+                f"--context {self.longest_tokens} splits longer ones"
+            )
+        lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]
+        packer = EpochPacker(lengths, self.capacity_tokens, self.seed, fits=self.planner.fits)
+        if packer.num_micro_batches < self.accumulation:
+            raise PackingError(
+                f"{len(lengths)} documents with {int(lengths.sum())} tokens fill {packer.num_micro_batches} of "
+                f"{self.accumulation} micro-steps of {self.capacity_tokens} tokens; take fewer GPUs, fewer tokens per "
+                "rank, or less accumulation"
+            )
+        steps: list[list[IntArray]] = []
+        epoch = 0
+        while len(steps) < self.batches:
+            packed = packer.epoch(epoch)
+            for first in range(0, packer.num_micro_batches - self.accumulation + 1, self.accumulation):
+                numbers = range(first, first + self.accumulation)
+                steps.append([lengths[packed.micro_batch(number)] for number in numbers])
+            epoch += 1
+        return steps[: self.batches]
+
+    def pairs(self, step: Sequence[IntArray]) -> float:
+        """Returns attended pairs of a step, in all layers together."""
+        lengths = np.concatenate(step)
+        return float(sum(layers * float(mask.pairs_inside(lengths).sum()) for mask, layers in self.model.masks))
+
+    @property
+    def room_bytes(self) -> float:
+        """Bytes of a GPU."""
+        return self.gpu_gib * GIB

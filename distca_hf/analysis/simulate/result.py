@@ -1,0 +1,218 @@
+"""Result: figures of every way, and the way to choose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distca_hf.analysis.memory import USABLE_SHARE, TrainingSetup, estimate_memory
+from distca_hf.analysis.simulate.run import WaySteps
+from distca_hf.analysis.simulate.ways import Simulation, Step, Way
+from distca_hf.arrays import ceil_div
+from distca_hf.flops import StepFlops, peak_flops
+
+
+# Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
+WORTH_IT = 1.05
+SECONDS_OF_AN_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class WayFigures:
+    """One way to train.
+
+    Attributes:
+        key, label, is_ours, is_cad: see `Way`.
+        step_seconds: mean of an optimizer step.
+        tokens_per_second: of all GPUs together.
+        utilisation: useful operations over the peak of all GPUs; None if the peak is not known.
+        memory_bytes: most that a GPU needs; None if it was not estimated.
+        fits: whether that fits.
+        gpu_hours: of the budget of tokens.
+        times_as_fast: as plain packing.
+        whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
+        steps: how many were simulated.
+    """
+
+    key: str
+    label: str
+    is_ours: bool
+    is_cad: bool
+    step_seconds: float
+    tokens_per_second: float
+    utilisation: float | None
+    memory_bytes: int
+    fits: bool
+    gpu_hours: float
+    times_as_fast: float
+    whole: bool
+    steps: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all figures by their names."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one request.
+
+    Attributes:
+        gpus, accumulation, tokens_per_rank, context_tokens: of the request.
+        step_tokens: mean of an optimizer step.
+        ways: all ways, the fastest of each family.
+        missing: why others are left out.
+    """
+
+    gpus: int
+    accumulation: int
+    tokens_per_rank: int
+    context_tokens: int
+    step_tokens: float
+    ways: list[WayFigures]
+    missing: list[str]
+
+    @property
+    def plain(self) -> WayFigures:
+        """Plain packing."""
+        return next(way for way in self.ways if way.key == "plain")
+
+    @property
+    def ours(self) -> WayFigures | None:
+        """The fastest way of distca_hf that fits; None if none does."""
+        return _fastest(way for way in self.ways if way.is_ours and way.fits)
+
+    @property
+    def other(self) -> WayFigures | None:
+        """The fastest way without core attention disaggregation that fits; None if none does."""
+        return _fastest(way for way in self.ways if not way.is_cad and way.fits)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast distca_hf is as the fastest other way; None if one of the two does not fit."""
+        if self.ours is None or self.other is None:
+            return None
+        return self.other.step_seconds / self.ours.step_seconds
+
+    def in_short(self) -> str:
+        """Returns the way to choose, and what it brings."""
+        ours, other, gain = self.ours, self.other, self.gain
+        if ours is None and other is None:
+            fastest = _fastest(self.ways)
+            assert fastest is not None
+            return (
+                f"{self.tokens_per_rank:,} tokens per rank fit no GPU in any way; the fastest would be "
+                f"{fastest.label}. Take fewer, or Liger's loss (--liger), which holds no logits."
+            )
+        if ours is None:
+            assert other is not None
+            return f"distca does not fit the memory of a GPU. Choose {other.label}."
+        if other is None or gain is None:
+            return f"Choose {ours.label}: nothing else fits the memory of a GPU."
+        cut = "" if other.whole else ", which cuts documents"
+        if gain < WORTH_IT:
+            return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
+        return (
+            f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}, and "
+            f"{ours.times_as_fast:.2f} x as fast as plain packing."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all figures, and the choice."""
+        ours = self.ours
+        fields = ("gpus", "accumulation", "tokens_per_rank", "context_tokens", "step_tokens", "missing")
+        return {
+            **{name: getattr(self, name) for name in fields},
+            "ways": [way.as_json() for way in self.ways],
+            "choose": None if ours is None else ours.key,
+            "gain": self.gain,
+            "in_short": self.in_short(),
+        }
+
+
+def make_result(
+    simulation: Simulation, steps: Sequence[Step], by_way: dict[str, WaySteps], token_budget: float
+) -> Result:
+    """Returns the figures of simulated steps.
+
+    Args:
+        token_budget: tokens that GPU-hours are counted for.
+    """
+    request = simulation.request
+    tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
+    useful = _useful_flops(simulation, steps)
+    peak = peak_flops(simulation.costs.profile.made.device)
+    plain = by_way["plain"].seconds
+    figures = []
+    for way in simulation.ways():
+        of_way = by_way[way.key]
+        known = ~np.isnan(of_way.seconds)
+        # Steps that were not simulated: as much faster than plain packing as the others.
+        seconds = float(plain.mean() * of_way.seconds[known].sum() / plain[known].sum())
+        rate = float(tokens.mean()) / seconds
+        memory = _memory_bytes(simulation, way, of_way)
+        figures.append(
+            WayFigures(
+                way.key,
+                way.label,
+                way.is_ours,
+                way.is_cad,
+                seconds,
+                rate,
+                None if peak is None else useful / (seconds * request.gpus * peak),
+                memory,
+                memory <= USABLE_SHARE * request.room_bytes,
+                token_budget / rate * request.gpus / SECONDS_OF_AN_HOUR,
+                float(plain.mean()) / seconds,
+                of_way.whole,
+                int(known.sum()),
+            )
+        )
+    return Result(
+        request.gpus,
+        request.accumulation,
+        request.tokens_per_rank,
+        request.longest_tokens,
+        float(tokens.mean()),
+        _fastest_of_families(simulation.ways(), figures),
+        simulation.missing(),
+    )
+
+
+def _fastest_of_families(ways: Sequence[Way], figures: Sequence[WayFigures]) -> list[WayFigures]:
+    """Returns one way of each family: the fastest of those that keep documents whole, or else of all."""
+    chosen = []
+    for way, figure in zip(ways, figures, strict=True):
+        family = [other for of, other in zip(ways, figures, strict=True) if of.family == way.family]
+        fastest = _fastest(family)
+        if not way.family or figure is fastest:
+            chosen.append(figure)
+    return chosen
+
+
+def _fastest(ways: Any) -> WayFigures | None:
+    return min(ways, key=lambda way: way.step_seconds, default=None)
+
+
+def _useful_flops(simulation: Simulation, steps: Sequence[Step]) -> float:
+    """Returns the mean operations of a step that count for utilisation."""
+    model, request = simulation.request.model, simulation.request
+    weights, head = model.size.layer_parameters, model.size.head_parameters
+    pair = 2.0 * (model.heads.dim + model.heads.value_dim) * model.heads.query
+    flops = StepFlops.of(weights + head, weights + head, pair, head)
+    tokens = float(np.mean([sum(int(batch.sum()) for batch in step) for step in steps]))
+    return flops.useful(tokens, float(np.mean([request.pairs(step) for step in steps])))
+
+
+def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
+    """Returns the most bytes that a GPU needs. Only ours keeps rows of others, and attention's outputs."""
+    request = simulation.request
+    checkpointing = request.checkpointing
+    if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
+        checkpointing = "recomputed"
+    budget = request.planner.config.kv_budget_gib * 2**30 if way.is_ours else 0.0
+    setup = TrainingSetup(request.gpus, "fsdp2", checkpointing, request.liger, kv_budget_bytes=budget)
+    tokens = int(ceil_div(steps.most_tokens, request.tensor_ranks))
+    size = request.model.size.decoder(request.model.heads)
+    return estimate_memory(size, setup, tokens, int(steps.received_bytes)).total

@@ -1,0 +1,125 @@
+"""Run: simulates the steps of a request in every way, in some processes.
+
+All steps are simulated in the ways that are quick to plan. The others get some of the steps, spread evenly, and are
+compared with plain packing on these.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import numpy as np
+
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.ways import Simulation, Step
+
+
+# Steps x GPUs x micro-steps from which on several processes are worth their start.
+WORTH_PROCESSES = 4096
+# Most steps that costly ways are simulated on, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
+MOST_COSTLY_STEPS, COSTLY_RANKS = 25, 8192
+MOST_PROCESSES = 8
+
+
+@dataclass(frozen=True)
+class WaySteps:
+    """Steps of one way.
+
+    Attributes:
+        seconds: `[steps]`, not a number where it was not simulated.
+        received_bytes: most bytes that a rank sends or receives in a layer's forward pass.
+        most_tokens: tokens of the fullest rank.
+        whole: whether queries attend all that they should, in every step.
+    """
+
+    seconds: np.ndarray
+    received_bytes: float
+    most_tokens: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One step in every way that was simulated on it, and notes."""
+
+    number: int
+    ways: dict[str, tuple[float, float, int, bool]]
+    notes: Notes
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Work of a process: some steps of a request."""
+
+    request: SimulationRequest
+    profile: ClusterProfile
+    number: int
+    step: Step
+    costly: bool
+
+
+def run_steps(
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    steps: Sequence[Step],
+    track: Callable[[Iterable[_Done]], Iterable[_Done]] = iter,
+) -> tuple[Simulation, dict[str, WaySteps]]:
+    """Simulates steps in every way.
+
+    Args:
+        steps: lengths of each micro-batch of each step.
+        track: yields what it gets, and shows progress.
+
+    Returns:
+        The simulation, whose notes are complete, and the steps of each way by its key.
+    """
+    simulation = Simulation.of(request, profile)
+    size = request.num_ranks * request.accumulation
+    few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
+    costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
+    tasks = [_Task(request, profile, number, step, number in costly) for number, step in enumerate(steps)]
+    done: list[_Done] = []
+    if len(steps) * size < WORTH_PROCESSES:
+        done.extend(track(map(_simulate, tasks)))
+    else:
+        # Costly steps first, so that processes end at about the same time.
+        tasks.sort(key=lambda task: not task.costly)
+        workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks))
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            done.extend(track(pool.map(_simulate, tasks)))
+    return simulation, _gathered(simulation, done, len(steps))
+
+
+def _simulate(task: _Task) -> _Done:
+    """Simulates one step in every way that is not too costly for it."""
+    simulation = Simulation.of(task.request, task.profile)
+    ways = {}
+    for way in simulation.ways():
+        if way.costly and not task.costly:
+            continue
+        seconds, loads = simulation.step_seconds(way, task.step)
+        most_bytes = max(load.bytes_per_layer for load in loads)
+        most_tokens = max(int(load.tokens.max()) for load in loads)
+        ways[way.key] = seconds, most_bytes, most_tokens, all(load.whole for load in loads)
+    return _Done(task.number, ways, simulation.costs.notes)
+
+
+def _gathered(simulation: Simulation, done: Sequence[_Done], num_steps: int) -> dict[str, WaySteps]:
+    """Returns steps by way, and adds the notes of all processes to those of the simulation."""
+    for one in done:
+        simulation.costs.notes.merge(one.notes)
+    ways = {}
+    for way in simulation.ways():
+        seconds = np.full(num_steps, math.nan)
+        figures = [(one.number, one.ways[way.key]) for one in done if way.key in one.ways]
+        for number, (of_step, *_) in figures:
+            seconds[number] = of_step
+        most_bytes, most_tokens = (max(of_step[at] for _, of_step in figures) for at in (1, 2))
+        whole = all(of_step[3] for _, of_step in figures)
+        ways[way.key] = WaySteps(seconds, most_bytes, int(most_tokens), whole)
+    return ways

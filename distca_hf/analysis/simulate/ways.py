@@ -1,0 +1,217 @@
+"""Ways: everything that a simulation compares, each a function from the micro-batches of a step to loads.
+
+A way with groups of GPUs (Ulysses, rings) is there once for each size of a group that holds the context; the fastest
+is shown. A way that cannot run is left out, and `missing` says why.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate import peers, planned
+from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
+from distca_hf.analysis.simulate.load import Load
+from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
+from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import causal_pairs_of
+from distca_hf.data.epochs import Epoch
+from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.rebalance import plan_by_moving
+
+
+# Tolerance of the published planner: its paper's.
+PUBLISHED_TOLERANCE = 0.05
+Step = Sequence[IntArray]  # lengths of each micro-batch, in the order of packing
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train on the same documents.
+
+    Attributes:
+        key: its name in JSON.
+        label: its name in tables.
+        loads: makes the load of each micro-batch of a step.
+        costly: planned on some steps only.
+        family: ways of one family differ in the size of groups alone; the fastest is shown.
+        is_ours: whether distca_hf does it.
+        is_cad: whether it is core attention disaggregation, by whatever planner.
+    """
+
+    key: str
+    label: str
+    loads: Callable[[Step], list[Load]]
+    costly: bool = False
+    family: str = ""
+    is_ours: bool = False
+    is_cad: bool = False
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One request on one cluster.
+
+    Attributes:
+        request: what is simulated.
+        costs: seconds of its parts.
+        cluster: data ranks and links.
+    """
+
+    request: SimulationRequest
+    costs: Costs
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, request: SimulationRequest, profile: ClusterProfile) -> "Simulation":
+        """Returns the simulation on a measured cluster.
+
+        Raises:
+            ConfigError: links that are needed were not measured.
+        """
+        notes = Notes()
+        costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
+        return cls(request, costs, Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes))
+
+    @property
+    def training(self) -> Training:
+        return Training(self.costs, self.cluster, self.request.checkpointing != "none")
+
+    def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
+        """Returns the seconds of an optimizer step, and its loads."""
+        training, loads = self.training, way.loads(step)
+        return sum(training.micro_batch_seconds(load) for load in loads) + training.optimizer_seconds(), loads
+
+    def ways(self) -> list[Way]:
+        """Returns all ways that can run."""
+        costs, ranks, model = self.costs, self.request.num_ranks, self.request.model
+        whole = partial(peers.whole_documents, costs, num_ranks=ranks)
+        each = [
+            Way("plain", "plain packing", _of_each(partial(peers.plain_packing, costs, num_ranks=ranks))),
+            Way("sorted_packs", "sorted packs", self._sorted_packs),
+            Way("whole_documents", "whole documents", _of_each(whole)),
+        ]
+        if not model.mixers:
+            each += [self._ulysses(group) for group in self._ulysses_groups()]
+            each += [self._ring(group) for group in self._ring_groups()]
+            each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
+        each.append(Way("packs_kept", "distca, packs kept", self._packs_kept, costly=True, is_ours=True, is_cad=True))
+        if self._has_servers:
+            each.append(Way("servers", "distca, with servers", self._served, costly=True, is_ours=True, is_cad=True))
+        if self.request.checkpointing == "saved":
+            again = partial(self._placed, saves=False)
+            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, is_cad=True, costly=True))
+        each.append(Way("placed", "distca, placed", self._placed, is_ours=True, is_cad=True))
+        return each
+
+    def missing(self) -> list[str]:
+        """Returns why ways are left out, a sentence for each."""
+        model, request, words = self.request.model, self.request, []
+        if model.mixers:
+            words.append(
+                f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published "
+                "planner cut them"
+            )
+        elif not self._ulysses_groups():
+            words.append(
+                f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} "
+                f"tokens, and the context has {request.longest_tokens:,}"
+            )
+        if not self._has_servers:
+            words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks, or documents that stay whole")
+        return words
+
+    @property
+    def _has_servers(self) -> bool:
+        return self.request.num_ranks >= GPUS_PER_SERVER and not self.request.model.mixers
+
+    # Groups.
+
+    @property
+    def _most_ulysses(self) -> int:
+        return min(self.request.data_ranks_per_node, self.request.model.heads.query // self.request.tensor_ranks)
+
+    def _ulysses_groups(self) -> list[int]:
+        return [group for group in self._groups(self._most_ulysses) if group > 1]
+
+    def _ring_groups(self) -> list[int]:
+        most = max(self.request.data_ranks_per_node, 4 * self._least_group)
+        return [group for group in self._groups(min(self.request.num_ranks, most)) if group > 1]
+
+    @property
+    def _least_group(self) -> int:
+        return int(ceil_div(self.request.longest_tokens, self.request.tokens_per_rank))
+
+    def _groups(self, most: int) -> list[int]:
+        """Returns powers of two that hold the context and divide the ranks."""
+        powers = (1 << power for power in range(most.bit_length()))
+        ranks = self.request.num_ranks
+        return [group for group in powers if self._least_group <= group <= most and ranks % group == 0]
+
+    def _ulysses(self, group: int) -> Way:
+        loads = _of_each(lambda lengths: peers.ulysses(self.costs, self.cluster, lengths, group))
+        return Way(f"ulysses_{group}", f"Ulysses over {group}", loads, family="ulysses")
+
+    def _ring(self, group: int) -> Way:
+        loads = _of_each(lambda lengths: peers.ring(self.costs, self.cluster, lengths, group))
+        return Way(f"ring_{group}", f"zigzag ring over {group}", loads, family="ring", costly=True)
+
+    # Ways with plans, and over several micro-batches.
+
+    def _sorted_packs(self, step: Step) -> list[Load]:
+        """Packs of a step, equally heavy ones at the same time."""
+        ranks, lengths = self.request.num_ranks, np.concatenate(step)
+        held = peers.best_fit(lengths, ranks * len(step))
+        work = np.array([causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in held])
+        order = np.argsort(-work, kind="stable").reshape(len(step), ranks)
+        whole = peers.is_whole(held, lengths)
+        at_once = [[held[pack] for pack in packs] for packs in order]
+        return [replace(peers.packs(self.costs, packs, np.concatenate(packs)), whole=whole) for packs in at_once]
+
+    def _published(self, step: Step) -> list[Load]:
+        return [planned.published(self.costs, self.cluster, batch, PUBLISHED_TOLERANCE) for batch in step]
+
+    def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
+        planner, saves = self.request.planner, self._saves if saves is None else saves
+        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in self._plans(step)]
+
+    def _plans(self, step: Step) -> list[Plan]:
+        """Plans as training makes them, long documents of a step put together."""
+        planner, lengths = self.request.planner, np.concatenate(step)
+        as_packed = Epoch(np.arange(len(lengths)), np.cumsum([0] + [len(batch) for batch in step]))
+        grouped = planner.regroup(as_packed, lengths, len(step))
+        numbers = range(grouped.num_micro_batches)
+        return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]
+
+    def _packs_kept(self, step: Step) -> list[Load]:
+        request, topology = self.request, self.request.planner.config.topology(self.request.num_ranks)
+        token_bytes = request.model.heads.token_bytes(HALF_BYTES)
+        loads = []
+        for batch in step:
+            held = peers.best_fit(batch, request.num_ranks)
+            layout = Layout.from_packs(held)
+            plan = plan_by_moving(layout, request.head_groups, topology=topology, token_bytes=token_bytes)
+            chunks = request.planner.num_chunks
+            load = planned.ours(self.costs, self.cluster, plan, chunks, self._saves, in_step=True)
+            loads.append(replace(load, whole=peers.is_whole(held, batch)))
+        return loads
+
+    def _served(self, step: Step) -> list[Load]:
+        planner = self.request.served_planner
+        plans = [planner.plan(batch) for batch in step]
+        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, self._saves) for plan in plans]
+
+    @property
+    def _saves(self) -> bool:
+        return self.request.checkpointing == "saved"
+
+
+def _of_each(load: Callable[[IntArray], Load]) -> Callable[[Step], list[Load]]:
+    """Returns a function of all micro-batches from one of a single one."""
+    return lambda step: [load(batch) for batch in step]

@@ -1,0 +1,246 @@
+"""Times of exchanges and collectives between the ranks of a job, for `distca profile`.
+
+Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives go over the
+default group, as in FSDP. With several nodes, both are measured among the ranks of one node, and to ranks of others.
+
+All functions are collective calls: every rank makes the same ones in the same order. Times are those of the slowest.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.groups import open_transport
+from distca_hf.comm.transport import AllToAll, Transport
+from distca_hf.errors import ConfigError
+
+
+# Bytes of a row that is exchanged; keys and values of one token of an 8B Llama have four times as many.
+ROW_BYTES = 1024
+# Time within which all ranks must come to an exchange: one of them may still compile a kernel.
+PATIENCE_SECONDS = 600.0
+# A series of calls has about so many bytes, and so many calls at least and at most.
+SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
+SERIES = 3
+# Unit of times that ranks show each other: integers alone go over the wire.
+TICKS_PER_SECOND = 10**12
+# Newer torch has other names for these two, and warns of the old ones.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def seconds_per_call(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Times a series of calls, from an idle device until it is idle again."""
+    _synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - began) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class MeasuringRanks:
+    """The ranks of a job, and the wires between them.
+
+    Attributes:
+        transport: the product's, over all ranks.
+        device: of this rank.
+        ranks_per_node: ranks that share a node.
+        node_group: for collectives among the ranks of this rank's node; None stands for all ranks.
+    """
+
+    transport: Transport
+    device: torch.device
+    ranks_per_node: int
+    node_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def open(cls, local_rank: int, world_size: int, ranks_per_node: int, use_cpu: bool) -> "MeasuringRanks":
+        """Opens process groups over all launched ranks; one rank alone needs none.
+
+        Raises:
+            ConfigError: nodes have unequally many ranks, or a GPU is missing.
+        """
+        if world_size % ranks_per_node:
+            raise ConfigError(f"{world_size} ranks, {ranks_per_node} of them on each node: start equally many on each")
+        device = torch.device("cpu") if use_cpu else torch.device("cuda", local_rank)
+        if not use_cpu:
+            if local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"process {local_rank} of this node has no GPU, because there are {torch.cuda.device_count()}; "
+                    "start as many processes as there are GPUs, or give --cpu"
+                )
+            torch.cuda.set_device(device)
+        group = None
+        if world_size > 1:
+            dist.init_process_group("gloo" if use_cpu else "nccl", timeout=timedelta(seconds=PATIENCE_SECONDS))
+            if world_size > ranks_per_node:
+                nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
+                group = [dist.new_group(ranks) for ranks in nodes][dist.get_rank() // ranks_per_node]
+        return cls(open_transport(device, PATIENCE_SECONDS), device, ranks_per_node, group)
+
+    def close(self) -> None:
+        """Ends all groups."""
+        self.transport.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.transport.world_size
+
+    @property
+    def has_several_nodes(self) -> bool:
+        return self.num_ranks > self.ranks_per_node
+
+    def gathered(self, seconds: Sequence[float], where: str) -> list[list[float]]:
+        """Returns the times that every rank gives; equally many on all."""
+        ticks = [round(value * TICKS_PER_SECOND) for value in seconds]
+        every = self.transport.gather(ticks, where).wait()
+        return [[value / TICKS_PER_SECOND for value in ranks] for ranks in every]
+
+    def slowest(self, run: Callable[[], object], calls: int, where: str) -> float:
+        """Times a call on all ranks at once: the median of some series, each of its slowest rank."""
+        run()
+        series = []
+        for _ in range(SERIES):
+            self.gathered([0.0], where)  # all ranks begin together
+            series.append(seconds_per_call(run, calls, self.device))
+        return statistics.median(max(times) for times in zip(*self.gathered(series, where), strict=True))
+
+    def peers(self, between_nodes: bool) -> list[int]:
+        """Returns the ranks that this one sends to: the others of its node, or those of all other nodes."""
+        node = self.rank // self.ranks_per_node
+        return [
+            rank
+            for rank in range(self.num_ranks)
+            if rank != self.rank and (rank // self.ranks_per_node != node) == between_nodes
+        ]
+
+    def exchange(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
+        """Prepares exchanges in which every rank sends and receives so many bytes, the same to each peer."""
+        return Exchanges(self, num_bytes, self.peers(between_nodes))
+
+    def exchange_seconds(self, num_bytes: int, between_nodes: bool) -> float:
+        """Times an all-to-all through the product's transport."""
+        exchanges = self.exchange(num_bytes, between_nodes)
+        return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
+
+    def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
+        """Prepares all-gathers in which every rank receives so many bytes from others."""
+        group, ranks = self._group(between_nodes)
+        part = torch.zeros(_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        whole = part.new_empty(part.numel() * ranks)
+        return lambda: ALL_GATHER(whole, part, group=group)
+
+    def reduce_scatter(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
+        """Prepares reduce-scatters in which every rank sends so many bytes to others."""
+        group, ranks = self._group(between_nodes)
+        part = torch.zeros(_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        whole = part.new_zeros(part.numel() * ranks)
+        return lambda: REDUCE_SCATTER(part, whole, group=group)
+
+    def delay_of(self, beside: Callable[[], object], send: "Sends", seconds_alone: float) -> float:
+        """Returns the seconds by which a second of sending delays what runs beside it.
+
+        Args:
+            beside: launches kernels.
+            send: starts sending, and waits for it.
+            seconds_alone: of sending.
+        """
+        alone = self.slowest(beside, FEWEST_CALLS, "measuring kernels")
+
+        def both() -> None:
+            send.start()
+            beside()
+            send.wait()
+
+        together = self.slowest(both, FEWEST_CALLS, "measuring kernels beside an exchange")
+        return max(0.0, together - max(alone, seconds_alone)) / min(alone, seconds_alone)
+
+    def _group(self, between_nodes: bool) -> tuple[dist.ProcessGroup | None, int]:
+        if between_nodes or not self.has_several_nodes:
+            return None, self.num_ranks
+        return self.node_group, self.ranks_per_node
+
+
+class Sends:
+    """Something that is sent beside kernels, again and again."""
+
+    def start(self) -> None:
+        """Starts to send."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Lets the device wait until it has arrived."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Sends, and waits."""
+        self.start()
+        self.wait()
+
+
+class Exchanges(Sends):
+    """All-to-alls of one size."""
+
+    def __init__(self, ranks: MeasuringRanks, num_bytes: int, peers: Sequence[int]) -> None:
+        each = max(1, round(num_bytes / max(1, len(peers)) / ROW_BYTES))
+        self._transport = ranks.transport
+        self._counts = [each if rank in peers else 0 for rank in range(ranks.num_ranks)]
+        self._rows = torch.zeros(sum(self._counts), ROW_BYTES // 2, device=ranks.device, dtype=torch.bfloat16)
+        self._into = torch.empty_like(self._rows)
+        self._exchange = self._transport.exchange(self._asked())
+
+    def _asked(self) -> AllToAll:
+        return AllToAll(self._rows, self._counts, self._counts, "measuring an exchange", self._into)
+
+    def start(self) -> None:
+        self._exchange = self._transport.exchange(self._asked())
+
+    def wait(self) -> None:
+        self._exchange.wait()
+
+
+class OnOwnStream(Sends):
+    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs it is not beside anything."""
+
+    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+        self._run, self._stream = run, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def start(self) -> None:
+        if self._stream is None:
+            self._run()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._run()
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def calls_of(num_bytes: int) -> int:
+    """Returns how many calls a series of this size has: the same on all ranks."""
+    return max(FEWEST_CALLS, min(MOST_CALLS, SERIES_BYTES // max(1, num_bytes)))
+
+
+def _elements(num_bytes: int, ranks: int) -> int:
+    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have so many bytes."""
+    return max(1, round(num_bytes / 2 / max(1, ranks - 1)))

@@ -1,0 +1,98 @@
+"""The published evaluation of DistCA, as far as it can be simulated: its models, GPUs, batches and baseline.
+
+From arXiv 2510.18121, section 6 (3D parallelism: tensor and data parallelism here, without stages): 8 GPUs of a node
+divide layers, nothing is checkpointed, a batch has so many documents' worth of tokens. The baseline is a packing by
+work (WLB-LLM) whose best degree of context parallelism is taken at every point.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.request import preset
+from distca_hf.analysis.simulate import peers, planned
+from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE, Simulation
+from distca_hf.arrays import IntArray
+
+
+TENSOR_RANKS = 8
+GPUS = (64, 128, 256)
+K = 1024
+# Speed of links between nodes there over that of the profile: 50 GB/s and 30 GB/s.
+FASTER_LINKS = 50 / 30
+# Batch sizes by context, for 64, 128 and 256 GPUs (table 3).
+MODELS = {
+    "8B": (
+        SimulatedModel.of(preset("llama3-8b")),
+        {128 * K: (8, 16, 32), 256 * K: (4, 8, 16), 512 * K: (2, 4, 8)},
+    ),
+    "34B": (
+        SimulatedModel.of(llama_shape("llama-34b", (64, 16, 128), (48, 8192, 22_016, 32_000))),
+        {128 * K: (4, 8, 16), 256 * K: (2, 4, 8), 512 * K: (2, 4, 8)},
+    ),
+}
+# Speed-ups over the baseline in the paper's text, of both models.
+PUBLISHED = {"pretrain": (1.07, 1.20), "prolong": (1.05, 1.12)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the evaluation, in seconds of a batch.
+
+    Attributes:
+        model, lengths, context_tokens, gpus: of the point.
+        baseline, published, ours: seconds.
+    """
+
+    model: str
+    lengths: str
+    context_tokens: int
+    gpus: int
+    baseline: float
+    published: float
+    ours: float
+
+
+def with_faster_links(profile: ClusterProfile) -> ClusterProfile:
+    """Returns the profile with the links between nodes of the published evaluation."""
+    links = profile.between_nodes
+    assert links is not None
+    return replace(profile, between_nodes=_scaled(links, 1 / FASTER_LINKS))
+
+
+def _scaled(links: LinkTimes, factor: float) -> LinkTimes:
+    exchange, all_gather, reduce_scatter = (
+        tuple(factor * seconds for seconds in times)
+        for times in (links.exchange, links.all_gather, links.reduce_scatter)
+    )
+    return replace(links, exchange=exchange, all_gather=all_gather, reduce_scatter=reduce_scatter)
+
+
+def simulate_point(
+    name: str, lengths: str, document_tokens: IntArray, context: int, gpus: int, profile: ClusterProfile, batches: int
+) -> Point:
+    """Simulates one point: the baseline, the published system, and ours on the same batches."""
+    model, sizes = MODELS[name]
+    ranks = gpus // TENSOR_RANKS
+    tokens = sizes[context][GPUS.index(gpus)] * context // ranks
+    request = SimulationRequest(
+        model, gpus, tokens, context, tensor_ranks=TENSOR_RANKS, checkpointing="none", batches=batches
+    )
+    simulation = Simulation.of(request, profile)
+    training, costs, cluster = simulation.training, simulation.costs, simulation.cluster
+    placed = next(way for way in simulation.ways() if way.key == "placed")
+    groups = [group for group in (1, 2, 4, 8, 16, 32) if group <= ranks and group * tokens >= context]
+    seconds: list[list[float]] = []
+    for step in request.steps(document_tokens):
+        packed = [
+            peers.gathered(costs, cluster, peers.longest_first(costs, step[0], ranks // group), group)
+            for group in groups
+        ]
+        published = planned.published(costs, cluster, step[0], PUBLISHED_TOLERANCE)
+        each = [training.micro_batch_seconds(load) for load in (*packed, published)]
+        seconds.append([*each, simulation.step_seconds(placed, step)[0] - training.optimizer_seconds()])
+    *baseline, theirs, ours = np.mean(seconds, axis=0).tolist()
+    return Point(name, lengths, context, gpus, min(baseline), theirs, ours)

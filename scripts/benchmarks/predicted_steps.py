@@ -1,0 +1,75 @@
+"""Compares steps that `distca simulate` predicts with measured ones, and with published speed-ups; prints tables for
+docs/simulation.md.
+
+    python scripts/benchmarks/predicted_steps.py [--cluster h200] [--published 30]
+
+The profile holds times of single kernels, layers and links. It was not fitted to these steps.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
+from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row
+from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_point, with_faster_links
+from lib.tables import head, row
+
+
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured-steps.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cluster", default=DEFAULT_PROFILE, help="profile, as distca simulate takes it")
+    parser.add_argument("--published", type=int, default=0, metavar="BATCHES", help="also the published evaluation")
+    options = parser.parse_args()
+    profile = find_profile(options.cluster)
+    for line in measured_lines(profile):
+        print(line)
+    if options.published:
+        for line in published_lines(profile, options.published):
+            print(line)
+
+
+def measured_lines(profile: ClusterProfile) -> Iterator[str]:
+    """Yields a table of all ratios, and the worst error of each."""
+    notes, all_compared = Notes(), list[Compared]()
+    yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
+    for measured in read_measured(MEASURED):
+        all_compared += compare(measured, simulate_row(measured, profile, notes))
+    all_compared += compare_servers(MEASURED, profile)
+    for one in all_compared:
+        links = "30 GB/s" if one.row.slow else "NVLink"
+        ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
+        page = one.row.page.removesuffix(".md")
+        yield row([page, f"{one.row.gpus}, {links}", one.row.documents, one.ratio, *ratios])
+    yield ""
+    yield head(["ratio", "rows", "mean error", "worst error"])
+    for name in dict.fromkeys(one.ratio for one in all_compared):
+        errors = [one.error for one in all_compared if one.ratio == name]
+        yield row([name, len(errors), f"{sum(errors) / len(errors):+.1%}", f"{max(errors, key=abs):+.1%}"])
+    yield ""
+    yield from (f"- {line}" for line in notes.lines())
+
+
+def published_lines(profile: ClusterProfile, batches: int) -> Iterator[str]:
+    """Yields a table of the published evaluation."""
+    profile = with_faster_links(profile)
+    yield head(["model", "lengths", "context", "GPUs", "DistCA ÷ baseline", "published", "distca_hf ÷ DistCA"], 3)
+    for name, (_, contexts) in MODELS.items():
+        for lengths, (least, most) in PUBLISHED.items():
+            documents = read_lengths(Path(lengths)).tokens
+            for context in contexts:
+                for gpus in GPUS:
+                    point = simulate_point(name, lengths, documents, context, gpus, profile, batches)
+                    ratios = point.baseline / point.published, point.published / point.ours
+                    words = f"{least:.2f} to {most:.2f}"
+                    yield row([name, lengths, f"{context // K}K", gpus, f"{ratios[0]:.2f}", words, f"{ratios[1]:.2f}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`distca simulate` as a user meets it: tables of 80 columns, JSON, and one line for bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.write import write
+from distca_hf.cli import app
+
+
+QUICK = ["--gpus", "4,8", "--tokens-per-rank", "16384", "--context", "32768", "--batches", "2"]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    tokens = np.random.RandomState(0).lognormal(7, 1.5, 600).astype(int) + 4
+    path.write_text(json.dumps([*tokens.tolist(), 32_768, 32_768, 30_000]))
+    return path
+
+
+def simulate(*words: str | Path) -> str:
+    ran = CliRunner().invoke(app, ["simulate", *map(str, words)], env={"COLUMNS": "80"})
+    assert ran.exit_code == 0, ran.output
+    return ran.output
+
+
+def refusal(*words: str | Path) -> str:
+    ran = CliRunner().invoke(app, ["simulate", *map(str, words)])
+    assert ran.exit_code == 2, ran.output
+    assert ran.stdout == ""
+    assert len(ran.stderr.splitlines()) == 1, ran.stderr
+    return ran.stderr
+
+
+def test_text_is_readable_at_80_columns(lengths: Path) -> None:
+    printed = simulate(lengths, *QUICK)
+
+    assert max(map(len, printed.splitlines())) <= 80
+    for words in (
+        "plain packing",
+        "Ulysses over",
+        "zigzag ring over",
+        "DistCA, published",
+        "distca, placed",
+        "packs kept",
+    ):
+        assert words in printed
+    assert "8 GPUs x 16,384 tokens, 1 micro-step, context 32,768" in printed
+    assert "Assumptions" in printed
+    assert "measured 20" in printed
+
+
+def test_json_has_all_figures(lengths: Path) -> None:
+    answer: dict[str, Any] = json.loads(simulate(lengths, *QUICK, "--accumulation", "1,2", "--json"))
+
+    assert [(one["gpus"], one["accumulation"]) for one in answer["simulations"]] == [(4, 1), (4, 2), (8, 1), (8, 2)]
+    assert answer["profile"]["device"] == find_profile("h200").made.device
+    assert answer["assumptions"]
+    for one in answer["simulations"]:
+        ways = {way["key"]: way for way in one["ways"]}
+        for way in ways.values():
+            assert 0 < way["utilisation"] < 1
+            assert way["memory_bytes"] > 0
+            hours = 1e9 / way["tokens_per_second"] * one["gpus"] / 3600
+            assert way["gpu_hours"] == pytest.approx(hours)
+            assert way["times_as_fast"] == pytest.approx(ways["plain"]["step_seconds"] / way["step_seconds"])
+        best = min((way for way in ways.values() if way["is_ours"]), key=lambda way: way["step_seconds"])
+        assert one["choose"] == best["key"]
+        others = [way["step_seconds"] for way in ways.values() if not way["is_cad"]]
+        assert one["gain"] == pytest.approx(min(others) / best["step_seconds"])
+        assert ("do not bother" in one["in_short"]) == (one["gain"] < 1.05)
+
+
+def test_a_profile_of_ones_own_is_taken(lengths: Path, tmp_path: Path) -> None:
+    write(find_profile("h200"), tmp_path / "cluster.json")
+    shipped = json.loads(simulate(lengths, *QUICK, "--json"))
+    own = json.loads(simulate(lengths, *QUICK, "--cluster", tmp_path / "cluster.json", "--json"))
+
+    assert own["simulations"] == shipped["simulations"]
+
+
+def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text("{}")
+
+    assert "no cluster profile" in refusal(lengths, *QUICK, "--cluster", foreign)
+    assert "nearest is h200" in refusal(lengths, *QUICK, "--cluster", "h100")
+    assert "cannot be read" in refusal(lengths, *QUICK, "--cluster", tmp_path / "none.json")
+    assert "--gpus 0 must be" in refusal(lengths, "--gpus", "0")
+    assert "--gpus 8;9: write whole numbers" in refusal(lengths, "--gpus", "8;9")
+    assert "--context 1000000 does not fit" in refusal(lengths, *QUICK[:4], "--context", "1000000")
+    assert "model 'lama3-8b' is not known" in refusal(lengths, *QUICK, "--model", "lama3-8b")
+    assert "none.json" in refusal(tmp_path / "none.json", *QUICK)
+    assert "--token-budget 0" in refusal(lengths, *QUICK, "--token-budget", "0")
+
+
+def test_profiles_without_gpus_are_refused(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["profile", "--out", str(tmp_path / "c.json")])
+
+    assert ran.exit_code == 2
+    assert "no GPU to measure; --cpu" in ran.stderr
+    ran = CliRunner().invoke(app, ["profile", "--cpu", "--out", str(tmp_path / "missing" / "c.json")])
+    assert "its folder is missing" in ran.stderr

@@ -1,0 +1,297 @@
+"""Simulated steps: equations by hand, and what has to hold for any documents."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca_hf.analysis.baselines import assign_whole_documents
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.request import preset
+from distca_hf.analysis.simulate import peers, run
+from distca_hf.analysis.simulate.costs import Costs, Passes
+from distca_hf.analysis.simulate.load import Hidden
+from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
+from distca_hf.analysis.simulate.planned import ours, published
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.result import make_result
+from distca_hf.analysis.simulate.run import run_steps
+from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.arrays import IntArray
+from distca_hf.cost import Mask
+from distca_hf.errors import ConfigError, PackingError
+from distca_hf.placement.place import fill_in_order, place
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.planning.rebalance import plan_by_moving
+
+
+PROFILE = find_profile("h200")
+MODEL = SimulatedModel.of(preset("llama3-8b"))
+
+
+def costs_of(model: SimulatedModel = MODEL, profile: ClusterProfile = PROFILE, tensor_ranks: int = 1) -> Costs:
+    return Costs(profile, model, False, Notes(), tensor_ranks)
+
+
+def training_of(ranks: int, ranks_per_node: int = 8, model: SimulatedModel = MODEL) -> Training:
+    costs = costs_of(model)
+    return Training(costs, Cluster(PROFILE, ranks, min(ranks, ranks_per_node), costs.notes))
+
+
+def array(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+# Equations.
+
+
+def test_chunks_are_attended_as_they_come() -> None:
+    """Local calls of 1 s, 4 s of others' rows in two chunks, an exchange of 6 s that brings the second after 6 s."""
+    local, remote = Passes(array(1.0), array(8.0)), Passes(array(4.0), array(2.0))
+    of = Hidden(array(6.0), chunks=2).attention(local, remote, 1)
+
+    assert of.forward.tolist() == [8.0]  # 3 s until the first chunk, 2 s of it, wait for the second, 2 s of it
+    assert of.recomputed.tolist() == [5.0]
+    # Backward: a quarter of the mean work is computed while gradients leave.
+    assert of.backward.tolist() == [10.0 + 6.0 - 2.5]
+
+
+def test_exchanges_that_kernels_hide_cost_their_delay_alone() -> None:
+    local, remote = Passes(array(10.0, 12.0), array(30.0, 36.0)), Passes(array(2.0, 0.0), array(6.0, 0.0))
+    of = Hidden(array(1.0, 0.0), chunks=1, beside=0.5).attention(local, remote, 1)
+
+    assert of.forward.tolist() == [12.5, 12.0]
+    assert of.backward.tolist() == [36.5, 36.0]
+
+
+def test_a_task_is_a_square_and_a_prefix() -> None:
+    costs, full = costs_of(), PROFILE.attention[0]
+    at, row, column = (
+        full.square_tokens.index(2048.0),
+        full.prefix_queries.index(2048.0),
+        full.prefix_keys.index(8192.0),
+    )
+    seconds = costs.attention(array(2048), array(8192))
+
+    assert seconds.forward[0] == pytest.approx(full.square_forward[at] + full.prefix_forward[row][column])
+    assert seconds.backward[0] == pytest.approx(full.square_backward[at] + full.prefix_backward[row][column])
+    # Twice as many heads take twice as long, and two tensor ranks half of it.
+    wide = SimulatedModel.of(llama_shape("wide", (64, 16, 128), (32, 4096, 14_336, 128_256)))
+    assert costs_of(wide).attention(array(2048), array(8192)).forward == pytest.approx(2 * seconds.forward)
+    assert costs_of(tensor_ranks=2).attention(array(2048), array(8192)).forward == pytest.approx(seconds.forward / 2)
+
+
+def test_windows_cost_their_pairs() -> None:
+    times = next(times for times in PROFILE.attention if times.window_tokens == 1024)
+    tokens = times.square_tokens[-1]
+    costs, mask = costs_of(), Mask(1024)
+
+    assert costs.attention(array(tokens), array(0), mask).forward == pytest.approx(times.square_forward[-1])
+    whole, half = costs.attention(array(tokens), array(0), mask), costs.attention(array(tokens), array(0), Mask(512))
+    assert half.forward[0] / whole.forward[0] == pytest.approx(0.5, rel=0.01)
+    assert any("window of 512" in line for line in costs.notes.lines())
+
+
+def test_layers_of_other_models_are_scaled_and_said() -> None:
+    costs = costs_of(SimulatedModel.of(preset("qwen3-32b")))
+    tokens = np.array([16_384])
+
+    ratio = float(costs.layer(tokens).forward[0] / costs_of().layer(tokens).forward[0])
+    weights = preset("qwen3-32b").size.layer_parameters / 64 / 218_103_808  # type: ignore[union-attr]
+    assert 0.8 * weights < ratio < 1.2 * weights
+    assert any("hidden size 5,120" in line for line in costs.notes.lines())
+
+
+def test_collectives_over_nodes_share_their_wires() -> None:
+    """Every node receives all bytes, and its ranks share them."""
+    notes = Notes()
+    one, eight = Cluster(PROFILE, 2, 1, notes), Cluster(PROFILE, 16, 8, notes)
+    weights = 64 * 2.0**20
+
+    ratio = one.all_gather(2 * weights) / eight.all_gather(8 * weights * 16 / 15)
+    assert ratio == pytest.approx(1.0)
+    assert Cluster(PROFILE, 8, 8, notes).all_gather(weights) < one.all_gather(weights)
+    assert Cluster(PROFILE, 1, 1, notes).all_gather(weights) == 0.0
+
+
+def test_links_that_were_not_measured_are_refused() -> None:
+    within = replace(PROFILE, between_nodes=None)
+
+    Cluster(within, 8, 8, Notes())
+    with pytest.raises(ConfigError, match="links between nodes were not measured, and 16 ranks, 8 per node"):
+        Cluster(within, 16, 8, Notes())
+
+
+# What has to hold.
+
+LENGTHS = st.lists(st.integers(16, 40_000), min_size=4, max_size=20).map(np.array)
+
+
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 4]))
+def test_no_way_is_faster_than_an_even_one(lengths: IntArray, ranks: int) -> None:
+    """But for rates, which differ a little between shapes of tasks."""
+    training = training_of(ranks)
+    least = training.micro_batch_seconds(peers.even(training.costs, lengths, ranks))
+    layout = place(lengths, ranks, head_groups=8)
+    loads = [
+        peers.whole_documents(training.costs, lengths, ranks),
+        peers.ulysses(training.costs, training.cluster, lengths, ranks),
+        peers.ring(training.costs, training.cluster, lengths, ranks),
+        peers.gathered(training.costs, training.cluster, [lengths], ranks),
+        published(training.costs, training.cluster, lengths, 0.0),
+        ours(training.costs, training.cluster, plan_in_place(layout, 8), 1, False),
+        ours(training.costs, training.cluster, plan_by_moving(fill_in_order(lengths, ranks), 8), 1, False),
+    ]
+
+    for load in loads:
+        assert training.micro_batch_seconds(load) > 0.9 * least
+        assert int(load.tokens.sum()) >= int(lengths.sum())
+
+
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS)
+def test_on_one_rank_all_ways_are_one(lengths: IntArray) -> None:
+    training = training_of(1)
+    plain = training.micro_batch_seconds(peers.plain_packing(training.costs, lengths, 1))
+
+    for load in (
+        peers.even(training.costs, lengths, 1),
+        peers.whole_documents(training.costs, lengths, 1),
+        ours(training.costs, training.cluster, plan_in_place(place(lengths, 1), 8), 1, False),
+    ):
+        assert training.micro_batch_seconds(load) == pytest.approx(plain)
+
+
+def test_slow_links_cost_ulysses_more_than_ours() -> None:
+    lengths = np.array([65_536, *[4096] * 48])
+    seconds = {}
+    for per_node in (4, 1):
+        training = training_of(4, per_node)
+        plan = plan_in_place(place(lengths, 4, head_groups=8), 8)
+        for name, load in (
+            ("ulysses", peers.ulysses(training.costs, training.cluster, lengths, 4)),
+            ("ours", ours(training.costs, training.cluster, plan, 4, False)),
+            ("even", peers.even(training.costs, lengths, 4)),
+        ):
+            seconds[name, per_node] = training.micro_batch_seconds(load)
+
+    assert seconds["ulysses", 1] / seconds["even", 1] > 1.15 > seconds["ulysses", 4] / seconds["even", 4]
+    assert seconds["ours", 1] / seconds["even", 1] < 1.05
+
+
+def test_the_longest_first_counts_matrices_too() -> None:
+    """By attention alone, the rank without the long document would hold nearly all other tokens."""
+    lengths = np.array([30_000, *[1000] * 120])
+    held = peers.longest_first(costs_of(), lengths, 2)
+    by_pairs = assign_whole_documents(lengths, 2)
+
+    assert max(int(x.sum()) for x in held) < 95_000 < max(int(lengths[x].sum()) for x in by_pairs)
+    assert sorted(np.concatenate(held).tolist()) == sorted(lengths.tolist())
+
+
+def test_best_fit_keeps_documents_whole_where_it_can() -> None:
+    assert [x.tolist() for x in peers.best_fit(np.array([3, 8, 5, 8, 4, 4]), 4)] == [[8], [8], [5, 3], [4, 4]]
+    # Longer than a pack: cut into packs. No room: cut to fill what is left.
+    held = peers.best_fit(np.array([20, 7, 7, 6]), 4)
+    assert [int(x.sum()) for x in held] == [10] * 4
+    assert not peers.is_whole(held, np.array([20, 7, 7, 6]))
+
+
+# Two micro-batches of 8 x 64K tokens, with two long documents each.
+MIXED = [*[65_536] * 4, *[2048] * 384]
+
+
+def simulate(lengths: list[int], **options: object) -> tuple[Simulation, dict[str, float], str]:
+    given = {"gpus": 8, "tokens_per_rank": 65_536, "context_tokens": None, "batches": 2, **options}
+    request = SimulationRequest(given.pop("model", MODEL), **given)  # type: ignore[arg-type]
+    steps = request.steps(np.array(lengths))
+    simulation, ways = run_steps(request, PROFILE, steps)
+    result = make_result(simulation, steps, ways, 1e9)
+    return simulation, {way.key: way.step_seconds for way in result.ways}, result.in_short()
+
+
+def test_a_long_document_among_short_ones_is_worth_it() -> None:
+    _, seconds, words = simulate(MIXED, ranks_per_node=2)
+
+    assert seconds["plain"] > 1.3 * seconds["placed"]
+    assert min(seconds, key=lambda key: seconds[key]) == "placed"
+    assert words.startswith("Choose distca, ")
+
+
+def test_documents_that_are_alike_bring_nothing() -> None:
+    _, seconds, words = simulate([4096] * 256, checkpointing="recomputed")
+
+    assert seconds["plain"] == pytest.approx(seconds["placed"], rel=0.01)
+    assert "do not bother" in words
+
+
+def test_accumulation_puts_long_documents_together() -> None:
+    _, once, _ = simulate(MIXED * 2)
+    _, four, _ = simulate(MIXED * 2, accumulation=4, batches=1)
+
+    assert four["placed"] == pytest.approx(4 * once["placed"], rel=0.05)
+    assert four["sorted_packs"] < four["plain"]
+
+
+def test_hybrids_keep_documents_whole() -> None:
+    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
+    simulation, seconds, _ = simulate([60_000, *[2048] * 100] * 4, model=hybrid)
+
+    assert {"packs_kept", "placed"} <= seconds.keys()
+    assert not any(key.startswith(("ulysses", "ring", "published")) for key in seconds)
+    assert any("carry a state" in words for words in simulation.missing())
+    with pytest.raises(ConfigError, match=r"24 layers .* carry a state"):
+        SimulationRequest(hybrid, 8, 16_384, 32_768)
+
+
+def test_windows_leave_less_to_win() -> None:
+    windows = replace(MODEL, masks=((MODEL.masks[0][0], 8), (Mask(1024), 24)))
+    _, full, _ = simulate(MIXED)
+    _, short, _ = simulate(MIXED, model=windows)
+
+    assert 1.0 < short["plain"] / short["placed"] < full["plain"] / full["placed"]
+
+
+def test_processes_and_one_process_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = SimulationRequest(MODEL, 8, 8192, 65_536, batches=3)
+    steps = request.steps(np.array([40_000, *[2048] * 60] * 4))
+    one, alone = run_steps(request, PROFILE, steps)
+    monkeypatch.setattr(run, "WORTH_PROCESSES", 0)
+    several, together = run_steps(request, PROFILE, steps)
+
+    for key, way in alone.items():
+        assert together[key].seconds == pytest.approx(way.seconds, nan_ok=True)
+    assert several.costs.notes.lines() == one.costs.notes.lines()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpus": 0}, "--gpus 0 must be between"),
+        (
+            {"context_tokens": 8 * 16_384 + 1},
+            r"--context 131073 does not fit: 8 data ranks x 16384 tokens hold 131072",
+        ),
+        ({"tensor_ranks": 3}, "--tensor 3 must divide --gpus 8"),
+        ({"tensor_ranks": 16, "gpus": 16, "ranks_per_node": 16}, "--tensor 16 must divide the 8 KV heads"),
+        ({"checkpointing": "some"}, "--checkpointing some must be one of saved, recomputed, none"),
+        ({"gpu_gib": 0.0}, "--gpu-gib 0 must be above 0"),
+    ],
+)
+def test_wrong_numbers_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SimulationRequest(MODEL, **{"gpus": 8, "tokens_per_rank": 16_384, "context_tokens": None, **options})  # type: ignore[arg-type]
+
+
+def test_documents_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(PackingError, match=r"a document of 200000 tokens .*--context 131072 splits"):
+        simulate([200_000, *[2048] * 64], tokens_per_rank=16_384)
+    with pytest.raises(PackingError, match="fill 1 of 4 micro-steps"):
+        simulate([2048] * 16, accumulation=4)
