@@ -39,6 +39,7 @@ from distca_hf.traces import Spent
 # Members of an enumeration are slow to look up.
 SEND, LOCAL, WAIT, REMOTE, COMBINE = Spent.SEND, Spent.LOCAL, Spent.WAIT, Spent.REMOTE, Spent.COMBINE
 
+
 def attend(
     q_TNH: torch.Tensor,
     k_TGH: torch.Tensor,

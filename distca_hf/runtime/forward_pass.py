@@ -154,6 +154,7 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
         """
         self.num_calls, self._ended = self.calls, True
+        self.trace.end_forward(len(self._with_gradients))
         if self._facts is not None and exchanges and self._transport.world_size > 1:
             self._agree_at_the_end()
 
@@ -191,11 +192,6 @@ class ForwardPass:
                 "(frozen layers behind embeddings that another module made), that module must take part on every rank"
             )
         self.agreement = None
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Whether the pass has ended, and all backward calls that follow it were made."""
-        return self._ended and self.backward_calls >= len(self._with_gradients)
 
     def _begin_recomputed(self, window_tokens: int) -> str:
         """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""

@@ -5,6 +5,7 @@ plan along. Any other batch that an enabled model trains on is planned here, rig
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.preview import RunReport
+from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -44,7 +46,9 @@ from distca_hf.integrations.models.parts import (
 from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_trace import UNTRACED
 from distca_hf.telemetry import get_logger
+from distca_hf.traces import PredictedCosts
 
 
 log = get_logger(__name__)
@@ -68,6 +72,7 @@ class ForwardWatch:
         position_limits: longest documents that the model can take.
         flops: operations of the model; None if they are not known.
         report: lines about its training.
+        reported_steps: traces of its passes.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
@@ -92,6 +97,9 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
+        self.reported_steps = ReportedSteps(
+            config.report_every_steps, context.trace_file, self._token_bytes, len(self._layers)
+        )
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -206,7 +214,11 @@ class ForwardWatch:
         }
         calls = self._check.num_calls
         layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
-        plan.begin_forward_pass(calls, facts, *layers)
+        trace = UNTRACED
+        if module.training and torch.is_grad_enabled():
+            trace = self.reported_steps.begin(plan, self.context.device, partial(self._predicted_costs, module))
+        plan.begin_forward_pass(calls, facts, *layers, trace)
+        self.reported_steps.follow(plan.forward_pass)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -278,6 +290,16 @@ class ForwardWatch:
             plan.end_forward_pass(torch.is_grad_enabled(), trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
+
+    def _predicted_costs(self, module: nn.Module) -> PredictedCosts | None:
+        """Returns the costs that `distca report` compares a step with; None if they are not known."""
+        if self.flops is None:
+            return None
+        checkpointed = self._checkpointed_modules(module)
+        layers, attention = recomputes_layers(checkpointed), recomputes_attention(checkpointed)
+        step = self.flops.cost(recomputes_layers=layers, recomputes_attention=attention)
+        parts = self.flops.pass_costs(recomputes_layers=layers, recomputes_attention=attention)
+        return PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""

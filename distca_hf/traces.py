@@ -1,0 +1,224 @@
+"""Traces: the measurements of one rank in one micro-batch of a reported step, as training writes them and `distca
+report` reads them.
+
+Every rank writes a file of its own, `rank-00003.jsonl`, with one JSON object on a line for each micro-batch. Ranks
+exchange nothing for it.
+"""
+
+import enum
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+
+from distca_hf.errors import ReportError
+
+
+# What a line is, and the version of its fields.
+KIND, VERSION = "distca-trace", 1
+# Name of a folder of traces, unless a setting names another one; and of the files in it.
+FOLDER = "distca_report"
+FILES = "rank-*.jsonl"
+
+
+def file_name(number: int) -> str:
+    """Returns the name of the file of a rank, by its number in the job."""
+    return f"rank-{number:05d}.jsonl"
+
+
+class PassPart(enum.StrEnum):
+    """Part of a pass that an attention call belongs to."""
+
+    FORWARD = "forward"
+    RECOMPUTED = "recomputed"
+    BACKWARD = "backward"
+
+
+class Spent(enum.StrEnum):
+    """The use of a span of time within an attention call."""
+
+    SEND = "send"  # rows are gathered, and their exchange is started
+    LOCAL = "local"  # kernels on own keys
+    WAIT = "wait"  # for rows of other ranks
+    REMOTE = "remote"  # kernels on keys and queries of other ranks
+    COMBINE = "combine"  # results and gradients of other ranks are merged
+
+
+@dataclass(frozen=True)
+class CallTrace:
+    """One attention call.
+
+    Attributes:
+        part: of the pass.
+        layer: number of the layer among those that attend.
+        window_tokens: of its sliding window; 0 without one.
+        begin_us: microseconds from the beginning of the pass.
+        spans: uses of time in their order, and microseconds of each. In forward and backward calls every chunk of an
+            exchange has a span of waiting.
+    """
+
+    part: PassPart
+    layer: int
+    window_tokens: int
+    begin_us: float
+    spans: tuple[tuple[Spent, float], ...]
+
+    @property
+    def us(self) -> float:
+        """Microseconds of the whole call."""
+        return sum(us for _, us in self.spans)
+
+
+@dataclass(frozen=True)
+class PredictedCosts:
+    """Seconds of a token and of an attended pair, all layers together, by the rates of a GPU.
+
+    Attributes:
+        rates: the GPU.
+        token_seconds: of a token without attention, forward and backward.
+        pair_forward_seconds, pair_backward_seconds: of a pair of a query and a key, with all that is recomputed in
+            backward.
+    """
+
+    rates: str
+    token_seconds: float
+    pair_forward_seconds: float
+    pair_backward_seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one rank.
+
+    Attributes:
+        kind: "GPU", as torch has it; or "process", the resident set of a process on CPUs.
+        peak_bytes: most that was in use at once since the process began.
+        reserved_bytes: that torch holds of the GPU; of a process as `peak_bytes`.
+        device_bytes: of the GPU, or of the host.
+    """
+
+    kind: str
+    peak_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank in one micro-batch.
+
+    Attributes:
+        step: optimizer step, from 1.
+        micro_batch: number of the micro-batch, counted by the loader.
+        written: seconds since 1970, when the pass began.
+        rank: number of the rank among those that share documents.
+        num_ranks: how many share documents; attention servers are numbered behind them.
+        stage, chunk, tensor_rank: place among stages of a pipeline, part of the model on this stage, and place among
+            tensor ranks; 0 without them.
+        device: name of the GPU, or "cpu".
+        ranks_per_node: ranks that share a node.
+        placed: whether documents were placed; else packs were kept.
+        fingerprint: of the plan, in hexadecimal digits. Equal on all ranks that share documents.
+        documents, num_tokens, longest_document_tokens: of all ranks together.
+        tokens: that this rank holds.
+        layers: that attend.
+        work_before, work: `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the
+            data, or as packs came, and as planned. The first has no servers, the second has them behind all others.
+        sent_bytes, received_bytes: (rank, bytes) of one layer's forward pass, mean over layers.
+        calls: in the order in which they were made.
+        pass_seconds: from the beginning of the forward pass to the end of its last attention call, backward included.
+        step_seconds: from the beginning of this pass to that of the next one, on the host; None if none followed.
+        is_complete: whether all calls of backward were made and had ended.
+        costs: None on CPUs, and where operations of the model are not known.
+    """
+
+    step: int
+    micro_batch: int
+    written: float
+    rank: int
+    num_ranks: int
+    stage: int
+    chunk: int
+    tensor_rank: int
+    device: str
+    ranks_per_node: int
+    placed: bool
+    fingerprint: str
+    documents: int
+    num_tokens: int
+    longest_document_tokens: int
+    tokens: int
+    layers: int
+    work_before: tuple[float, ...]
+    work: tuple[float, ...]
+    sent_bytes: tuple[tuple[int, int], ...]
+    received_bytes: tuple[tuple[int, int], ...]
+    calls: tuple[CallTrace, ...]
+    pass_seconds: float
+    step_seconds: float | None
+    is_complete: bool
+    memory: MemoryUse
+    costs: PredictedCosts | None
+
+    def line(self) -> str:
+        """Returns the trace as one line of JSON."""
+        return json.dumps({"kind": KIND, "version": VERSION, **asdict(self)}, separators=(",", ":"))
+
+    @classmethod
+    def read(cls, line: str, where: str) -> Self:
+        """Returns the trace of a line.
+
+        Args:
+            where: file and number of the line, for messages.
+
+        Raises:
+            ReportError: it is cut off, of another kind or version, or has other fields.
+        """
+        try:
+            content = json.loads(line)
+        except ValueError:
+            raise ReportError(f"{where} is no JSON: the file is cut off, or of something else") from None
+        kind = content.get("kind") if isinstance(content, Mapping) else None
+        if kind != KIND:
+            raise ReportError(f"{where} is no trace of a training: its kind is {kind!r}, and {KIND!r} is read here")
+        if content.get("version") != VERSION:
+            raise ReportError(
+                f"{where} is of version {content.get('version')!r}, and version {VERSION} is read here; use the "
+                "distca_hf that wrote it"
+            )
+        trace: Self = _as(cls, content, where)
+        return trace
+
+
+def _as(kind: Any, value: object, where: str) -> Any:
+    """Returns a value of JSON as an object of a type.
+
+    Args:
+        kind: a dataclass, an enumeration, a tuple, an optional type, or a plain one.
+
+    Raises:
+        ReportError: it is of another type; names the field.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _as(inner[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return tuple(_as(inner[0], item, where) for item in value)
+        if len(value) == len(inner):
+            return tuple(_as(one, item, where) for one, item in zip(inner, value, strict=True))
+    elif is_dataclass(kind) and isinstance(value, Mapping):
+        missing = [field.name for field in fields(kind) if field.name not in value]
+        if missing:
+            raise ReportError(f"{where} has no {missing[0]!r}: it is not as distca_hf writes it")
+        hints = get_type_hints(kind)
+        values = {field.name: _as(hints[field.name], value[field.name], where) for field in fields(kind)}
+        return kind(**values)  # type: ignore[operator]
+    elif isinstance(kind, type) and issubclass(kind, enum.StrEnum) and value in {member.value for member in kind}:
+        return kind(value)
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise ReportError(f"{where} has {str(value)[:40]!r} where a {getattr(kind, '__name__', kind)} belongs")
