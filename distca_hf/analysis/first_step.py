@@ -71,6 +71,7 @@ class StepReport:
         baselines: other planners and kinds of parallelism, by name.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
+        micro_batches: the ranks in every micro-step.
     """
 
     request: PlanRequest
@@ -86,6 +87,7 @@ class StepReport:
     baselines: dict[str, Outcome]
     work_before: IntArray
     work: IntArray
+    micro_batches: list["PlannedMicroBatch"]
 
     def as_json(self) -> dict[str, object]:
         """Returns one flat JSON object; `baselines` has one more for each baseline, with the same keys."""
@@ -111,7 +113,38 @@ class StepReport:
             **_flat(self.planned),
             "cut_documents": self.cut_documents,
             "shards": self.shards,
+            "micro_batches": [planned.as_json() for planned in self.micro_batches],
             "baselines": {name: {**world, **_flat(outcome)} for name, outcome in self.baselines.items()},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedMicroBatch:
+    """The ranks in one micro-step.
+
+    Attributes:
+        documents, longest_document_tokens: number of documents, and length of the longest one.
+        work_before: `[ranks]` attended pairs of documents in order.
+        planned: work, tokens and bytes of the plan.
+    """
+
+    documents: int
+    longest_document_tokens: int
+    work_before: IntArray
+    planned: Baseline
+
+    def as_json(self) -> dict[str, object]:
+        """Returns one object; work counts attended pairs, and bytes are (source, destination, bytes) of one layer,
+        forward."""
+        sent = self.planned.bytes_between
+        source, destination = np.nonzero(sent)
+        return {
+            "documents": self.documents,
+            "longest_document_tokens": self.longest_document_tokens,
+            "rank_work_before": self.work_before.tolist(),
+            "rank_work": (self.planned.work / self.planned.head_parts).tolist(),
+            "rank_tokens": self.planned.tokens.tolist(),
+            "bytes_between": np.stack([source, destination, sent[source, destination]], axis=1).tolist(),
         }
 
 
@@ -168,6 +201,10 @@ def make_report(
         baselines=baselines,
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
+        micro_batches=[
+            PlannedMicroBatch(plan.layout.num_documents, plan.layout.longest_document_tokens, before, of_ranks)
+            for plan, before, of_ranks in zip(plans, in_order, planned, strict=True)
+        ],
     )
 
 

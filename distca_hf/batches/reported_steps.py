@@ -21,7 +21,6 @@ from distca_hf.batches.preview import PlacedPlan
 from distca_hf.cost import TokenBytes
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan
-from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_trace import UNTRACED, NotedPass, PassTrace
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -37,6 +36,7 @@ LAST_WAIT_SECONDS = 10.0
 MOST_PENDING = 64
 
 RankBytes = tuple[tuple[int, int], ...]  # (rank, bytes)
+Bytes = defaultdict[int, float]  # by rank
 
 
 @dataclass(eq=False)
@@ -49,7 +49,6 @@ class Pending:
         device: of the model.
         number: of this rank in the job.
         began: seconds of the host's clock.
-        forward_pass: counts its calls; None until the pass has begun.
         step_seconds: until the next pass began; None before.
     """
 
@@ -58,13 +57,7 @@ class Pending:
     device: torch.device
     number: int
     began: float
-    forward_pass: ForwardPass | None = None
     step_seconds: float | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether backward has made all calls, and the device has passed them."""
-        return self.forward_pass is not None and self.forward_pass.is_differentiated and self.noted.has_passed
 
     def completed(self) -> RankTrace:
         """Returns the trace with its calls; the device has passed all moments."""
@@ -73,7 +66,7 @@ class Pending:
             calls=self.noted.calls(),
             pass_seconds=self.noted.seconds,
             step_seconds=self.step_seconds,
-            is_complete=self.is_complete,
+            is_complete=self.noted.is_complete,
             memory=memory_of(self.device),
         )
 
@@ -94,32 +87,30 @@ class ReportedSteps:
         self._pending: list[Pending] = []
         self._begun: Pending | None = None
 
-    def begin(self, plan: LivePlan, device: torch.device, costs: Callable[[], PredictedCosts | None]) -> PassTrace:
-        """Returns what notes the moments of a pass of training that begins now.
+    def begin(self, plan: LivePlan, trains: bool, costs: Callable[[], PredictedCosts | None]) -> PassTrace:
+        """Returns what notes the moments of a pass that begins now.
 
         Args:
             plan: of the pass.
-            device: that the model is on.
+            trains: whether it is one of training; no other is traced.
             costs: returns predicted costs of the model, which is asked in reported steps alone.
         """
-        if not self._every_steps:
+        if not self._every_steps or not trains:
             return UNTRACED
         self._end_latest()
         self._write_complete()
         step = self._step_of(plan)
         if step % self._every_steps:
             return UNTRACED
-        if not self._pending:
-            atexit.register(self.flush)
+        plan.agree()
+        plan.follow_roster()  # or the plan might be another one by the time that the pass attends
+        atexit.unregister(self.flush)
+        atexit.register(self.flush)
+        device = next(iter(plan.kinds)).plan.forward.send_rows.device
         trace = self._begun_trace(plan, step, device, costs() if device.type == "cuda" else None)
         self._begun = Pending(trace, NotedPass(device), device, plan.transport.grid.rank, time.perf_counter())
         self._pending.append(self._begun)
         return self._begun.noted
-
-    def follow(self, forward_pass: ForwardPass) -> None:
-        """Notes the pass that has begun, if it is traced."""
-        if self._begun is not None and forward_pass.trace is self._begun.noted:
-            self._begun.forward_pass = forward_pass
 
     def flush(self) -> None:
         """Writes all that is left, when training has ended. Waits a little for the device, and for no other rank."""
@@ -154,7 +145,7 @@ class ReportedSteps:
 
     def _write_complete(self) -> None:
         """Writes passes whose backward has ended on the device; and the oldest, where none ever will."""
-        complete = [pending for pending in self._pending if pending.is_complete]
+        complete = [pending for pending in self._pending if pending.noted.is_complete]
         if len(self._pending) - len(complete) > MOST_PENDING:
             complete += [pending for pending in self._pending[:1] if pending.noted.has_passed]
         self._write(complete)
@@ -201,7 +192,7 @@ class ReportedSteps:
     def _bytes_of(self, plan: LivePlan) -> tuple[RankBytes, RankBytes]:
         """Returns (rank, bytes) that this rank sends and receives in the forward pass of one layer, mean over kinds of
         layers."""
-        sent, received = defaultdict[int, float](float), defaultdict[int, float](float)
+        sent, received = Bytes(float), Bytes(float)
         layers = _layers_of_kinds(plan.facts)
         for kind in plan.kinds:
             share = layers.get(kind.plan.facts.window_tokens, 0) / sum(layers.values())
@@ -217,13 +208,7 @@ def _layers_of_kinds(facts: PlanFacts) -> dict[int | None, int]:
     return {kind.window_tokens: count for kind, count in facts.kinds}
 
 
-def _add_bytes(
-    sent: defaultdict[int, float],
-    received: defaultdict[int, float],
-    plan: DeviceRankPlan,
-    share: float,
-    token_bytes: TokenBytes,
-) -> None:
+def _add_bytes(sent: Bytes, received: Bytes, plan: DeviceRankPlan, share: float, token_bytes: TokenBytes) -> None:
     """Adds the bytes of one layer of a kind, weighted by its share of all layers: keys and values, queries that move,
     and outputs, which go the other way."""
     weight = share / plan.forward.rows_per_token
@@ -236,7 +221,7 @@ def _add_bytes(
                     received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
 
 
-def _rounded(of_ranks: defaultdict[int, float]) -> RankBytes:
+def _rounded(of_ranks: Bytes) -> RankBytes:
     return tuple((rank, round(of_ranks[rank])) for rank in sorted(of_ranks) if of_ranks[rank])
 
 

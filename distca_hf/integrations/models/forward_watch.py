@@ -5,7 +5,6 @@ plan along. Any other batch that an enabled model trains on is planned here, rig
 """
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
-from distca_hf.integrations.models.operations import step_flops
+from distca_hf.integrations.models.operations import predicted_costs, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
 from distca_hf.integrations.models.parts import (
     attention_layers,
@@ -46,9 +45,7 @@ from distca_hf.integrations.models.parts import (
 from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_trace import UNTRACED
 from distca_hf.telemetry import get_logger
-from distca_hf.traces import PredictedCosts
 
 
 log = get_logger(__name__)
@@ -97,9 +94,8 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
-        self.reported_steps = ReportedSteps(
-            config.report_every_steps, context.trace_file, self._token_bytes, len(self._layers)
-        )
+        reported = config.report_every_steps, context.trace_file, self._token_bytes, len(self._layers)
+        self.reported_steps = ReportedSteps(*reported)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -214,11 +210,9 @@ class ForwardWatch:
         }
         calls = self._check.num_calls
         layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
-        trace = UNTRACED
-        if module.training and torch.is_grad_enabled():
-            trace = self.reported_steps.begin(plan, self.context.device, partial(self._predicted_costs, module))
+        trains = module.training and torch.is_grad_enabled()
+        trace = self.reported_steps.begin(plan, trains, lambda: predicted_costs(self.flops, *self._recomputed(module)))
         plan.begin_forward_pass(calls, facts, *layers, trace)
-        self.reported_steps.follow(plan.forward_pass)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -291,24 +285,17 @@ class ForwardWatch:
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
 
-    def _predicted_costs(self, module: nn.Module) -> PredictedCosts | None:
-        """Returns the costs that `distca report` compares a step with; None if they are not known."""
-        if self.flops is None:
-            return None
-        checkpointed = self._checkpointed_modules(module)
-        layers, attention = recomputes_layers(checkpointed), recomputes_attention(checkpointed)
-        step = self.flops.cost(recomputes_layers=layers, recomputes_attention=attention)
-        parts = self.flops.pass_costs(recomputes_layers=layers, recomputes_attention=attention)
-        return PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
-
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
         if self.flops is None:
             return None
-        checkpointed = self._checkpointed_modules(module)
-        return self.flops.cost(
-            recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
-        )
+        layers, attention = self._recomputed(module)
+        return self.flops.cost(recomputes_layers=layers, recomputes_attention=attention)
+
+    def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:
+        """Returns whether layers run forward again in backward, and whether their attention does."""
+        modules = self._checkpointed_modules(module)
+        return recomputes_layers(modules), recomputes_attention(modules)
 
 
 def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
