@@ -125,6 +125,7 @@ class RankTrace:
         layers: that attend.
         work_before, work: `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the
             data, or as packs came, and as planned. The first has no servers, the second has them behind all others.
+        speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
         sent_bytes, received_bytes: (rank, bytes) of one layer's forward pass, mean over layers.
         calls: in the order in which they were made.
         pass_seconds: from the beginning of the forward pass to the end of its last attention call, backward included.
@@ -152,6 +153,7 @@ class RankTrace:
     layers: int
     work_before: tuple[float, ...]
     work: tuple[float, ...]
+    speeds: tuple[float, ...]
     sent_bytes: tuple[tuple[int, int], ...]
     received_bytes: tuple[tuple[int, int], ...]
     calls: tuple[CallTrace, ...]

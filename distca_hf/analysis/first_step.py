@@ -123,25 +123,22 @@ class PlannedMicroBatch:
     """The ranks in one micro-step.
 
     Attributes:
-        documents, longest_document_tokens: number of documents, and length of the longest one.
-        work_before: `[ranks]` attended pairs of documents in order.
+        document_tokens: `[documents]` lengths, in the order of the micro-step.
         planned: work, tokens and bytes of the plan.
     """
 
-    documents: int
-    longest_document_tokens: int
-    work_before: IntArray
+    document_tokens: IntArray
     planned: Baseline
 
     def as_json(self) -> dict[str, object]:
-        """Returns one object; work counts attended pairs, and bytes are (source, destination, bytes) of one layer,
-        forward."""
+        """Returns one object. Work is attended pairs: of the same documents in order, and as planned. Bytes are
+        (source, destination, bytes) of one layer's forward pass."""
         sent = self.planned.bytes_between
         source, destination = np.nonzero(sent)
         return {
-            "documents": self.documents,
-            "longest_document_tokens": self.longest_document_tokens,
-            "rank_work_before": self.work_before.tolist(),
+            "documents": len(self.document_tokens),
+            "longest_document_tokens": int(self.document_tokens.max()),
+            "rank_work_before": work_in_order(self.document_tokens, len(self.planned.work)).tolist(),
             "rank_work": (self.planned.work / self.planned.head_parts).tolist(),
             "rank_tokens": self.planned.tokens.tolist(),
             "bytes_between": np.stack([source, destination, sent[source, destination]], axis=1).tolist(),
@@ -202,8 +199,8 @@ def make_report(
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
         micro_batches=[
-            PlannedMicroBatch(plan.layout.num_documents, plan.layout.longest_document_tokens, before, of_ranks)
-            for plan, before, of_ranks in zip(plans, in_order, planned, strict=True)
+            PlannedMicroBatch(plan.layout.document_tokens, of_ranks)
+            for plan, of_ranks in zip(plans, planned, strict=True)
         ],
     )
 

@@ -179,6 +179,7 @@ class ReportedSteps:
             layers=self._layers,
             work_before=tuple(work / facts.rows_per_token for work in facts.work_before),
             work=tuple(work / facts.rows_per_token for work in facts.work),
+            speeds=facts.speeds,
             sent_bytes=sent,
             received_bytes=received,
             calls=(),
