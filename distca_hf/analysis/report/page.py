@@ -21,6 +21,7 @@ SCRIPTS = (
     "numbers.js",
     "drawing.js",
     "picture.js",
+    "columns.js",
     "work.js",
     "matrix.js",
     "timeline.js",

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, OfRanks, Report, Seconds, StepFigures
+from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes
 from distca_hf.analysis.report.straggler import findings_of, summary_of
 from distca_hf.errors import ReportError
@@ -150,25 +151,25 @@ def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> Seconds
         [None if trace is None else _spent(trace, uses) for trace in traces]
         for uses in (KERNELS, (Spent.WAIT,), EXCHANGES)
     )
-    measured: dict[str, OfRanks] = {
-        "attention": attention,
-        "waiting": waiting,
-        "exchange": exchange,
-        "rest": [
+    measured = Seconds(
+        attention=attention,
+        waiting=waiting,
+        exchange=exchange,
+        rest=[
             None if trace is None else max(0.0, trace.pass_seconds - sum(call.us for call in trace.calls) / 1e6)
             for trace in traces
         ],
-        "step": [None if trace is None else trace.step_seconds for trace in traces],
-    }
+        step=[None if trace is None else trace.step_seconds for trace in traces],
+    )
     costs = any_trace.costs
     if costs is None:
-        return Seconds(**measured)
+        return measured
     pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
-    return Seconds(
+    return replace(
+        measured,
         rates=costs.rates,
         predicted_attention=[work * pair_seconds for work in any_trace.work[: any_trace.num_ranks]],
         predicted_rest=[None if trace is None else trace.tokens * costs.token_seconds for trace in traces],
-        **measured,
     )
 
 
