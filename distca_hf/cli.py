@@ -262,8 +262,8 @@ def report(
         Path,
         typer.Argument(
             metavar="RUN_OR_PLAN",
-            help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); or "
-            "a file with the output of distca plan --json; or - for standard input",
+            help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
+            "or a file with the output of distca plan --json; or - for standard input",
         ),
     ],
     output: Annotated[

@@ -8,9 +8,10 @@ exchange nothing for it.
 import enum
 import json
 import types
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
+from typing import Any, NoReturn, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from distca_hf.errors import ReportError
 
@@ -189,38 +190,67 @@ class RankTrace:
                 f"{where} is of version {content.get('version')!r}, and version {VERSION} is read here; use the "
                 "distca_hf that wrote it"
             )
-        trace: Self = _as(cls, content, where)
+        trace: Self = _reader(cast(Any, cls))(content, where)
         return trace
 
 
-def _as(kind: Any, value: object, where: str) -> Any:
-    """Returns a value of JSON as an object of a type.
+# Makes an object of a value of JSON; the second argument is where it is.
+_Reader = Callable[[Any, str], Any]
 
-    Args:
-        kind: a dataclass, an enumeration, a tuple, an optional type, or a plain one.
 
-    Raises:
-        ReportError: it is of another type; names the field.
+@cache
+def _reader(kind: Any) -> _Reader:
+    """Returns the reader of a type: of a dataclass, an enumeration, a tuple, an optional type, or a plain one. It
+    raises a ReportError for a value of another type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return None if value is None else _as(inner[0], value, where)
-    if origin is tuple and isinstance(value, list):
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return tuple(_as(inner[0], item, where) for item in value)
-        if len(value) == len(inner):
-            return tuple(_as(one, item, where) for one, item in zip(inner, value, strict=True))
-    elif is_dataclass(kind) and isinstance(value, Mapping):
-        missing = [field.name for field in fields(kind) if field.name not in value]
+        given = _reader(inner[0])
+        return lambda value, where: None if value is None else given(value, where)
+    if origin is tuple:
+        return _reader_of_equal(inner[0]) if inner[1] is Ellipsis else _reader_of_some(inner)
+    if is_dataclass(kind):
+        return _reader_of_fields(kind)
+    if issubclass(kind, enum.StrEnum):
+        members = {member.value: member for member in kind}
+        return lambda value, where: members[value] if value in members else _refuse(value, kind, where)
+    types_of = (int, float) if kind is float else (kind,)
+    return lambda value, where: kind(value) if type(value) in types_of else _refuse(value, kind, where)
+
+
+def _reader_of_equal(kind: Any) -> _Reader:
+    item = _reader(kind)
+
+    def read(value: Any, where: str) -> Any:
+        return tuple([item(one, where) for one in value]) if type(value) is list else _refuse(value, tuple, where)
+
+    return read
+
+
+def _reader_of_some(kinds: tuple[Any, ...]) -> _Reader:
+    items = [_reader(kind) for kind in kinds]
+
+    def read(value: Any, where: str) -> Any:
+        if type(value) is not list or len(value) != len(items):
+            _refuse(value, tuple, where)
+        return tuple([item(one, where) for item, one in zip(items, value, strict=True)])
+
+    return read
+
+
+def _reader_of_fields(kind: Any) -> _Reader:
+    readers = {name: _reader(of_field) for name, of_field in get_type_hints(kind).items()}
+
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            _refuse(value, kind, where)
+        missing = [name for name in readers if name not in value]
         if missing:
             raise ReportError(f"{where} has no {missing[0]!r}: it is not as distca_hf writes it")
-        hints = get_type_hints(kind)
-        values = {field.name: _as(hints[field.name], value[field.name], where) for field in fields(kind)}
-        return kind(**values)  # type: ignore[operator]
-    elif isinstance(kind, type) and issubclass(kind, enum.StrEnum) and value in {member.value for member in kind}:
-        return kind(value)
-    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif kind in (int, str, bool) and type(value) is kind:
-        return value
-    raise ReportError(f"{where} has {str(value)[:40]!r} where a {getattr(kind, '__name__', kind)} belongs")
+        return kind(**{name: reader(value[name], where) for name, reader in readers.items()})
+
+    return read
+
+
+def _refuse(value: object, kind: type, where: str) -> NoReturn:
+    raise ReportError(f"{where} has {str(value)[:40]!r} where a {kind.__name__} belongs")

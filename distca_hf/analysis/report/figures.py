@@ -1,7 +1,7 @@
 """Figures: all that a page shows, whatever it was read from. The page draws them, and `--json` prints them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -150,6 +150,7 @@ class Report:
         summary: sentences about all of them.
         notes: what is missing or left out.
         tables: of what is not of one micro-batch.
+        begin_with: number of the step that is shown first.
     """
 
     title: str
@@ -157,7 +158,8 @@ class Report:
     steps: Sequence[StepFigures]
     summary: Sequence[str] = ()
     notes: Sequence[str] = ()
-    tables: Sequence[Table] = field(default_factory=tuple)
+    tables: Sequence[Table] = ()
+    begin_with: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Returns one object; numbers have five digits."""

@@ -51,6 +51,7 @@ def read_folder(folder: Path) -> Report:
         steps=steps,
         summary=summary_of(steps),
         notes=notes,
+        begin_with=len(steps) - 1,
     )
 
 

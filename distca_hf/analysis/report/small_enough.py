@@ -81,4 +81,5 @@ def fitted(report: Report) -> Report:
         report,
         steps=[step if at in with_timeline else replace(step, calls=()) for at, step in enumerate(steps)],
         notes=notes,
+        begin_with=count - 1 if report.begin_with else 0,
     )

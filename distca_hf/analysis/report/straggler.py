@@ -59,7 +59,13 @@ def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
     last, first = int(np.nanargmin(waited)), int(np.nanargmax(waited))
     share = (waited[first] - waited[last]) / passed[first] if passed[first] else 0.0
     if share < LITTLE_WAITING:
-        return f"No rank waits for another: of the pass the longest waiting is {waited[first] / passed[first]:.1%}."
+        longest = waited[first] / passed[first] if passed[first] else 0.0
+        if longest < LITTLE_WAITING:
+            return f"No rank waits for others: the longest waiting in attention is {longest:.1%} of the pass."
+        return (
+            f"All ranks wait about as long, up to {longest:.1%} of the pass: not for one of them, but for rows on "
+            "their way. Links are slow for so many bytes, or there is little to compute meanwhile."
+        )
     named = (
         f"Others wait for rank {last}: rank {first} waits {1e3 * waited[first]:.1f} ms in attention, rank {last} "
         f"{1e3 * waited[last]:.1f} ms. "

@@ -37,7 +37,7 @@ function stepsBar() {
   back.addEventListener("click", () => go(choose.selectedIndex - 1));
   on.addEventListener("click", () => go(choose.selectedIndex + 1));
   return [element("nav", { class: "steps", "aria-label": "Steps" },
-    element("label", { for: "step" }, "Step"), choose, back, on), () => go(report.steps.length - 1)];
+    element("label", { for: "step" }, "Step"), choose, back, on), () => go(report.begin_with)];
 }
 
 if (report.steps.length) {
@@ -49,6 +49,7 @@ for (const table of report.tables) {
   main.append(element("section", {}, element("h2", {}, table.title), tableOf(table.title, table.columns, table.rows),
     element("p", {}, table.note)));
 }
+performance.mark("drawn");
 let waiting = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(waiting);

@@ -12,11 +12,10 @@ function matrixPicture(step) {
       + "exchange something.";
   function draw(width, palette) {
     const [left, above] = [44, 40];
-    const side = Math.min(width - left - 4, 560);
+    const side = Math.min(width - left - 4, 560, 72 * size);
     const each = side / size;
     const svg = canvas(width, above + side + 40, said);
-    svg.append(words(left, 12, `receiving ${one} →`, palette.muted));
-    svg.append(words(0, above - 6, "sends ↓", palette.muted));
+    svg.append(words(0, 12, `sending ${one} ↓   receiving ${one} →`, palette.muted));
     svg.append(shape("rect", { x: left, y: above, width: side, height: side, fill: "none", stroke: palette.grid }));
     const every = Math.ceil((size * 22) / side);
     for (let at = 0; at < size; at += every) {

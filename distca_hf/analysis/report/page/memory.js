@@ -18,7 +18,7 @@ function memoryPicture(step) {
     const height = 220;
     const most = 1.1 * Math.max(...totals, limit < 4 * Math.max(...totals) ? limit : 0);
     columnsOf(svg, {
-      top, width, height, labels, axis: few ? "" : "rank", most, palette, format: gib,
+      top, width, height, labels, axis: few ? "" : "rank", most, unit: 2 ** 30, palette, format: gib,
       stacks: names.map((name, index) => ({ name, fill: cycle[index % cycle.length], values: bars.map((bar) => of(bar, name)) })),
       lines: limit && limit <= most ? [{ value: limit, text: `there are ${gib(limit)}` }] : [],
     });

@@ -27,10 +27,11 @@ function folded(title, columns, rows) {
 }
 
 // title: heading. said: the picture in words. draw(width, palette): its SVG. columns, rows(): the same as a table.
-function picture({ title, said, draw, columns, rows, controls = [] }) {
+// named(): title of a saved picture, where it is another one.
+function picture({ title, said, draw, columns, rows, controls = [], named = () => title }) {
   const place = element("div", { class: "drawing" });
   const save = element("button", { type: "button" }, "Save as PNG");
-  save.addEventListener("click", () => savePNG(place.firstElementChild, title));
+  save.addEventListener("click", () => savePNG(place.firstElementChild, named()));
   const again = () => {
     const width = Math.max(240, Math.floor(place.clientWidth));
     place.replaceChildren(draw(width, colours()));

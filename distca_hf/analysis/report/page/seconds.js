@@ -28,9 +28,9 @@ function secondsPicture(step) {
     const entries = parts.map(([name, text]) => [text, fills[name]]);
     const marks = [];
     if (expected.length) {
-      marks.push({ name: "predicted", colour: palette.busiest, values: expected });
+      marks.push({ name: "predicted", colour: palette.text, values: expected });
       marks.push({ name: "predicted attention", colour: palette.combine, values: times.predicted_attention });
-      entries.push(["predicted, in all", palette.busiest], ["predicted attention", palette.combine]);
+      entries.push(["predicted, in all", palette.text], ["predicted attention", palette.combine]);
     }
     const top = legend(svg, width, entries, palette);
     const height = 240;

@@ -1,5 +1,6 @@
 // Timeline: what the time of one attention call was spent on, of every rank.
 
+const UNDER_WAY = "exchange under way, at most";
 const USES = {
   send: "rows are sent off",
   local: "own keys",
@@ -17,7 +18,7 @@ function timelinePicture(step) {
   const sentence = (call) => {
     const ranks = called(call);
     const [rank, us, waited] = ranks.reduce((most, next) => (next[2] > most[2] ? next : most));
-    return `${capital(callName(call))}: rank ${rank} waits longest, ${duration(waited / 1e6)} of ${duration(us / 1e6)}.`;
+    return `${capital(callName(call))}: rank ${rank} waits longest, ${duration(waited / 1e6)} of ${duration(us / 1e6)}`;
   };
   const said = "Time within one attention call. Each rank's row begins with its own call: clocks of ranks are not "
     + "compared. While own keys are computed the exchange is under way; waiting begins where rows have not arrived by "
@@ -27,9 +28,9 @@ function timelinePicture(step) {
     const svg = canvas(width, 10, sentence(call));
     const fills = Object.fromEntries(Object.keys(USES).map((use) => [use, palette[use]]));
     fills.wait = hatched(svg, "waiting", palette.wait, palette.hatch);
-    let top = legend(svg, width, Object.entries(USES).map(([use, name]) => [name, fills[use]]), palette);
-    svg.append(words(0, top + 10, sentence(call), palette.text));
-    top += 22;
+    const entries = Object.entries(USES).map(([use, name]) => [name, fills[use]]);
+    const top = legend(svg, width, [...entries, [UNDER_WAY, palette.text]], palette);
+    saidNow.textContent = `${sentence(call)}.`;
     const [left, each] = [56, call.ranks.length > 24 ? 13 : 20];
     const most = Math.max(...called(call).map(([, us]) => us));
     const x = (us) => left + (us * (width - left - 4)) / most;
@@ -41,13 +42,18 @@ function timelinePicture(step) {
     call.ranks.forEach(([rank, spans], row) => {
       const y = top + row * each;
       svg.append(words(left - 6, y + each - 4, `rank ${rank}`, palette.muted, { "text-anchor": "end", "font-size": each > 15 ? 12 : 10 }));
-      let at = 0;
+      let [at, leftAt] = [0, 0];
       for (const [use, us] of spans) {
         const box = shape("rect", { x: x(at).toFixed(1), y: y + 1, width: Math.max(0.3, x(at + us) - x(at)).toFixed(1),
-          height: each - 3, fill: fills[use] });
+          height: each - 4, fill: fills[use] });
         box.append(shape("title", {}, `rank ${rank}: ${USES[use]}, ${duration(us / 1e6)}`));
         svg.append(box);
         at += us;
+        if (use === "send") leftAt = at;
+        if (use === "wait") {
+          svg.append(shape("rect", { x: x(leftAt).toFixed(1), y: y + each - 3, height: 2, fill: palette.text,
+            width: Math.max(0.3, x(at) - x(leftAt)).toFixed(1) }));
+        }
       }
     });
     svg.setAttribute("height", bottom + 22);
@@ -55,9 +61,11 @@ function timelinePicture(step) {
     return svg;
   }
   const label = element("p", {}, element("label", { for: "call" }, "Call: "), choose);
+  const saidNow = element("p", { "aria-live": "polite" });
   const rows = () => step.calls.flatMap((call) => call.ranks.map(([rank, spans]) => [callName(call), `${rank}`,
     ...Object.keys(USES).map((use) => sum(spans.filter(([name]) => name === use).map(([, us]) => us)))]));
-  const made = picture({ title: "One layer, from within", said, draw, controls: [label],
+  const made = picture({ title: "One layer, from within", said, draw, controls: [label, saidNow],
+    named: () => sentence(now()),
     columns: ["call", "rank", ...Object.values(USES).map((name) => `${name}, µs`)], rows });
   choose.addEventListener("change", made.again);
   return made;
