@@ -62,7 +62,7 @@ def fitted(report: Report) -> Report:
 
     The first and the last step stay.
     """
-    per_step = max((2 * len(step.work) + 3 * len(step.sent) + 8 * step.num_ranks for step in report.steps), default=1)
+    per_step = max((2 * len(step.work) + 4 * len(step.sent) + 20 * step.num_ranks for step in report.steps), default=1)
     count = max(1, min(len(report.steps), MOST_STEPS, MOST_NUMBERS // max(1, per_step)))
     steps = [report.steps[at] for at in spread(len(report.steps), count)]
     notes = list(report.notes)
