@@ -1,6 +1,5 @@
 """Reported steps: which passes are traced, what their traces hold, and that no other pass pays for it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,11 +171,10 @@ def test_recomputed_calls_are_told_from_first_ones(tmp_path: Path) -> None:
         live = live_plan(transport, CUT, 0)
         live.begin_forward_pass(1, {}, trace=steps.begin(live, True, lambda: None))
         x = torch.randn(len(rows_of_rank(CUT.layout, transport.rank)), 4, 16, requires_grad=True)
-        attend: Callable[..., torch.Tensor] = (
-            lambda x: flash_attn(  # noqa: E731
-                x, x[:, :2].contiguous(), x[:, 2:].contiguous(), SPEC, live.handle
-            )[0]
-        )
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            return flash_attn(x, x[:, :2].contiguous(), x[:, 2:].contiguous(), SPEC, live.handle)[0]
+
         out = torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
         live.end_forward_pass(True, trains=True)
         out.sum().backward()
