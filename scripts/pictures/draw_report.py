@@ -1,4 +1,4 @@
-"""Draws the beginning of a page of `distca report` into docs/pictures: a plan of a sample of real lengths for 64 ranks.
+"""Draws the beginning of a page of `distca report` into docs/pictures: the plan of real lengths for 64 ranks.
 
 python scripts/pictures/draw_report.py --browser /usr/bin/chromium
 """

@@ -5,11 +5,11 @@
 | `command` | from a path to a page or JSON |
 | `sources` | finds what a path holds, and the file that reads it |
 | `run_folder` | reads a folder of traces |
-| `plan_output` | reads the JSON of `distca plan` |
+| `plan_answer` | reads the JSON of `distca plan` |
 | `figures` | all that a page shows, whatever it was read from |
 | `straggler` | the rank that others wait for, and why |
 | `small_enough` | chooses figures to show where there are too many for a page |
 | `page`, `page/` | writes the page, of templates without a library |
 
-A new kind of input is one file like `plan_output`, and its name in `sources`.
+A new kind of input is one file like `plan_answer`, and its name in `sources`.
 """

@@ -1,4 +1,4 @@
-"""Plan output: reads the JSON of `distca plan` into figures of the micro-steps of its first optimizer step."""
+"""Plan answer: reads the JSON of `distca plan` into figures of the micro-steps of its first optimizer step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
