@@ -1,11 +1,10 @@
 """Trace file: the file into which one rank writes its traces, and which optimizer step a Trainer is in."""
 
-import json
 import threading
 from pathlib import Path
 
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
-from distca_hf.traces import FOLDER, RankTrace, file_name
+from distca_hf.traces import FOLDER, RankTrace, file_name, step_of
 
 
 log = get_logger(__name__)
@@ -85,8 +84,6 @@ class TraceFile:
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Returns whether a line is a whole trace of an earlier step."""
-    try:
-        return bool(json.loads(line)["step"] < step)
-    except (ValueError, TypeError, LookupError):  # cut off when an earlier run was killed
-        return False
+    """Returns whether a line is a whole trace of an earlier step; one is cut off when a run is killed."""
+    own = step_of(line)
+    return own is not None and own < step and line.endswith("}")

@@ -7,6 +7,7 @@ exchange nothing for it.
 
 import enum
 import json
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -21,11 +22,18 @@ KIND, VERSION = "distca-trace", 1
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
 FILES = "rank-*.jsonl"
+STEP_OF_LINE = re.compile(rf'{{"kind":"{KIND}","version":{VERSION},"step":(\d+),')
 
 
 def file_name(number: int) -> str:
     """Returns the name of the file of a rank, by its number in the job."""
     return f"rank-{number:05d}.jsonl"
+
+
+def step_of(line: str) -> int | None:
+    """Returns the optimizer step of a line, read from its beginning; None if that is not as `RankTrace.line` makes it."""
+    found = STEP_OF_LINE.match(line)
+    return None if found is None else int(found[1])
 
 
 class PassPart(enum.StrEnum):

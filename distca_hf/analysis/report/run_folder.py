@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
-from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes
+from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
 from distca_hf.analysis.report.straggler import findings_of, summary_of
 from distca_hf.errors import ReportError
-from distca_hf.traces import FILES, FOLDER, PassPart, RankTrace, Spent
+from distca_hf.traces import FILES, FOLDER, PassPart, RankTrace, Spent, step_of
 
 
+# Traces that are read, of all ranks together: a minute's work. Of more steps some are left out.
+MOST_TRACES = 20_000
 # A micro-batch of one part of the model on ranks that share documents: step, micro-batch, stage, chunk, tensor rank.
 _Key = tuple[int, int, int, int, int]
 
@@ -33,11 +35,14 @@ def read_folder(folder: Path) -> Report:
             f"{folder} has no traces ({FILES}, also looked for in {FOLDER}/): train with report_every_steps=100, or "
             "give the folder that report_folder named"
         )
-    traces = [trace for file in files for trace in _read_file(file)]
-    if not traces:
+    lines = [(f"{file} line {number}", line) for file in files for number, line in _lines_of(file)]
+    if not lines:
         raise ReportError(
             f"{files[0].parent} has {len(files)} empty files: no step was reported before training ended"
         )
+    reported = sorted({step for _, line in lines if (step := step_of(line)) is not None})
+    read = {reported[at] for at in spread(len(reported), max(2, MOST_TRACES // len(files)))}
+    traces = [RankTrace.read(line, where) for where, line in lines if step_of(line) in {None, *read}]
     steps, left_out = [], 0
     for _, of_ranks in sorted(_by_micro_batch(traces).items()):
         latest = max(of_ranks, key=lambda trace: trace.written)
@@ -45,6 +50,10 @@ def read_folder(folder: Path) -> Report:
         left_out += len(of_ranks) - len(same)
         steps.append(_figures(same, latest))
     notes = _notes(steps, left_out)
+    if len(read) < len(reported):
+        notes.append(
+            f"{len(read)} of {len(reported)} reported steps are read, spread evenly: there are too many traces."
+        )
     return Report(
         title=f"Run {folder.resolve().name if folder.name != FOLDER else folder.resolve().parent.name}",
         source=str(folder),
@@ -55,15 +64,15 @@ def read_folder(folder: Path) -> Report:
     )
 
 
-def _read_file(file: Path) -> list[RankTrace]:
-    """Returns the traces of one rank."""
+def _lines_of(file: Path) -> list[tuple[int, str]]:
+    """Returns the lines of one rank that are not empty, with their numbers."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise ReportError(f"{file} is no text: it is not as distca_hf writes it") from None
     except OSError as error:
         raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
-    return [RankTrace.read(line, f"{file} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from distca_hf.analysis.report import run_folder
 from distca_hf.analysis.report.figures import Seconds
 from distca_hf.analysis.report.page import page_of
 from distca_hf.analysis.report.run_folder import read_folder
@@ -129,6 +130,14 @@ def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:
     assert 5 < len(small.steps) < 400
     assert small.begin_with == len(small.steps) - 1
     assert f"{len(small.steps)} of 400 micro-batches are shown" in small.notes[0]
+
+
+def test_of_too_many_traces_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "MOST_TRACES", 6)
+    found = report(write_run(tmp_path, ranks=2, steps=9))
+
+    assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 100", "step 500", "step 900"]
+    assert "3 of 9 reported steps are read" in found["notes"][0]
 
 
 # --- the rank that others wait for
