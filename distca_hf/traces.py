@@ -31,7 +31,7 @@ def file_name(number: int) -> str:
 
 
 def step_of(line: str) -> int | None:
-    """Returns the optimizer step of a line, read from its beginning; None if that is not as `RankTrace.line` makes it."""
+    """Returns the optimizer step of a line, from its beginning; None if that is not as `RankTrace.line` has it."""
     found = STEP_OF_LINE.match(line)
     return None if found is None else int(found[1])
 

@@ -74,13 +74,17 @@ class Table:
         title: its heading.
         columns: names.
         rows: of as many cells.
-        note: one sentence below it.
+        note: one sentence about it.
+        bars: number of the column that is drawn as bars; None: nothing is drawn.
+        marked: numbers of the rows whose bars stand out.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | float | None]]
     note: str = ""
+    bars: int | None = None
+    marked: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ SCRIPTS = (
     "timeline.js",
     "seconds.js",
     "memory.js",
+    "bars.js",
     "main.js",
 )
 

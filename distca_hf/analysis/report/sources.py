@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from distca_hf.analysis.report import plan_answer
+from distca_hf.analysis.report import plan_answer, simulate_answer
 from distca_hf.analysis.report.figures import KIND, Report
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.errors import ReportError, first_line
@@ -29,7 +29,10 @@ class JSONReader(Protocol):
 
 
 # Kinds of JSON, by the command that prints them.
-READERS: dict[str, JSONReader] = {"distca plan": cast(JSONReader, plan_answer)}
+READERS: dict[str, JSONReader] = {
+    "distca plan": cast(JSONReader, plan_answer),
+    "distca simulate": cast(JSONReader, simulate_answer),
+}
 
 
 def read_source(path: Path) -> Report:

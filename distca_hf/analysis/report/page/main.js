@@ -5,7 +5,6 @@ const main = document.getElementById("main");
 const shown = element("div", { "aria-live": "polite" });
 
 function showStep(step) {
-  drawn.length = 0;
   const facts = step.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
   const pictures = [workPicture(step), matrixPicture(step)];
   if (step.calls.length) pictures.push(timelinePicture(step));
@@ -20,7 +19,8 @@ function showStep(step) {
 }
 
 function drawAll() {
-  for (const again of drawn) again();
+  drawn = drawn.filter(({ place }) => place.isConnected); // others were of another step
+  for (const { again } of drawn) again();
 }
 
 function stepsBar() {
@@ -46,9 +46,10 @@ if (report.steps.length) {
   begin();
 }
 for (const table of report.tables) {
-  main.append(element("section", {}, element("h2", {}, table.title), tableOf(table.title, table.columns, table.rows),
-    element("p", {}, table.note)));
+  main.append(table.bars !== null ? barsPicture(table).section : element("section", {}, element("h2", {}, table.title),
+    tableOf(table.title, table.columns, table.rows), element("p", {}, table.note)));
 }
+drawAll();
 performance.mark("drawn");
 let waiting = 0;
 addEventListener("resize", () => {

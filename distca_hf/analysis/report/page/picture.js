@@ -1,6 +1,6 @@
 // Picture: a figure with its words, its table, and a button that saves it.
 
-const drawn = []; // pictures on the page, to be drawn again when width or colours change
+let drawn = []; // pictures, to be drawn again when width or colours change
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -38,7 +38,7 @@ function picture({ title, said, draw, columns, rows, controls = [], named = () =
   };
   const figure = element("figure", {}, element("figcaption", {}, said), ...controls, place,
     element("div", { class: "tools" }, save, folded(title, columns, rows)));
-  drawn.push(again);
+  drawn.push({ place, again });
   return { section: element("section", {}, element("h2", {}, title), figure), again };
 }
 
