@@ -263,7 +263,7 @@ def report(
         typer.Argument(
             metavar="RUN_OR_PLAN",
             help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
-            "or a file with the output of distca plan --json; or - for standard input",
+            "or a file with the output of distca plan --json or distca simulate --json; or - for standard input",
         ),
     ],
     output: Annotated[

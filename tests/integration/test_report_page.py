@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from distca_hf.cli import app
 from support.browser import Browser, Opened, browser
+from support.made_answers import made_simulation
 from support.made_traces import write_run
 
 
@@ -132,6 +133,15 @@ def test_page_is_read_on_a_phone_and_in_the_dark(chromium: Browser, run_page: Pa
         assert [view.found["wide"] for view in (light, dark)] == [0, 0]
         assert (light.found["page"], dark.found["page"]) == ("rgb(255, 255, 255)", "rgb(13, 17, 23)")
         assert set(light.found["fills"]).isdisjoint(dark.found["fills"])
+
+
+def test_simulation_is_drawn_without_steps(chromium: Browser, tmp_path: Path) -> None:
+    (tmp_path / "simulation.json").write_text(json.dumps(made_simulation()))
+    page = make_page(tmp_path / "simulation.json", tmp_path / "simulation.html")
+    opened = chromium.open(page, 'return [...document.querySelectorAll("svg")].map((each) => each.ariaLabel)', 390)
+
+    assert opened.errors == []
+    assert [label.endswith("plain packing 3, distca, placed 2") for label in opened.found] == [True, True]
 
 
 def test_errors_of_a_page_are_noticed(chromium: Browser, tmp_path: Path) -> None:

@@ -33,10 +33,12 @@ def read(content: Mapping[str, Any], source: str) -> Report:
         summary=[f"{_world(one)}: {one['in_short']}" for one in content["simulations"]],
         notes=[
             f"Nothing is measured here: costs are those of the profile {profile['source']} ({profile['device']}, "
-            f"{profile['date']}).",
-            *(str(assumption) for assumption in content["assumptions"]),
+            f"{profile['date']}). Assumptions are listed below."
         ],
-        tables=[_table(one) for one in content["simulations"]],
+        tables=[
+            *(_table(one) for one in content["simulations"]),
+            Table("Assumptions", ["assumed"], [[str(assumption)] for assumption in content["assumptions"]]),
+        ],
     )
 
 

@@ -19,6 +19,7 @@ from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
 from distca_hf.cli import app
 from distca_hf.traces import file_name
+from support.made_answers import made_simulation
 from support.made_traces import made_trace, write_run
 
 
@@ -195,6 +196,18 @@ def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Pat
     ]
 
 
+def test_simulation_has_bars_of_every_number_of_gpus(tmp_path: Path) -> None:
+    (tmp_path / "simulation.json").write_text(json.dumps(made_simulation()))
+    found = report(tmp_path / "simulation.json")
+    first, _, assumptions = found["tables"]
+
+    assert found["steps"] == []
+    assert found["summary"][0] == "8 GPUs x 65,536 tokens, 4 micro-steps: Choose distca."
+    assert (first["bars"], first["marked"], first["rows"][1][:2]) == (1, [1], ["distca, placed", 2])
+    assert first["note"] == "Choose distca. Left out: rings: too few heads."
+    assert assumptions["rows"] == [["FSDP2 in bf16"]]
+
+
 def test_page_is_written_with_its_path_in_the_last_line(plan: dict[str, Any], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", "-", "--output", str(tmp_path / "page.html")], input=json.dumps(plan))
 
@@ -258,6 +271,9 @@ def test_bad_file_is_one_line(content: str, words: str, tmp_path: Path) -> None:
 
 
 def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Path) -> None:
+    simulation = made_simulation() | {"simulations": [{}]}
+    (tmp_path / "plan.json").write_text(json.dumps(simulation))
+    assert "is not as distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
     for name, value in (("micro_batches", None), ("micro_batches", [{}]), ("whole_epoch", []), ("estimates", 5)):
         (tmp_path / "plan.json").write_text(json.dumps({**plan, name: value}))
         assert "is not as distca plan --json of this version prints it" in refusal(tmp_path / "plan.json", "--json")
