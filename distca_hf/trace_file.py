@@ -1,6 +1,5 @@
 """Trace file: the file into which one rank writes its traces, and which optimizer step a Trainer is in."""
 
-import threading
 from pathlib import Path
 
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -28,7 +27,6 @@ class TraceFile:
         self._given, self._output_folder = folder, Path()
         self._path: Path | None = None
         self._failed = False
-        self._lock = threading.Lock()
         self.step: int | None = None
 
     def follow_trainer(self, output_folder: str | None, step: int) -> None:
@@ -53,22 +51,21 @@ class TraceFile:
         Args:
             number: of this rank in the job.
         """
-        with self._lock:
-            if self._failed:
-                return
-            try:
-                if self._path is None:
-                    self._path = self._begun(number, trace.step)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(trace.line() + "\n")
-            except OSError as error:
-                self._failed = True
-                log.warning(
-                    "the trace of step %d cannot be written to %s (%s): nothing more is written for distca report; "
-                    "set report_folder",
-                    *(trace.step, self.folder, error.strerror or error),
-                    extra=OF_THIS_RANK,
-                )
+        if self._failed:
+            return
+        try:
+            if self._path is None:
+                self._path = self._begun(number, trace.step)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(trace.line() + "\n")
+        except OSError as error:
+            self._failed = True
+            log.warning(
+                "the trace of step %d cannot be written to %s (%s): nothing more is written for distca report; "
+                "set report_folder",
+                *(trace.step, self.folder, error.strerror or error),
+                extra=OF_THIS_RANK,
+            )
 
     def _begun(self, number: int, step: int) -> Path:
         """Returns the path of the file, which holds steps before this one alone."""

@@ -137,7 +137,7 @@ class PlannedMicroBatch:
         source, destination = np.nonzero(sent)
         return {
             "documents": len(self.document_tokens),
-            "longest_document_tokens": int(self.document_tokens.max()),
+            "longest_document_tokens": int(self.document_tokens.max(initial=0)),
             "rank_work_before": work_in_order(self.document_tokens, len(self.planned.work)).tolist(),
             "rank_work": (self.planned.work / self.planned.head_parts).tolist(),
             "rank_tokens": self.planned.tokens.tolist(),

@@ -129,7 +129,7 @@ class ForwardPass:
             self._calls_per_region, self._recomputed = self._recomputed, 0
         layer = self.num_calls - 1 - self.backward_calls
         self.backward_calls += 1
-        self.trace.begin(PassPart.BACKWARD, layer, self.windows[layer] if layer < len(self.windows) else 0)
+        self.trace.begin(PassPart.BACKWARD, layer, self.windows[layer] if 0 <= layer < len(self.windows) else 0)
         return self._place(layer, "backward")
 
     def agree_to_attend(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> None:
