@@ -322,6 +322,34 @@ def check(
 cluster_commands.add_to(app, _one_line_errors)
 
 
+@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --json | distca report -")
+def report(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_PLAN",
+            help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
+            "or a file with the output of distca plan --json or distca simulate --json; or - for standard input",
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the page to write (report.html; with --json none)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
+) -> None:
+    """Shows a run, or a plan, in one HTML file that needs no network.
+
+    It has the attention work of every rank before and after, who sends how much to whom, what the time of a layer was
+    spent on, predicted and measured seconds, memory, and the rank that others wait for.
+
+    Of a training with report_every_steps=100: distca report output -o run.html
+    """
+    from distca_hf.analysis.report.command import run_report
+
+    with _one_line_errors():
+        run_report(source, output, as_json)
+
+
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""

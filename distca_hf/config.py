@@ -30,7 +30,7 @@ CHUNKS_BETWEEN_NODES = 4
 # Longest deadline. Gloo counts in nanoseconds of 64 bits: a deadline beyond 292 years has passed before it begins.
 LONGEST_SECONDS = 1e9
 # Settings that may differ between ranks.
-SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics"})
+SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics", "report_folder"})
 
 # Values of settings that are words. The help of each setting describes them.
 OverlongPolicy = Literal["error", "split", "truncate"]
@@ -280,6 +280,19 @@ class DistCAConfig(Settings):
         "basic",
         "Metrics in a Trainer's logs: imbalance, tokens per second and GPU, utilisation and memory (basic), or also "
         "metrics that help to find out why a training is slow (all). May differ between ranks.",
+    )
+    report_every_steps: int = _setting(
+        "report_every_steps",
+        0,
+        "Optimizer steps from one reported step to the next: ranks write traces of it for `distca report`; 0: none. "
+        "Other steps pay nothing for it.",
+        at_least=0,
+    )
+    report_folder: str = _setting(
+        "report_folder",
+        "",
+        "Folder of these traces; empty: distca_report, in a Trainer's output folder or in the working directory. May "
+        "differ between ranks.",
     )
     prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.", at_least=1)
     plans_in_flight: int = _setting(

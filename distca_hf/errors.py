@@ -32,6 +32,10 @@ class PackingError(DistCAError, ValueError):
     """Documents, lengths or a layout that cannot be packed: bad input data."""
 
 
+class ReportError(DistCAError, ValueError):
+    """A file or folder that `distca report` cannot read: foreign, cut off, or of another version."""
+
+
 class PlanError(DistCAError, ValueError):
     """A plan that breaks its own invariants, or one that is no longer there."""
 

@@ -33,6 +33,7 @@ from distca_hf.launched import check_launched_servers, launched_ranks_per_node, 
 from distca_hf.planning.served import Servers
 from distca_hf.settings import values_of
 from distca_hf.torch_private import sharded_by_fsdp2, wrapper_that_runs
+from distca_hf.trace_file import TraceFile
 
 
 # Relative speed of an attention server until it is measured: that of a trainer.
@@ -48,6 +49,9 @@ class ParallelContext:
 
     Raises:
         ConfigError: the group cannot be used; or this process is not in it.
+
+    Attributes:
+        trace_file: takes the traces of reported steps.
     """
 
     def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -57,6 +61,7 @@ class ParallelContext:
         self._config = self._settings_for(self.members)
         self._transports: dict[torch.device, Transport] = {}
         self._served: dict[torch.device, ServedTransport] = {}
+        self.trace_file = TraceFile(config.report_folder)
         self._check_servers()
 
     @property
@@ -218,7 +223,7 @@ class ParallelContext:
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
-        return {**vars(self), "_transports": {}, "_served": {}}
+        return {**vars(self), "_transports": {}, "_served": {}, "trace_file": TraceFile(self.config.report_folder)}
 
     def close(self) -> None:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.

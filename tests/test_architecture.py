@@ -29,6 +29,8 @@ BASE = {
     "telemetry",
     "topology",
     "torch_private",
+    "trace_file",
+    "traces",
     "version",
 }
 LAYERS: list[set[str]] = [

@@ -182,6 +182,7 @@ class PlanAnswer:
                 **asdict(self.estimates.speed),
                 "memory_bytes": memory,
                 "room_bytes": round(self.estimates.room_bytes),
+                "step_cost": self._step_cost(),
                 "assumptions": asdict(self.assumptions),
             }
         return {
@@ -191,6 +192,11 @@ class PlanAnswer:
             "choices": [asdict(choice) for choice in self.choices],
             "pipeline": None if self.pipeline is None else asdict(self.pipeline),
         }
+
+    def _step_cost(self) -> dict[str, object] | None:
+        """Returns the seconds of a token without attention and of an attended pair, all layers together."""
+        cost = self.assumptions.cost(self.step.request.model)
+        return None if cost is None else {"rates": "H200", **asdict(cost)}
 
 
 def make_answer(

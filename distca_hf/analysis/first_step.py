@@ -71,6 +71,7 @@ class StepReport:
         baselines: other planners and kinds of parallelism, by name.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
+        micro_batches: the ranks in every micro-step.
     """
 
     request: PlanRequest
@@ -86,6 +87,7 @@ class StepReport:
     baselines: dict[str, Outcome]
     work_before: IntArray
     work: IntArray
+    micro_batches: list["PlannedMicroBatch"]
 
     def as_json(self) -> dict[str, object]:
         """Returns one flat JSON object; `baselines` has one more for each baseline, with the same keys."""
@@ -111,7 +113,35 @@ class StepReport:
             **_flat(self.planned),
             "cut_documents": self.cut_documents,
             "shards": self.shards,
+            "micro_batches": [planned.as_json() for planned in self.micro_batches],
             "baselines": {name: {**world, **_flat(outcome)} for name, outcome in self.baselines.items()},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedMicroBatch:
+    """The ranks in one micro-step.
+
+    Attributes:
+        document_tokens: `[documents]` lengths, in the order of the micro-step.
+        planned: work, tokens and bytes of the plan.
+    """
+
+    document_tokens: IntArray
+    planned: Baseline
+
+    def as_json(self) -> dict[str, object]:
+        """Returns one object. Work is attended pairs: of the same documents in order, and as planned. Bytes are
+        (source, destination, bytes) of one layer's forward pass."""
+        sent = self.planned.bytes_between
+        source, destination = np.nonzero(sent)
+        return {
+            "documents": len(self.document_tokens),
+            "longest_document_tokens": int(self.document_tokens.max(initial=0)),
+            "rank_work_before": work_in_order(self.document_tokens, len(self.planned.work)).tolist(),
+            "rank_work": (self.planned.work / self.planned.head_parts).tolist(),
+            "rank_tokens": self.planned.tokens.tolist(),
+            "bytes_between": np.stack([source, destination, sent[source, destination]], axis=1).tolist(),
         }
 
 
@@ -168,6 +198,10 @@ def make_report(
         baselines=baselines,
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
+        micro_batches=[
+            PlannedMicroBatch(plan.layout.document_tokens, of_ranks)
+            for plan, of_ranks in zip(plans, planned, strict=True)
+        ],
     )
 
 

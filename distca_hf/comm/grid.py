@@ -120,6 +120,11 @@ class Grid:
         return self._coordinates(self.rank)[1]
 
     @cached_property
+    def tensor_rank(self) -> int:
+        """Number of this process among ranks that hold the same tokens."""
+        return self._coordinates(self.rank)[2]
+
+    @cached_property
     def number(self) -> int:
         """Number of this process in the group."""
         return self._number(self.rank)

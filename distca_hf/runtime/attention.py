@@ -33,6 +33,11 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received, Retention
+from distca_hf.traces import Spent
+
+
+# Members of an enumeration are slow to look up.
+SEND, LOCAL, WAIT, REMOTE, COMBINE = Spent.SEND, Spent.LOCAL, Spent.WAIT, Spent.REMOTE, Spent.COMBINE
 
 
 def attend(
@@ -68,6 +73,7 @@ def attend(
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
+    trace = plan.forward_pass.trace
     spec = plan.kinds.spec(spec)
     kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec)
     routing, retention = kind.plan.forward, kind.retention
@@ -88,6 +94,7 @@ def attend(
         keys.start(chunk, transport, where)
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
+    trace.spent(SEND)
 
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     out, lse = empty_layer_outputs(q_TNH, v_TGV)
@@ -96,14 +103,26 @@ def attend(
     local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads)
     local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, routing)
+    trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
+        trace.spent(WAIT)
         local.attend_prefixes(prefixes, remote_kv, at_once=not calls.late)
+        trace.spent(REMOTE)
         if remote_queries is not None:
+            remote_queries.receive(chunk)
+            trace.spent(WAIT)
             remote_queries.attend(chunk, remote_kv, transport, where)
+            trace.spent(REMOTE)
     local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
+    trace.spent(LOCAL)
     local.merge_prefixes()
+    if remote_queries is not None:
+        trace.spent(COMBINE)
+        remote_queries.receive_results()
+        trace.spent(WAIT)
     _complete(out, lse, routing, remote_queries, sinks_N)
+    trace.spent(COMBINE)
     check_finite(plan, where, output=out)
     return out, lse, _kept(keys, remote_queries, retention.nothing(k), slot) if keeps else retention.nothing(k)
 
@@ -137,6 +156,7 @@ def attend_backward(
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, spec = plan.forward_pass.begin_backward(), plan.transport, plan.kinds.spec(spec)
+    trace = plan.forward_pass.trace
     kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec).plan.backward
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
@@ -155,6 +175,7 @@ def attend_backward(
         keys.start(chunk, transport, where)
         if remote_queries is not None:
             remote_queries.start(chunk, transport, where)
+    trace.spent(SEND)
 
     # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV.
     #    These are sent as soon as they are complete.
@@ -166,21 +187,35 @@ def attend_backward(
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, routing) if keeps else RemoteKV.open(k, v, keys.received, routing)
     gradients = RemoteKVGradients(k, v, routing)
     combine = KVGradCombine(gradients, k, v, routing)
+    trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
+        trace.spent(WAIT)
         local.derive_prefixes(prefixes, remote_kv, gradients)
         if remote_queries is not None:
+            trace.spent(REMOTE)
+            remote_queries.receive(chunk)
+            trace.spent(WAIT)
             remote_queries.derive(chunk, remote_kv, gradients)
         gradients.complete()
+        trace.spent(REMOTE)
         combine.start(chunk, transport, where)
         if remote_queries is not None:
             remote_queries.send_gradients(chunk, transport, where)
+        trace.spent(SEND)
     # 3. Late local calls, while gradients go back. Sums come last, and in one order: all that they add to is written.
     local.derive(calls.late, k_TGH, v_TGV, dk, dv)
     local.add_prefixes()
+    trace.spent(LOCAL)
+    combine.receive()
+    trace.spent(WAIT)
     combine.finish(*as_rows(groups, dk, dv))
     if remote_queries is not None:
+        trace.spent(COMBINE)
+        remote_queries.receive_results()
+        trace.spent(WAIT)
         remote_queries.finish(*as_rows(groups, dq))
+    trace.spent(COMBINE)
     return dq, dk, dv
 
 

@@ -16,7 +16,9 @@ from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
+from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.torch_private import in_backward
+from distca_hf.traces import PassPart
 
 
 class ForwardPass:
@@ -26,6 +28,7 @@ class ForwardPass:
         facts: must be the same on all ranks; None for a pass of no enabled model, which agrees about nothing.
         num_calls: attention calls of the pass, if known.
         expected_windows: of each call, as in the pass before; None if there was none.
+        trace: notes the moments of its calls, if the step is reported.
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
@@ -41,8 +44,9 @@ class ForwardPass:
         facts: Mapping[str, object] | None = None,
         num_calls: int | None = None,
         expected_windows: Sequence[int] | None = None,
+        trace: PassTrace = UNTRACED,
     ) -> None:
-        self.num_calls = num_calls
+        self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
         self.agreement: Agreement | None = None
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
@@ -99,9 +103,10 @@ class ForwardPass:
             place = self._place(self.calls - 1, "forward")
             self._check_window(window_tokens, place)
             self._scores.append(scores)
+            self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
             return place
         self._recomputed += 1
-        return self._place_recomputed()
+        return self._begin_recomputed(window_tokens)
 
     def _check_window(self, window_tokens: int, place: str) -> None:
         call = len(self.windows)
@@ -124,6 +129,7 @@ class ForwardPass:
             self._calls_per_region, self._recomputed = self._recomputed, 0
         layer = self.num_calls - 1 - self.backward_calls
         self.backward_calls += 1
+        self.trace.begin(PassPart.BACKWARD, layer, self.windows[layer] if 0 <= layer < len(self.windows) else 0)
         return self._place(layer, "backward")
 
     def agree_to_attend(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> None:
@@ -148,6 +154,7 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
         """
         self.num_calls, self._ended = self.calls, True
+        self.trace.end_forward(len(self._with_gradients))
         if self._facts is not None and exchanges and self._transport.world_size > 1:
             self._agree_at_the_end()
 
@@ -186,11 +193,12 @@ class ForwardPass:
             )
         self.agreement = None
 
-    def _place_recomputed(self) -> str:
+    def _begin_recomputed(self, window_tokens: int) -> str:
         """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
         assert self.num_calls is not None
         last = self.num_calls - 1 - self.backward_calls
         layer = last - self._calls_per_region + self._recomputed
+        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), window_tokens)
         if layer <= last:
             return self._place(layer, "forward")
         return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")

@@ -162,7 +162,7 @@ class LayerKinds:
 
         Args:
             layers_kept: layers whose attention is saved for backward at the same time.
-            attention_calls: of the pass.
+            attention_calls: of the pass, as far as is known before the first one.
             layer_masks: masks of the model, each with the number of its layers.
         """
         self._pass = _Pass(layers_kept, attention_calls, layer_masks)

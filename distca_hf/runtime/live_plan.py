@@ -31,6 +31,7 @@ from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, RouteWindow
+from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.runtime.retention import Retention, Slots
 
 
@@ -172,23 +173,23 @@ class LivePlan:
         attention_calls: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         windows: Sequence[int] | None = None,
+        trace: PassTrace = UNTRACED,
     ) -> None:
         """Begins a forward pass of a model with this plan.
 
         Args:
             num_calls: attention calls of the pass, if known.
             facts: must be the same on all ranks; shown to them before the first exchange.
-            layers_kept: layers whose attention is saved for backward at the same time.
-            attention_calls: of the pass, as far as is known before the first one.
-            layer_masks: masks of the model, each with the number of its layers.
+            layers_kept, attention_calls, layer_masks: see `LayerKinds.begin_forward_pass`.
             windows: of each attention call in the pass before; None if there was none.
+            trace: notes the moments of its calls, if the step is reported.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
         self.kinds.begin_forward_pass(layers_kept, attention_calls, layer_masks)
         facts = {**facts, "fingerprint of the plan": self.fingerprint}
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows, trace)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""

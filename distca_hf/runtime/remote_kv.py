@@ -4,8 +4,8 @@ exchanges of both.
     owner ranks   rows of k, v ── KVDispatch ──▶ received rows ──▶ remote KV            servers
                   dk, dv, summed ◀── KVGradCombine ── gradients of the remote KV
 
-A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk and finished
-once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
+A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk, and
+received and finished once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
 local calls, then local rows of the remote KV, then chunk by chunk the servers by rank.
 
 Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
@@ -188,13 +188,16 @@ class KVGradCombine:
             asked = chunk.keys.combine(rows, self._returned, f"{where}, key gradients")
             self._started.append(transport.exchange(asked))
 
+    def receive(self) -> None:
+        """Waits for all chunks."""
+        for exchange in self._started:
+            exchange.wait()
+
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Waits for all chunks, and adds gradients of the remote KV and of other servers to those of local rows."""
+        """Adds gradients of the remote KV and of other servers to those of local rows."""
         #     dk, dv       local rows; local calls have written them
         #     + total      of the remote KV, at rows that this rank copied into it
         #     + returned   of each server, at rows that were sent to it
-        for exchange in self._started:
-            exchange.wait()
         total = self._gradients.total
         for gradient, local, part in zip((dk, dv), (total.k, total.v), apart(self._returned, dk, dv), strict=True):
             add_rows(gradient.flatten(1), local.flatten(1), part.flatten(1), self._routing.sums)

@@ -60,15 +60,22 @@ class ForwardRemoteQueries:
         if self._dispatch is not None:
             self._dispatch.start(chunk.queries, transport, where)
 
-    def attend(self, chunk: ChunkRouting, remote_kv: RemoteKV, transport: Transport, where: str) -> None:
-        """Waits for the remote queries of a chunk, attends, and sends the results to their owner ranks."""
+    def receive(self, chunk: ChunkRouting) -> None:
+        """Waits for the remote queries of a chunk."""
         if self._dispatch is not None:
             self._dispatch.receive(chunk.queries)
+
+    def attend(self, chunk: ChunkRouting, remote_kv: RemoteKV, transport: Transport, where: str) -> None:
+        """Attends from the remote queries of a chunk, and sends the results to their owner ranks."""
         self._calls.attend(chunk.remote_queries, remote_kv.k, remote_kv.v)
         self._combine.start(chunk.queries, transport, where)
 
+    def receive_results(self) -> None:
+        """Waits for the results of local queries."""
+        self._combine.receive()
+
     def finish(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Waits for the results of local queries, and puts them into `out` and `lse`."""
+        """Puts the results of local queries into `out` and `lse`."""
         self._combine.finish([out, lse])
 
 
@@ -111,9 +118,12 @@ class BackwardRemoteQueries:
         """Sends the rows of a chunk that backward needs to their servers."""
         self._dispatch.start(chunk.queries, transport, where)
 
-    def derive(self, chunk: ChunkRouting, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
-        """Waits for the remote queries of a chunk, and derives their gradients and those of the keys they read."""
+    def receive(self, chunk: ChunkRouting) -> None:
+        """Waits for the remote queries of a chunk."""
         self._dispatch.receive(chunk.queries)
+
+    def derive(self, chunk: ChunkRouting, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
+        """Derives gradients of the remote queries of a chunk, and of the keys they read."""
         if self._without_sinks is not None:  # all rows: backward has one chunk
             scale_rows(*self._without_sinks, self._lse, self._out)
         self._calls.derive_remote_queries(chunk.remote_queries, remote_kv, gradients)
@@ -122,8 +132,12 @@ class BackwardRemoteQueries:
         """Sends the gradients of a chunk's queries to their owner ranks."""
         self._combine.start(chunk.queries, transport, where)
 
+    def receive_results(self) -> None:
+        """Waits for the gradients of local queries."""
+        self._combine.receive()
+
     def finish(self, dq: torch.Tensor) -> None:
-        """Waits for the gradients of local queries, and puts them into `dq`."""
+        """Puts the gradients of local queries into `dq`."""
         self._combine.finish([dq])
 
 
@@ -191,10 +205,13 @@ class ResultCombine:
         asked = splits.combine(_pack(rows), self._returned, f"{where}, results")
         self._started.append(transport.exchange(asked))
 
-    def finish(self, targets: Sequence[torch.Tensor]) -> None:
-        """Waits for all chunks, and puts their rows into `targets`, `[rows, ...]` of this rank."""
+    def receive(self) -> None:
+        """Waits for all chunks."""
         for exchange in self._started:
             exchange.wait()
+
+    def finish(self, targets: Sequence[torch.Tensor]) -> None:
+        """Puts the rows of all chunks into `targets`, `[rows, ...]` of this rank."""
         for part, computed, target in zip(_unpack(self._returned, self._tensors), self._tensors, targets, strict=True):
             copy_rows((part,), None, (target,), self._moves.send_rows)
             if len(self._moves.local_rows):

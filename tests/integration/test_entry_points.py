@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         sections = {
             "launch": {"script": "train_causal_lm"},
             "environment": {"ACCELERATE_USE_CPU": True, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1},
-            "plugin": {"tokens_per_rank": 96, "metrics": "all"},
+            "plugin": {"tokens_per_rank": 96, "metrics": "all", "report_every_steps": 2},
             "script": {
                 "model": str(folder / "model"),
                 "from_scratch": True,
@@ -100,6 +100,21 @@ def test_command_line_wins_over_the_recipe_and_the_model_is_saved(trained: dict[
 
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-6) for name in weights[0])
+
+
+def test_reported_step_becomes_a_page(trained: dict[str, Path], tmp_path: Path) -> None:
+    for number, folder in enumerate(trained.values()):
+        done = CliRunner().invoke(app, ["report", str(folder), "--json", "--output", str(tmp_path / f"{number}.html")])
+        assert done.exit_code == 0, done.output
+        (step,) = json.loads(done.stdout)["steps"]
+        (log,) = (log for log in logs_of(folder) if log["step"] == 2)
+        assert step["label"] == "step 2, micro-batch 1"
+        assert step["imbalance"] == pytest.approx(log["distca/imbalance"], rel=1e-3)
+        assert step["imbalance_before"] == pytest.approx(log["distca/imbalance_before"], rel=1e-3)
+        assert (step["missing"], len(step["tokens"]), len(step["memory"])) == ([], 2, 2)
+        assert {(part["part"], len(part["ranks"])) for part in step["calls"]} == {("forward", 2), ("backward", 2)}
+        assert all(seconds > 0 for name in ("attention", "rest", "step") for seconds in step["seconds"][name])
+        assert (tmp_path / f"{number}.html").read_text().startswith("<!doctype html>")
 
 
 def test_accelerate_loop_prints_the_same_losses_on_one_and_two_processes(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ INSTALLED = {
     "distca_hf/patches": "patches",
     "distca_hf/recipes": "recipes",
 }
-ENDINGS = (".py", ".yaml", ".typed", ".sbatch", ".gz", ".md")
+ENDINGS = (".py", ".yaml", ".typed", ".sbatch", ".gz", ".md", ".html", ".css", ".js")
+# Folders of data inside of a package.
+DATA_FOLDERS = {Path("distca_hf/analysis/report/page")}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
@@ -101,6 +103,7 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
         "distca_hf/recipes/slurm/two_nodes.sbatch",
         "distca_hf/examples/train_causal_lm.py",
         "distca_hf/examples/lengths/pretrain.json.gz",
+        "distca_hf/analysis/report/page/report.html",
     } <= contents
     assert {name.split("/")[0] for name in names} == {"distca_hf", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}
 
@@ -179,7 +182,7 @@ def test_list_of_packages_is_that_of_the_tree() -> None:
     config = configparser.ConfigParser()
     config.read(REPOSITORY / "setup.cfg")
     listed = config["options"]["packages"].split()
-    folders = {folder for name in shipped_files() for folder in Path(name).parents[:-1]}
+    folders = {folder for name in shipped_files() for folder in Path(name).parents[:-1]} - DATA_FOLDERS
 
     assert listed == sorted(folder.as_posix().replace("/", ".") for folder in folders)
 
@@ -225,7 +228,7 @@ def test_installed_command_prints_the_path_of_a_recipe(site: Path, tmp_path: Pat
     assert printed.strip() == str(site / "distca_hf" / "recipes" / "accelerate" / "cpu_2proc.yaml")
 
 
-def test_installed_command_trains_and_plans_without_a_checkout(site: Path, tmp_path: Path) -> None:
+def test_installed_command_trains_plans_and_reports_without_a_checkout(site: Path, tmp_path: Path) -> None:
     """Every file on the line is one that was installed; the first recipe has its own script and configuration."""
     line = run_installed(
         site, tmp_path, "from distca_hf.cli import main; main()", "train", "quickstart", "--steps", "3", "--dry-run"
@@ -236,12 +239,15 @@ def test_installed_command_trains_and_plans_without_a_checkout(site: Path, tmp_p
         "from distca_hf.cli import main; main()",
         *("plan", "prolong", "--ranks", "4", "--tokens-per-rank", "65536", "--overlong", "truncate", "--json"),
     )
+    (tmp_path / "plan.json").write_text(planned)
+    run_installed(site, tmp_path, "from distca_hf.cli import main; main()", "report", "plan.json")
     files = [Path(word) for word in shlex.split(line) if "/" in word]
 
     assert [file.name for file in files] == ["cpu_2proc.yaml", "quickstart.yaml", "quickstart.py"]
     assert all(file.is_relative_to(site) and file.is_file() for file in files)
     assert line.split()[-2:] == ["--steps", "3"]
     assert "fingerprint" in planned
+    assert "One layer, from within" in (tmp_path / "report.html").read_text(), "templates are installed"
 
 
 def test_installed_package_registers_with_its_own_patches(site: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_version_is_shown_and_ends_with_0() -> None:
 def test_shell_completes_commands() -> None:
     asked = {"_DISTCA_COMPLETE": "complete_bash", "COMP_WORDS": "distca re", "COMP_CWORD": "1"}
 
-    assert run_command([SCRIPTS / "distca"], **asked).split() == ["recipes"]
+    assert run_command([SCRIPTS / "distca"], **asked).split() == ["recipes", "report"]
     assert "--install-completion" in help_of()
 
 
@@ -46,16 +46,20 @@ def test_shell_completes_commands() -> None:
 def test_every_help_has_an_example_that_works(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The `distca` command of each example runs; what a shell does around it is cut off."""
+    """The `distca` commands of each example run, each on what the one before printed; what else a shell does around
+    them is cut off."""
     (tmp_path / "lengths.json").write_text(json.dumps([3000, 12000, 90000, 500] * 40))
     monkeypatch.chdir(tmp_path)
     example = example_of(*command)
     found = re.search(r"\bdistca ([^)>]*)", example)
     assert found, example
-    ran = CliRunner().invoke(app, shlex.split(found[1]))
+    printed = ""
+    for line in found[1].split("| distca "):
+        ran = CliRunner().invoke(app, shlex.split(line), input=printed)
+        assert ran.exit_code == 0, ran.output
+        printed = ran.stdout
 
-    assert ran.exit_code == 0, ran.output
-    assert ran.output.strip()
+    assert printed.strip()
     assert not command or f"distca {command[0]}" in example
 
 

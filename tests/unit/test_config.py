@@ -56,6 +56,8 @@ DEFAULTS = {
     "deterministic": False,
     "save_on_signal": True,
     "metrics": "basic",
+    "report_every_steps": 0,
+    "report_folder": "",
     "prefetch": 2,
     "plans_in_flight": 8,
     "timeouts.exchange_seconds": 300.0,
@@ -85,6 +87,8 @@ OTHERS = {
     "deterministic": True,
     "save_on_signal": False,
     "metrics": "all",
+    "report_every_steps": 50,
+    "report_folder": "traces",
     "prefetch": 5,
     "plans_in_flight": 3,
     "timeouts.exchange_seconds": 12.5,
@@ -616,7 +620,7 @@ def test_checked_settings_are_a_copy() -> None:
 def test_shared_settings_differ_when_a_setting_differs_that_ranks_must_share(name: str) -> None:
     same = made({name: OTHERS[name]}).shared_settings() == DistCAConfig().shared_settings()
 
-    assert same == (name in ("prefetch", "plans_in_flight", "kernel_times", "metrics"))
+    assert same == (name in ("prefetch", "plans_in_flight", "kernel_times", "metrics", "report_folder"))
 
 
 def test_shared_settings_tell_apart_values_that_change_places() -> None:

@@ -37,7 +37,7 @@ def pictures_of(page: Path) -> list[re.Match[str]]:
 def test_pictures_are_there_for_light_and_dark_pages_and_in_words(page: Path) -> None:
     pictures = pictures_of(page)
 
-    assert len(re.findall(r"-light\.svg", page.read_text())) == len(pictures), "pictures of another form"
+    assert len(re.findall(r"-light\.(?:svg|png)", page.read_text())) == len(pictures), "pictures of another form"
     for picture in pictures:
         assert picture["light"].replace("-light.", "-dark.") == picture["dark"]
         assert (page.parent / picture["light"]).is_file()

@@ -15,6 +15,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, tokens_of
 from distca_hf.batches.packed import PackPlanner, fill_empty
 from distca_hf.batches.preview import RunReport
+from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -34,7 +35,7 @@ from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
-from distca_hf.integrations.models.operations import step_flops
+from distca_hf.integrations.models.operations import predicted_costs, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
 from distca_hf.integrations.models.structure import (
     attention_layers,
@@ -69,6 +70,7 @@ class ForwardWatch:
         position_limits: longest documents that the model can take.
         flops: operations of the model; None if they are not known.
         report: lines about its training.
+        reported_steps: traces of its passes.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
@@ -93,6 +95,8 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
+        reported = config.report_every_steps, context.trace_file, self._token_bytes, len(self._layers)
+        self.reported_steps = ReportedSteps(*reported)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -207,7 +211,9 @@ class ForwardWatch:
         }
         calls = self._check.num_calls
         layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
-        plan.begin_forward_pass(calls, facts, *layers)
+        trains = module.training and torch.is_grad_enabled()
+        trace = self.reported_steps.begin(plan, trains, lambda: predicted_costs(self.flops, *self._recomputed(module)))
+        plan.begin_forward_pass(calls, facts, *layers, trace)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -284,10 +290,13 @@ class ForwardWatch:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
         if self.flops is None:
             return None
-        checkpointed = self._checkpointed_modules(module)
-        return self.flops.cost(
-            recomputes_layers=recomputes_layers(checkpointed), recomputes_attention=recomputes_attention(checkpointed)
-        )
+        layers, attention = self._recomputed(module)
+        return self.flops.cost(recomputes_layers=layers, recomputes_attention=attention)
+
+    def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:
+        """Returns whether layers run forward again in backward, and whether their attention does."""
+        modules = self._checkpointed_modules(module)
+        return recomputes_layers(modules), recomputes_attention(modules)
 
 
 def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:

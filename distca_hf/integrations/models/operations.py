@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
+from distca_hf.traces import PredictedCosts
 
 
 # Names that configurations have for the experts of a layer, and for the experts of one token.
@@ -42,6 +43,23 @@ def pass_costs_of(model: nn.Module) -> PassCosts:
     if flops is None or not flops.pair_forward:
         return LLAMA_8B_COSTS
     return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
+
+
+def predicted_costs(
+    flops: StepFlops | None, recomputes_layers: bool, recomputes_attention: bool
+) -> PredictedCosts | None:
+    """Returns the costs that `distca report` compares a step with, at rates of an H200; None if operations are not
+    known.
+
+    Args:
+        flops: operations of the model.
+        recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
+    """
+    if flops is None:
+        return None
+    step = flops.cost(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
+    parts = flops.pass_costs(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
+    return PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:

@@ -169,6 +169,12 @@ class DistCACallback(TrainerCallback):
     def _meters(self) -> Iterator[Meter]:
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Notes the optimizer step that begins: some are reported."""
+        self._context.trace_file.follow_trainer(args.output_dir, state.global_step + 1)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
@@ -196,6 +202,10 @@ class DistCACallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        watch = watch_of(self._model)
+        if watch is not None:
+            watch.reported_steps.flush()
+        self._context.trace_file.leave_trainer()
         reading = self._read(self._since_begin, state.global_step)
         if reading is not None:
             steps = state.global_step - self._first_step

@@ -1,0 +1,15 @@
+"""What `distca report` shows: a run, from traces that training wrote, or an answer of another command, as one page.
+
+| file | job |
+|---|---|
+| `command` | from a path to a page or JSON |
+| `sources` | finds what a path holds, and the file that reads it |
+| `run_folder` | reads a folder of traces |
+| `plan_answer`, `simulate_answer` | read the JSON of `distca plan` and `distca simulate` |
+| `figures` | all that a page shows, whatever it was read from |
+| `straggler` | the rank that others wait for, and why |
+| `small_enough` | chooses figures to show where there are too many for a page |
+| `page`, `page/` | writes the page, of templates without a library |
+
+A new kind of input is one file like `plan_answer`, and its name in `sources`.
+"""

@@ -1,0 +1,184 @@
+"""Figures: all that a page shows, whatever it was read from. The page draws them, and `--json` prints them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+# Kind and version of the JSON that `distca report --json` prints.
+KIND, VERSION = "distca-report", 1
+
+# A number of each rank; None where it is not known.
+OfRanks = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted and measured seconds of every rank, forward and backward of all layers. All are `[ranks]`.
+
+    Attributes:
+        rates: the GPU by whose rates they are predicted; empty if nothing is predicted.
+        predicted_attention, predicted_rest: of attention, and of all else but the optimizer.
+        attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
+            sending and merging; and all else of the pass, with waiting in collectives of the framework.
+        step: from the beginning of a micro-batch to that of the next one.
+    """
+
+    rates: str = ""
+    predicted_attention: OfRanks = ()
+    predicted_rest: OfRanks = ()
+    attention: OfRanks = ()
+    waiting: OfRanks = ()
+    exchange: OfRanks = ()
+    rest: OfRanks = ()
+    step: OfRanks = ()
+
+
+@dataclass(frozen=True)
+class CallOfRanks:
+    """One attention call, of several ranks side by side.
+
+    Attributes:
+        part: "forward", "recomputed" or "backward".
+        layer: number of the layer.
+        window_tokens: of its sliding window; 0 without one.
+        ranks: for each its number, and its spans: what time was spent on, and microseconds.
+    """
+
+    part: str
+    layer: int
+    window_tokens: int
+    ranks: Sequence[tuple[int, Sequence[tuple[str, float]]]]
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """Memory of a rank, or of a way to train.
+
+    Attributes:
+        label: whose it is.
+        parts: name and bytes of each.
+        limit_bytes: that there are; 0 if unknown.
+    """
+
+    label: str
+    parts: Sequence[tuple[str, float]]
+    limit_bytes: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text and numbers.
+
+    Attributes:
+        title: its heading.
+        columns: names.
+        rows: of as many cells.
+        note: one sentence about it.
+        bars: number of the column that is drawn as bars; None: nothing is drawn.
+        marked: numbers of the rows whose bars stand out.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+    note: str = ""
+    bars: int | None = None
+    marked: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One micro-batch.
+
+    Attributes:
+        label: its name in the list of steps.
+        before, after: how documents lie in `work_before`, and in `work`.
+        work_before, work: `[ranks]` attended pairs in one layer. Attention servers are the last of `work`.
+        tokens: `[ranks]` that each holds.
+        num_ranks: ranks that hold tokens.
+        speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
+        sent: (source, destination, bytes) of one layer's forward pass.
+        nodes_sent: whether source and destination are nodes, because ranks are too many.
+        missing: ranks whose traces are missing.
+        facts: name and value of what else is known of it.
+        findings: sentences: balance, the rank that others wait for, and why.
+        seconds, calls, memory: empty if nothing was measured or predicted.
+    """
+
+    label: str
+    before: str
+    after: str
+    work_before: Sequence[float]
+    work: Sequence[float]
+    tokens: OfRanks
+    num_ranks: int
+    sent: Sequence[tuple[int, int, float]]
+    speeds: Sequence[float] = ()
+    nodes_sent: bool = False
+    missing: Sequence[int] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    findings: Sequence[str] = ()
+    seconds: Seconds | None = None
+    calls: Sequence[CallOfRanks] = ()
+    memory: Sequence[MemoryBar] = ()
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of `work_before`."""
+        return imbalance(self.work_before)
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of `work`; with speeds, the longest time over the time of an even split."""
+        return imbalance(self.work, self.speeds)
+
+
+def imbalance(work: Sequence[float], speeds: Sequence[float] = ()) -> float:
+    """Returns `[ranks]` work as `PlanFacts.imbalance` has it, of numbers that need not be whole."""
+    total = sum(work)
+    if not total:
+        return 1.0
+    speeds = speeds or (1.0,) * len(work)
+    return max(one / speed for one, speed in zip(work, speeds, strict=True) if one) * sum(speeds) / total
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page.
+
+    Attributes:
+        title: its heading.
+        source: path of what was read.
+        steps: micro-batches, in their order.
+        summary: sentences about all of them.
+        notes: what is missing or left out.
+        tables: of what is not of one micro-batch.
+        begin_with: number of the step that is shown first.
+    """
+
+    title: str
+    source: str
+    steps: Sequence[StepFigures]
+    summary: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    begin_with: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns one object; numbers have five digits."""
+        steps = [
+            {**asdict(step), "imbalance_before": step.imbalance_before, "imbalance": step.imbalance}
+            for step in self.steps
+        ]
+        content = {"kind": KIND, "version": VERSION, **{**asdict(self), "steps": steps}}
+        return {name: _short(value) for name, value in content.items()}
+
+
+def _short(value: Any) -> Any:
+    """Returns a value with numbers of five digits; whole numbers stay."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {name: _short(inner) for name, inner in value.items()}
+    return [_short(inner) for inner in value] if isinstance(value, list | tuple) else value

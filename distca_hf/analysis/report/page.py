@@ -1,0 +1,79 @@
+"""Page: writes a report as one HTML file, which needs no network and no library.
+
+Its templates are in `page/`: the frame, one stylesheet, and scripts that draw. They are put into the file as they are.
+"""
+
+import html
+import json
+import os
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+from distca_hf.analysis.report.figures import Report
+from distca_hf.errors import ReportError
+from distca_hf.version import __version__
+
+
+TEMPLATES = files("distca_hf.analysis.report") / "page"
+# Scripts, in the order in which they need each other.
+SCRIPTS = (
+    "numbers.js",
+    "drawing.js",
+    "picture.js",
+    "columns.js",
+    "work.js",
+    "matrix.js",
+    "timeline.js",
+    "seconds.js",
+    "memory.js",
+    "bars.js",
+    "main.js",
+)
+
+
+def page_of(report: Report) -> str:
+    """Returns the page."""
+    script = "\n".join(_template(name) for name in SCRIPTS)
+    parts = {
+        "title": html.escape(report.title),
+        "summary": "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in report.summary),
+        "notes": "\n".join(f"<li>{html.escape(note)}</li>" for note in report.notes),
+        "version": html.escape(__version__),
+        "style": _template("report.css"),
+        "script": f'"use strict";\n(() => {{\n{script}\n}})();',
+        "figures": json.dumps(report.as_json(), separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    text = _template("report.html")
+    # Parts are put in at once, so that none is looked for in another.
+    pieces = text.split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled += [parts[name], rest]
+    return "".join(filled)
+
+
+def write_page(report: Report, path: Path) -> int:
+    """Writes the page into a file, which appears when it is complete; returns its bytes.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    content = page_of(report).encode()
+    try:
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(unfinished, 0o644)
+            os.replace(unfinished, path)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"--output {path} cannot be written: {error.strerror or error}") from error
+    return len(content)
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")

@@ -1,0 +1,224 @@
+"""Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
+from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
+from distca_hf.analysis.report.straggler import findings_of, summary_of
+from distca_hf.errors import ReportError
+from distca_hf.traces import FILES, FOLDER, PassPart, RankTrace, Spent, step_of
+
+
+# Traces that are read, of all ranks together: a minute's work. Of more steps some are left out.
+MOST_TRACES = 20_000
+# A micro-batch of one part of the model on ranks that share documents: step, micro-batch, stage, chunk, tensor rank.
+_Key = tuple[int, int, int, int, int]
+
+KERNELS, EXCHANGES = (Spent.LOCAL, Spent.REMOTE), (Spent.SEND, Spent.COMBINE)
+
+
+def read_folder(folder: Path) -> Report:
+    """Returns the report of a run.
+
+    Args:
+        folder: of the traces, or the output folder that they are in.
+
+    Raises:
+        ReportError: it holds no traces, or a file in it cannot be read; names file and line.
+    """
+    files = sorted(folder.glob(FILES)) or sorted((folder / FOLDER).glob(FILES))
+    if not files:
+        raise ReportError(
+            f"{folder} has no traces ({FILES}, also looked for in {FOLDER}/): train with report_every_steps=100, or "
+            "give the folder that report_folder named"
+        )
+    lines = [(f"{file} line {number}", line) for file in files for number, line in _lines_of(file)]
+    if not lines:
+        raise ReportError(
+            f"{files[0].parent} has {len(files)} empty files: no step was reported before training ended"
+        )
+    reported = sorted({step for _, line in lines if (step := step_of(line)) is not None})
+    read = {reported[at] for at in spread(len(reported), max(2, MOST_TRACES // len(files)))}
+    traces = [RankTrace.read(line, where) for where, line in lines if step_of(line) in {None, *read}]
+    steps, left_out = [], 0
+    for _, of_ranks in sorted(_by_micro_batch(traces).items()):
+        latest = max(of_ranks, key=lambda trace: trace.written)
+        same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
+        left_out += len(of_ranks) - len(same)
+        steps.append(_figures(same, latest))
+    notes = _notes(steps, left_out)
+    if len(read) < len(reported):
+        notes.append(
+            f"{len(read)} of {len(reported)} reported steps are read, spread evenly: there are too many traces."
+        )
+    return Report(
+        title=f"Run {folder.resolve().name if folder.name != FOLDER else folder.resolve().parent.name}",
+        source=str(folder),
+        steps=steps,
+        summary=summary_of(steps),
+        notes=notes,
+        begin_with=len(steps) - 1,
+    )
+
+
+def _lines_of(file: Path) -> list[tuple[int, str]]:
+    """Returns the lines of one rank that are not empty, with their numbers."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ReportError(f"{file} is no text: it is not as distca_hf writes it") from None
+    except OSError as error:
+        raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace]]:
+    """Returns the traces of every micro-batch."""
+    found: defaultdict[_Key, list[RankTrace]] = defaultdict(list)
+    for trace in traces:
+        found[trace.step, trace.micro_batch, trace.stage, trace.chunk, trace.tensor_rank].append(trace)
+    return found
+
+
+def _are_together(trace: RankTrace, other: RankTrace) -> bool:
+    """Returns whether two traces are of one plan; others were left by an earlier run."""
+    return (trace.fingerprint, trace.num_ranks) == (other.fingerprint, other.num_ranks)
+
+
+def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> StepFigures:
+    """Returns the figures of one micro-batch.
+
+    Args:
+        of_ranks: traces by rank; some may be missing.
+        any_trace: one of them.
+    """
+    ranks = range(any_trace.num_ranks)
+    missing = [rank for rank in ranks if rank not in of_ranks]
+    seconds = _seconds(of_ranks, any_trace)
+    sent = _sent(of_ranks)
+    nodes_sent, sent = in_nodes(sent, len(any_trace.work), any_trace.ranks_per_node)
+    return StepFigures(
+        label=_label(any_trace),
+        before="documents in the order of the data" if any_trace.placed else "packs as they came",
+        after="placed" if any_trace.placed else "tasks moved",
+        work_before=any_trace.work_before,
+        work=any_trace.work,
+        tokens=[of_ranks[rank].tokens if rank in of_ranks else None for rank in ranks],
+        num_ranks=any_trace.num_ranks,
+        sent=sent,
+        speeds=any_trace.speeds,
+        nodes_sent=nodes_sent,
+        missing=missing,
+        facts=_facts(of_ranks, any_trace),
+        findings=findings_of(any_trace, seconds, missing),
+        seconds=seconds,
+        calls=chosen_calls(_calls(of_ranks)),
+        memory=[_memory(rank, of_ranks[rank]) for rank in ranks if rank in of_ranks],
+    )
+
+
+def _label(trace: RankTrace) -> str:
+    """Returns the name of a micro-batch."""
+    stage = f", stage {trace.stage}" if trace.stage else ""
+    chunk = f", chunk {trace.chunk}" if trace.chunk else ""
+    tensor = f", tensor rank {trace.tensor_rank}" if trace.tensor_rank else ""
+    return f"step {trace.step}, micro-batch {trace.micro_batch}{stage}{chunk}{tensor}"
+
+
+def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[str, str]]:
+    """Returns what else is known of a micro-batch."""
+    devices = sorted({one.device for one in of_ranks.values()})
+    incomplete = sorted(rank for rank, one in of_ranks.items() if not one.is_complete)
+    facts = [
+        ("documents", f"{trace.documents:,}"),
+        ("tokens", f"{trace.num_tokens:,}"),
+        ("longest document", f"{trace.longest_document_tokens:,} tokens"),
+        ("layers that attend", f"{trace.layers}"),
+        ("devices", ", ".join(devices)),
+        ("plan", trace.fingerprint),
+    ]
+    if incomplete:
+        facts.append(("without all of backward", f"rank {', '.join(map(str, incomplete))}"))
+    return facts
+
+
+def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
+    """Returns who sends how much to whom: as its sender has it, or where that one's trace is missing, its receiver."""
+    found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
+    for rank, trace in of_ranks.items():
+        for other, size in trace.received_bytes:
+            found.setdefault((other, rank), size)
+    return [(source, destination, size) for (source, destination), size in sorted(found.items())]
+
+
+def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> Seconds:
+    """Returns predicted and measured seconds of every rank."""
+    traces = [of_ranks.get(rank) for rank in range(any_trace.num_ranks)]
+    attention, waiting, exchange = (
+        [None if trace is None else _spent(trace, uses) for trace in traces]
+        for uses in (KERNELS, (Spent.WAIT,), EXCHANGES)
+    )
+    measured = Seconds(
+        attention=attention,
+        waiting=waiting,
+        exchange=exchange,
+        rest=[
+            None if trace is None else max(0.0, trace.pass_seconds - sum(call.us for call in trace.calls) / 1e6)
+            for trace in traces
+        ],
+        step=[None if trace is None else trace.step_seconds for trace in traces],
+    )
+    costs = any_trace.costs
+    if costs is None:
+        return measured
+    pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
+    return replace(
+        measured,
+        rates=costs.rates,
+        predicted_attention=[work * pair_seconds for work in any_trace.work[: any_trace.num_ranks]],
+        predicted_rest=[None if trace is None else trace.tokens * costs.token_seconds for trace in traces],
+    )
+
+
+def _spent(trace: RankTrace, uses: Sequence[Spent]) -> float:
+    """Returns the seconds that all calls of a rank spent on something."""
+    return sum(us for call in trace.calls for use, us in call.spans if use in uses) / 1e6
+
+
+def _calls(of_ranks: Mapping[int, RankTrace]) -> list[CallOfRanks]:
+    """Returns all attention calls, of the ranks side by side."""
+    found: dict[tuple[PassPart, int], list[tuple[int, Sequence[tuple[str, float]]]]] = {}
+    windows: dict[tuple[PassPart, int], int] = {}
+    for rank, trace in sorted(of_ranks.items()):
+        for call in trace.calls:
+            found.setdefault((call.part, call.layer), []).append((rank, call.spans))
+            windows[call.part, call.layer] = call.window_tokens
+    return [CallOfRanks(part.value, layer, windows[part, layer], ranks) for (part, layer), ranks in found.items()]
+
+
+def _memory(rank: int, trace: RankTrace) -> MemoryBar:
+    memory = trace.memory
+    parts = [("in use at most", float(memory.peak_bytes))]
+    if memory.reserved_bytes > memory.peak_bytes:
+        parts.append(("held by torch beside it", float(memory.reserved_bytes - memory.peak_bytes)))
+    return MemoryBar(f"rank {rank}", parts, float(memory.device_bytes))
+
+
+def _notes(steps: Sequence[StepFigures], left_out: int) -> list[str]:
+    """Returns what is missing, and what was left out."""
+    notes = []
+    missing = sorted({rank for step in steps for rank in step.missing})
+    if missing:
+        where = "in some steps" if any(not step.missing for step in steps) else "in all steps"
+        notes.append(
+            f"No traces of rank {', '.join(map(str, missing))} ({where}): their files are on another machine, or they "
+            "stopped before they wrote. Work is that of the plan, which all ranks know."
+        )
+    if left_out:
+        notes.append(f"{left_out} traces of an earlier run in the same folder are left out.")
+    if any(len(step.work) > step.num_ranks for step in steps):
+        notes.append("Attention servers write no traces: of them only work and bytes are known.")
+    return notes

@@ -1,0 +1,74 @@
+"""Simulate answer: reads the JSON of `distca simulate` into bars of every number of GPUs, without steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from distca_hf.analysis.report.figures import Report, Table
+
+
+# By which this JSON is known among others.
+KIND = "distca_hf simulation"
+
+
+def claims(content: Mapping[str, Any]) -> bool:
+    """Returns whether an object is an answer of `distca simulate`."""
+    return content.get("kind") == KIND
+
+
+def read(content: Mapping[str, Any], source: str) -> Report:
+    """Returns the report of an answer.
+
+    Args:
+        content: the object.
+        source: its path.
+
+    Raises:
+        LookupError, TypeError, ValueError: a field is missing, or of another kind.
+    """
+    profile = content["profile"]
+    return Report(
+        title=f"Simulation of {content['model']} on {content['lengths']}",
+        source=source,
+        steps=[],
+        summary=[f"{_world(one)}: {one['in_short']}" for one in content["simulations"]],
+        notes=[
+            f"Nothing is measured here: costs are those of the profile {profile['source']} ({profile['device']}, "
+            f"{profile['date']}). Assumptions are listed below."
+        ],
+        tables=[
+            *(_table(one) for one in content["simulations"]),
+            Table("Assumptions", ["assumed"], [[str(assumption)] for assumption in content["assumptions"]]),
+        ],
+    )
+
+
+def _world(simulation: Mapping[str, Any]) -> str:
+    """Returns the GPUs of a simulation, in words."""
+    accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
+    return f"{simulation['gpus']:,} GPUs x {simulation['tokens_per_rank']:,} tokens{accumulation}"
+
+
+def _table(simulation: Mapping[str, Any]) -> Table:
+    """Returns the ways of a simulation, with bars of their seconds."""
+    ways = simulation["ways"]
+    missing = "; ".join(str(one) for one in simulation["missing"])
+    return Table(
+        title=f"{_world(simulation)}: seconds of an optimizer step",
+        columns=["way", "seconds", "tokens per second", "utilisation", "GiB", "fits", "GPU-hours", "times as fast"],
+        rows=[
+            [
+                str(way["label"]),
+                float(way["step_seconds"]),
+                float(way["tokens_per_second"]),
+                None if way["utilisation"] is None else float(way["utilisation"]),
+                float(way["memory_bytes"]) / 2**30,
+                "yes" if way["fits"] else "no",
+                float(way["gpu_hours"]),
+                float(way["times_as_fast"]),
+            ]
+            for way in ways
+        ],
+        note=f"{simulation['in_short']}{f' Left out: {missing}.' if missing else ''}",
+        bars=1,
+        marked=[number for number, way in enumerate(ways) if way["is_ours"]],
+    )

@@ -1,0 +1,85 @@
+"""Small enough: which figures a page shows where there are too many: calls of a layer, ranks of a timeline, pairs of
+ranks, steps."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distca_hf.analysis.report.figures import CallOfRanks, Report
+
+
+# Layers of each part of a pass whose timelines are shown, and ranks in a timeline.
+MOST_LAYERS, MOST_TIMELINE_RANKS = 3, 48
+# Ranks in a picture of who sends to whom; more are shown by node.
+MOST_MATRIX_RANKS = 128
+# Numbers of a page, all steps together, which make about ten bytes each; and steps in its list.
+MOST_NUMBERS, MOST_STEPS = 120_000, 200
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` of the numbers 0 to count - 1, spread evenly; the first and the last are among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(at * (count - 1) / max(1, most - 1)) for at in range(most)]
+
+
+def waiting_us(call: CallOfRanks) -> float:
+    """Returns the microseconds that all ranks together wait in a call."""
+    return sum(us for _, spans in call.ranks for use, us in spans if use == "wait")
+
+
+def chosen_calls(calls: Sequence[CallOfRanks]) -> list[CallOfRanks]:
+    """Returns calls of few layers: of every part of a pass the ones in which ranks wait longest; and of each the ranks
+    that wait longest and shortest, and others between them."""
+    chosen = []
+    for part in dict.fromkeys(call.part for call in calls):
+        of_part = sorted((call for call in calls if call.part == part), key=waiting_us, reverse=True)
+        chosen += [_with_few_ranks(call) for call in of_part[:MOST_LAYERS]]
+    return chosen
+
+
+def _with_few_ranks(call: CallOfRanks) -> CallOfRanks:
+    if len(call.ranks) <= MOST_TIMELINE_RANKS:
+        return call
+    by_waiting = sorted(call.ranks, key=lambda of_rank: sum(us for use, us in of_rank[1] if use == "wait"))
+    return replace(call, ranks=sorted(by_waiting[at] for at in spread(len(by_waiting), MOST_TIMELINE_RANKS)))
+
+
+def in_nodes(
+    sent: Sequence[tuple[int, int, float]], num_ranks: int, ranks_per_node: int
+) -> tuple[bool, list[tuple[int, int, float]]]:
+    """Returns (source, destination, bytes) of ranks as they are, or of nodes where ranks are too many, and which."""
+    if num_ranks <= MOST_MATRIX_RANKS or ranks_per_node == 1:
+        return False, list(sent)
+    of_nodes: Counter[tuple[int, int]] = Counter()
+    for source, destination, size in sent:
+        of_nodes[source // ranks_per_node, destination // ranks_per_node] += round(size)
+    return True, [(source, destination, float(size)) for (source, destination), size in sorted(of_nodes.items())]
+
+
+def fitted(report: Report) -> Report:
+    """Returns a report with as many steps, and timelines in as many of them, as a page holds; a note says so.
+
+    The first and the last step stay.
+    """
+    per_step = max((2 * len(step.work) + 4 * len(step.sent) + 20 * step.num_ranks for step in report.steps), default=1)
+    count = max(1, min(len(report.steps), MOST_STEPS, MOST_NUMBERS // max(1, per_step)))
+    steps = [report.steps[at] for at in spread(len(report.steps), count)]
+    notes = list(report.notes)
+    if count < len(report.steps):
+        notes.append(
+            f"{count} of {len(report.steps)} micro-batches are shown, to keep the page small; --json has all."
+        )
+    spans = max(
+        (sum(2 * len(spans) + 1 for call in step.calls for _, spans in call.ranks) for step in steps), default=0
+    )
+    room = max(0, MOST_NUMBERS - count * per_step)
+    with_timeline = set(spread(count, max(1, min(count, room // spans)))) if spans else set(range(count))
+    if len(with_timeline) < count:
+        notes.append(f"{len(with_timeline)} of them have timelines, to keep the page small; --json has all.")
+    return replace(
+        report,
+        steps=[step if at in with_timeline else replace(step, calls=()) for at, step in enumerate(steps)],
+        notes=notes,
+        begin_with=count - 1 if report.begin_with else 0,
+    )

@@ -1,0 +1,80 @@
+"""Sources: finds out what a path holds, and reads it: a folder of traces, or the JSON of another command."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from distca_hf.analysis.report import plan_answer, simulate_answer
+from distca_hf.analysis.report.figures import KIND, Report
+from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.errors import ReportError, first_line
+
+
+# A path that stands for standard input.
+STANDARD_INPUT = "-"
+
+
+class JSONReader(Protocol):
+    """A module that reads one kind of JSON."""
+
+    def claims(self, content: Mapping[str, Any]) -> bool:
+        """Returns whether an object is of this kind."""
+        ...
+
+    def read(self, content: Mapping[str, Any], source: str) -> Report:
+        """Returns its report."""
+        ...
+
+
+# Kinds of JSON, by the command that prints them.
+READERS: dict[str, JSONReader] = {
+    "distca plan": cast(JSONReader, plan_answer),
+    "distca simulate": cast(JSONReader, simulate_answer),
+}
+
+
+def read_source(path: Path) -> Report:
+    """Returns the report of a run or of the output of another command.
+
+    Raises:
+        ReportError: there is nothing there, or it cannot be read; says why.
+    """
+    if path.is_dir():
+        return read_folder(path)
+    content = _object_of(path)
+    for command, reader in READERS.items():
+        if reader.claims(content):
+            try:
+                return reader.read(content, str(path))
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ReportError(
+                    f"{path} is not as {command} --json of this version prints it ({type(error).__name__}: "
+                    f"{first_line(error)}); run it again"
+                ) from error
+    if content.get("kind") == KIND:
+        raise ReportError(f"{path} is printed by distca report itself; give what that was made of")
+    raise ReportError(
+        f"{path} is JSON of no command that is known here: give a folder of traces, or the output of "
+        f"{' or '.join(f'{command} --json' for command in READERS)}"
+    )
+
+
+def _object_of(path: Path) -> Mapping[str, Any]:
+    """Returns the JSON object in a file, or on standard input."""
+    try:
+        text = sys.stdin.read() if str(path) == STANDARD_INPUT else path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ReportError(f"{path} does not exist: give a folder of traces, or a file of JSON") from None
+    except UnicodeDecodeError:
+        raise ReportError(f"{path} is no text: give a folder of traces, or a file of JSON") from None
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ReportError(f"{path} is no JSON, or cut off; for a run give the folder that its traces are in") from None
+    if not isinstance(content, Mapping):
+        raise ReportError(f"{path} holds a {type(content).__name__}, and not an object of JSON")
+    return content

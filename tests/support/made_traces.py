@@ -1,0 +1,71 @@
+"""Traces as a training would write them, without a training."""
+
+from pathlib import Path
+
+from distca_hf.traces import CallTrace, MemoryUse, PassPart, PredictedCosts, RankTrace, Spent, file_name
+
+
+GIB = 2**30
+
+
+def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_rank: int | None = None) -> RankTrace:
+    """The trace of one rank. Before, the first rank has most work. The kernels of a slow rank take 1.3 times as long,
+    and the others wait for it."""
+    mean = 4.0e8
+    work_before = tuple(mean * (3.0 - 2.0 * other / max(1, ranks - 1)) for other in range(ranks))
+    slow = 1.3 if rank == slow_rank else 1.0
+    waits_us = 20.0 if slow > 1 or slow_rank is None else 600.0
+    calls = []
+    for part, factor, numbers in (
+        (PassPart.FORWARD, 1.0, range(layers)),
+        (PassPart.BACKWARD, 2.5, reversed(range(layers))),
+    ):
+        for layer in numbers:
+            spans = (
+                (Spent.SEND, 50.0),
+                (Spent.LOCAL, 2000.0 * factor * slow + layer),
+                (Spent.WAIT, waits_us * factor + rank),
+                (Spent.REMOTE, 500.0 * factor * slow),
+                (Spent.COMBINE, 30.0),
+            )
+            calls.append(CallTrace(part, layer, 0, 9000.0 * len(calls), spans))
+    neighbours = [other for other in range(max(0, rank - 2), min(ranks, rank + 3)) if other != rank]
+    return RankTrace(
+        step=step,
+        micro_batch=step - 1,
+        written=1.0e9 + step,
+        rank=rank,
+        num_ranks=ranks,
+        stage=0,
+        chunk=0,
+        tensor_rank=0,
+        device="NVIDIA H200",
+        ranks_per_node=8,
+        placed=True,
+        fingerprint=f"{step:016x}",
+        documents=300,
+        num_tokens=ranks * 65536,
+        longest_document_tokens=120_000,
+        tokens=65536,
+        layers=layers,
+        work_before=work_before,
+        work=tuple(mean * (1.0 + 0.001 * (other % 3)) for other in range(ranks)),
+        speeds=(),
+        sent_bytes=tuple((other, 1_000_000 * (1 + (rank + other + step) % 9)) for other in neighbours),
+        received_bytes=tuple((other, 1_000_000 * (1 + (rank + other + step) % 9)) for other in neighbours),
+        calls=tuple(calls),
+        pass_seconds=9e-3 * len(calls),
+        step_seconds=10e-3 * len(calls),
+        is_complete=True,
+        memory=MemoryUse("GPU", 58 * GIB + rank * GIB // 8, 66 * GIB, 141 * GIB),
+        costs=PredictedCosts("H200", 1e-7, 1e-11, 2.5e-11),
+    )
+
+
+def write_run(folder: Path, ranks: int, steps: int = 1, layers: int = 2, slow_rank: int | None = None) -> Path:
+    """Writes the traces of a run, of every hundredth step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        traces = [made_trace(rank, ranks, 100 * (step + 1), layers, slow_rank) for step in range(steps)]
+        (folder / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in traces))
+    return folder

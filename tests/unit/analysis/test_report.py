@@ -1,0 +1,286 @@
+"""distca report: figures of runs and plans, sentences about the rank that others wait for, and bad input."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from distca_hf.analysis.report import run_folder
+from distca_hf.analysis.report.figures import Seconds
+from distca_hf.analysis.report.page import page_of
+from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.analysis.report.small_enough import fitted
+from distca_hf.analysis.report.sources import read_source
+from distca_hf.analysis.report.straggler import straggler_in_words
+from distca_hf.cli import app
+from distca_hf.traces import file_name
+from support.made_answers import made_simulation
+from support.made_traces import made_trace, write_run
+
+
+def report(source: Path, *options: str) -> Any:
+    """The figures that the command prints as JSON."""
+    done = CliRunner().invoke(app, ["report", str(source), "--json", *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    lengths = tmp_path_factory.mktemp("lengths") / "lengths.json"
+    lengths.write_text(json.dumps([3000, 12000, 90000, 500] * 40))
+    options = ["--ranks", "4", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
+    planned = CliRunner().invoke(app, ["plan", str(lengths), *options])
+    assert planned.exit_code == 0, planned.output
+    found: dict[str, Any] = json.loads(planned.stdout)
+    return found
+
+
+# --- runs
+
+
+def test_run_has_all_ranks_of_every_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "output" / "distca_report", ranks=4, steps=3, layers=5)
+    found = report(tmp_path / "output")
+
+    assert (found["kind"], found["title"], found["notes"]) == ("distca-report", "Run output", [])
+    assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 100", "step 200", "step 300"]
+    step, trace = found["steps"][0], made_trace(2, 4, layers=5)
+    assert step["work_before"] == pytest.approx(trace.work_before, rel=1e-4)
+    assert step["tokens"] == [65536] * 4
+    assert step["imbalance_before"] == pytest.approx(1.5)
+    assert [[to, size] for source, to, size in step["sent"] if source == 2] == [
+        list(pair) for pair in trace.sent_bytes
+    ]
+    attention = sum(us for call in trace.calls for use, us in call.spans if use in ("local", "remote")) / 1e6
+    assert step["seconds"]["attention"][2] == pytest.approx(attention, rel=1e-4)
+    assert step["seconds"]["predicted_attention"][2] == pytest.approx(trace.work[2] * 3.5e-11, rel=1e-4)
+    assert step["seconds"]["predicted_rest"][2] == pytest.approx(65536e-7, rel=1e-4)
+    parts = [sum(step["seconds"][name][2] for name in ("attention", "waiting", "exchange", "rest"))]
+    assert parts == [pytest.approx(trace.pass_seconds, rel=1e-3)]
+    assert [(call["part"], len(call["ranks"])) for call in step["calls"]] == [("forward", 4)] * 3 + [
+        ("backward", 4)
+    ] * 3
+    assert step["memory"][2]["limit_bytes"] == 141 * 2**30
+
+
+def test_missing_ranks_are_named_and_their_bytes_come_from_the_others(tmp_path: Path) -> None:
+    whole = report(write_run(tmp_path / "whole", ranks=4))["steps"][0]
+    write_run(tmp_path / "traces", ranks=4)
+    (tmp_path / "traces" / file_name(2)).unlink()
+    found = report(tmp_path / "traces")
+    step = found["steps"][0]
+
+    assert "No traces of rank 2 (in all steps)" in found["notes"][0]
+    assert step["missing"] == [2]
+    assert step["tokens"][2] is step["seconds"]["attention"][2] is None
+    assert step["work"] == whole["work"]
+    assert {(source, to) for source, to, _ in step["sent"]} == {(source, to) for source, to, _ in whole["sent"]}
+    assert "Traces of rank 2 are missing." in step["findings"]
+
+
+def test_traces_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2)
+    earlier = replace(made_trace(2, 3), written=1.0, fingerprint="old")
+    (tmp_path / file_name(2)).write_text(earlier.line() + "\n")
+    found = report(tmp_path)
+
+    assert len(found["steps"][0]["work"]) == 2
+    assert found["notes"] == ["1 traces of an earlier run in the same folder are left out."]
+
+
+def test_stages_and_chunks_are_steps_of_their_own(tmp_path: Path) -> None:
+    places = [(stage, chunk) for stage in range(2) for chunk in range(2)]
+    lines = [replace(made_trace(0, 1), stage=stage, chunk=chunk).line() for stage, chunk in places]
+    (tmp_path / file_name(0)).write_text("\n".join(lines))
+
+    assert [step["label"] for step in report(tmp_path)["steps"]] == [
+        f"step 100, micro-batch 99{stage}{chunk}" for stage in ("", ", stage 1") for chunk in ("", ", chunk 1")
+    ]
+
+
+def test_servers_have_work_and_no_traces(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = made_trace(rank, 2)
+        served = replace(trace, work=(*trace.work, 2.0e8), speeds=(1.0, 1.0, 0.5))
+        (tmp_path / file_name(rank)).write_text(served.line())
+    found = report(tmp_path)
+
+    assert found["steps"][0]["missing"] == []
+    assert found["steps"][0]["imbalance"] == pytest.approx(1.0, abs=2e-3)
+    assert "Attention servers write no traces" in found["notes"][0]
+
+
+def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:
+    """512 ranks, of which the matrix is by node; and many steps, of which some are shown."""
+    write_run(tmp_path / "wide", ranks=512, layers=1)
+    wide = read_folder(tmp_path / "wide")
+    (step,) = wide.steps
+    assert step.nodes_sent
+    assert max(max(source, to) for source, to, _ in step.sent) == 63
+    assert {len(call.ranks) for call in step.calls} == {48}
+    many = replace(wide, steps=[step] * 400, begin_with=399)
+    small = fitted(many)
+
+    assert len(page_of(small).encode()) < 2_000_000
+    assert 5 < len(small.steps) < 400
+    assert small.begin_with == len(small.steps) - 1
+    assert f"{len(small.steps)} of 400 micro-batches are shown" in small.notes[0]
+
+
+def test_of_too_many_traces_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "MOST_TRACES", 6)
+    found = report(write_run(tmp_path, ranks=2, steps=9))
+
+    assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 100", "step 500", "step 900"]
+    assert "3 of 9 reported steps are read" in found["notes"][0]
+
+
+# --- the rank that others wait for
+
+
+def seconds(attention: list[float], waiting: list[float], rest: float = 1.0) -> Seconds:
+    return Seconds(attention=attention, waiting=waiting, exchange=[0.0] * 4, rest=[rest] * 4, step=[2.0] * 4)
+
+
+EVEN = [1.0e9] * 4
+STRAGGLERS = {
+    "work": ([1.0e9, 1.0e9, 1.3e9, 1.0e9], [0.5, 0.5, 0.65, 0.5], [0.2, 0.2, 0.0, 0.2], "It has 1.21 times the mean"),
+    "kernels": (EVEN, [0.5, 0.5, 0.65, 0.5], [0.2, 0.2, 0.0, 0.2], "take 1.30 times as long as the median"),
+    "elsewhere": (EVEN, [0.5] * 4, [0.2, 0.2, 0.0, 0.2], "it comes late from elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", STRAGGLERS)
+def test_rank_that_others_wait_for_is_named_with_the_reason(name: str) -> None:
+    work, attention, waiting, reason = STRAGGLERS[name]
+    sentence = straggler_in_words(work, seconds(attention, waiting))
+
+    assert sentence.startswith("Others wait for rank 2: rank 0 waits 200.0 ms in attention, rank 2 0.0 ms.")
+    assert reason in sentence
+
+
+def test_nobody_is_named_where_all_wait_alike_or_not_at_all() -> None:
+    assert "All ranks wait about as long" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.3] * 4))
+    assert "No rank waits for others" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.001] * 4))
+
+
+# --- outputs of other commands
+
+
+def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    found = report(tmp_path / "plan.json")
+    first = found["steps"][0]
+
+    assert [step["label"] for step in found["steps"]] == ["micro-step 0 of 2", "micro-step 1 of 2"]
+    assert sum(size for step in found["steps"] for *_, size in step["sent"]) == pytest.approx(
+        plan["bytes_total"], rel=1e-4
+    )
+    assert sum(sum(step["tokens"]) for step in found["steps"]) == plan["tokens"]
+    busiest = sum(max(step["work"]) for step in found["steps"])
+    assert busiest / sum(sum(step["work"]) / 4 for step in found["steps"]) == pytest.approx(
+        plan["imbalance"], rel=1e-3
+    )
+    assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "ZeRO-3"]
+    assert first["seconds"]["rates"] == "H200"
+    assert [table["title"] for table in found["tables"]] == [
+        "Work of the busiest rank over the mean, in an epoch",
+        "Other numbers of tokens per rank",
+        "Other ways to run the same documents",
+    ]
+
+
+def test_simulation_has_bars_of_every_number_of_gpus(tmp_path: Path) -> None:
+    (tmp_path / "simulation.json").write_text(json.dumps(made_simulation()))
+    found = report(tmp_path / "simulation.json")
+    first, _, assumptions = found["tables"]
+
+    assert found["steps"] == []
+    assert found["summary"][0] == "8 GPUs x 65,536 tokens, 4 micro-steps: Choose distca."
+    assert (first["bars"], first["marked"], first["rows"][1][:2]) == (1, [1], ["distca, placed", 2])
+    assert first["note"] == "Choose distca. Left out: rings: too few heads."
+    assert assumptions["rows"] == [["FSDP2 in bf16"]]
+
+
+def test_page_is_written_with_its_path_in_the_last_line(plan: dict[str, Any], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", "-", "--output", str(tmp_path / "page.html")], input=json.dumps(plan))
+
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80
+    assert done.stdout.splitlines()[-1].startswith(f"{tmp_path / 'page.html'}: ")
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+# --- bad input
+
+
+def cut(folder: Path) -> None:
+    text = (folder / file_name(1)).read_text()
+    (folder / file_name(1)).write_text(text[:-60])
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (shutil.rmtree, "does not exist: give a folder of traces"),
+    "empty folder": (lambda folder: [path.unlink() for path in folder.iterdir()], "has no traces"),
+    "empty files": (lambda folder: [path.write_text("") for path in folder.iterdir()], "has 2 empty files"),
+    "cut off": (cut, "rank-00001.jsonl line 1 is no JSON: the file is cut off"),
+    "foreign": (lambda folder: (folder / file_name(0)).write_text('{"step": 1}'), "is no trace of a training"),
+    "binary": (lambda folder: (folder / file_name(0)).write_bytes(b"\xff\xfe\x00"), "is no text"),
+}
+
+
+def refusal(source: Path, *options: str) -> str:
+    """The one line on stderr of a command that must be refused."""
+    done = CliRunner().invoke(app, ["report", str(source), *options])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert done.stderr.startswith("distca: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_run_is_one_line(name: str, tmp_path: Path) -> None:
+    harm, words = BAD[name]
+    harm(write_run(tmp_path / "traces", ranks=2))
+
+    assert words in refusal(tmp_path / "traces", "--output", str(tmp_path / "page.html"))
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is no JSON, or cut off"),
+        ('{"tokens_per_rank": 5', "is no JSON, or cut off"),
+        ("[1, 2]", "holds a list"),
+        ("{}", "is JSON of no command that is known here"),
+        ('{"kind": "distca-report"}', "is printed by distca report itself"),
+    ],
+)
+def test_bad_file_is_one_line(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(content)
+
+    assert words in refusal(tmp_path / "plan.json", "--json")
+
+
+def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Path) -> None:
+    simulation = made_simulation() | {"simulations": [{}]}
+    (tmp_path / "plan.json").write_text(json.dumps(simulation))
+    assert "is not as distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
+    for name, value in (("micro_batches", None), ("micro_batches", [{}]), ("whole_epoch", []), ("estimates", 5)):
+        (tmp_path / "plan.json").write_text(json.dumps({**plan, name: value}))
+        assert "is not as distca plan --json of this version prints it" in refusal(tmp_path / "plan.json", "--json")
+
+
+def test_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    source = write_run(tmp_path / "traces", ranks=1)
+
+    assert "cannot be written" in refusal(source, "--output", str(tmp_path / "nowhere" / "page.html"))
+    assert read_source(source).steps
