@@ -85,6 +85,7 @@ def _take_another_model_s_config(training: Training) -> None:
 
 def _set_version(training: Training) -> None:
     facts.__version__ = "0.0.1"
+    facts._versions.cache_clear()
 
 
 def _set_torch(training: Training) -> None:
