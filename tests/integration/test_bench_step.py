@@ -16,7 +16,7 @@ from support.scripts import run_script
 
 MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "fixed")
 EXCHANGING = {"ulysses", "context", "placed", "fixed"}
-RANKS, LAYERS, HEADS, KV_HEADS, DIM, MICRO_STEPS, TOKENS = 2, 2, 4, 2, 16, 2, 512
+RANKS, LAYERS, HEADS, KV_HEADS, DIM, MICRO_STEPS, TOKENS = 2, 2, 4, 2, 16, 3, 512
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 128,
