@@ -1,6 +1,7 @@
 """Imported by the fork server of ranks: makes a step, so that what is read and made once in a process is there in all
 ranks. That is the sources that models are checked by, and the names of weights that Transformers translates."""
 
+import sys
 import tempfile
 
 import torch
@@ -33,3 +34,4 @@ with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
         make_step(one)
     tiny_model().save_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder)
+sys.excepthook = sys.__excepthook__  # plugins have put up theirs, and torch keeps what it finds
